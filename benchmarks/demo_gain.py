@@ -6,8 +6,8 @@ The demo cuts completions at 16 tokens, so that a model that only learns to be b
 trains with a higher cap on some of the 200 sums and differences of two digits; the others are held out. Before and
 after, the model completes the held-out prompts with the most likely tokens. Prints one JSON object: of the held-out
 prompts the share that is right, the share that is cut off, the share that is right among those that were finished, and
-the mean length, each before and after; and the same of the first and last three training steps. If the gain were
-brevity alone, what is right among the finished would stay as it was.
+the mean length, each before and after; and the same of the first and last fifth of the training steps, each with its
+standard error. If the gain were brevity alone, what is right among the finished would stay as it was.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rlctl.telemetry.headline import change
 from rlctl.telemetry.metrics import read_metrics
 
 LIMIT_S = 3600
@@ -98,10 +99,7 @@ def main() -> None:
         lines = train(written(place / "train.jsonl", rows[given.held_out :]), place / "run", given.steps, cap)
         after = scored(held, prompts, cap, "--run-dir", str(place / "run"))
     names = ("reward_mean", "truncated_fraction", "response_tokens_mean")
-    training = {
-        when: {name: fmean(line[name] for line in part) for name in names}
-        for when, part in (("first", lines[:3]), ("last", lines[-3:]))
-    }
+    training = [found.to_json() for name in names if (found := change(lines, name))]
     shape = {"steps": given.steps, "max_new_tokens": cap, "held_out": len(held)}
     print(json.dumps({**shape, "before": before, "after": after, "training": training}, indent=2))
 

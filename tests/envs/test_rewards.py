@@ -19,6 +19,7 @@ from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.envs import scoring_process
+from rlctl.envs.extraction import Extraction
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
 from rlctl.envs.rewards import mixed_rewards, prepare_rewards
 from rlctl.envs.scorers import RewardPlan
@@ -86,10 +87,32 @@ def test_terms_are_weighted_and_accuracy_is_that_of_the_term_that_knows_the_answ
     plan = prepare_rewards(RewardConfig(terms=terms), source)
     right, wrong = "= 7", "none"
     scores = score(plan, source, right, wrong)
-    assert scores.terms == {"exact-match": (1, 0), name: (len(right) / 10, 0.4)}
+    assert scores.terms == {"exact-match": (1, 0), "score": (len(right) / 10, 0.4)}
+    assert scores.answered == (True, False)
     assert scores.rewards == pytest.approx((2 - 0.05 * len(right), -0.2))
     assert scores.accuracies == (1, 0)
     assert plan.describe()[0] == f"reward: 2 x exact-match + -0.5 x {name}"
+
+
+def test_metrics_call_a_function_as_its_user_does_and_no_two_alike() -> None:
+    def labels(*names: str) -> tuple[str, ...]:
+        return RewardPlan(tuple(RewardTerm(name=name) for name in names), "full", None, None, None, 1.0).labels
+
+    assert labels("exact-match", "/home/me/rewards.py:brief") == ("exact-match", "brief")
+    assert labels("/a/one.py:f", "/b/two.py:f", "/b/two.py:g") == ("one.py:f", "two.py:f", "g")
+    assert labels("/a/one.py:f", "/b/one.py:f") == ("/a/one.py:f", "/b/one.py:f")
+
+
+def test_a_completion_without_an_answer_is_told_from_a_wrong_one() -> None:
+    def answers(*texts: str, extraction: Extraction, reason: str | None, by: str | None) -> tuple[bool, ...] | None:
+        return RewardPlan((), extraction, reason, None, by, 1.0).answers(texts)
+
+    assert answers("so 3", "none", extraction="last-number", reason="auto", by="exact-match") == (True, False)
+    # math-verify looks by itself where the user has named no way
+    assert answers("so 3", "none", extraction="boxed", reason="auto", by="math-verify") == (True, False)
+    assert answers("so 3", r"\boxed{3}", extraction="boxed", reason=None, by="math-verify") == (False, True)
+    assert answers("x", extraction="full", reason=None, by="ifeval") is None
+    assert answers("x", extraction="full", reason=None, by=None) is None
 
 
 def test_a_weight_that_makes_a_reward_huge_is_refused(tmp_path: Path) -> None:
@@ -103,7 +126,8 @@ def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
     name = user_file(tmp_path, "def score(completion, answer):\n    return 0.25\n")
     with_answers = jsonl(tmp_path, {"prompt": "q", "answer": "yes"})
     scores = score(prepare_rewards(reward(name), with_answers), with_answers, "yes", "no")
-    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), None, [name])
+    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), None, ["score"])
+    assert scores.answered is None
     without = jsonl(tmp_path, {"prompt": "q"})
     plan = prepare_rewards(reward(name), without)
     assert score(plan, without, "yes").accuracies is None
@@ -151,7 +175,7 @@ def test_a_function_of_many_is_called_once_a_step_with_all_groups(tmp_path: Path
     try:
         for step in (1, 2):
             first, second = worker.score([ScoreRequest(source[0], "x"), ScoreRequest(source[1], "y")])
-            assert first.terms[name] == (4 + 10 * step, None)
+            assert first.terms["score"] == (4 + 10 * step, None)
             assert (first.rewards, second.rewards) == ((5 + 10 * step, 0), (5 + 10 * step, 4 + 10 * step))
     finally:
         worker.close()
@@ -198,7 +222,7 @@ def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
     finally:
         worker.close()
     assert [one.rewards for one in scores] == [(1,), (10, 0), (0, 1)]
-    assert [list(one.terms) for one in scores] == [["exact-match"], [name], ["exact-match"]]
+    assert [list(one.terms) for one in scores] == [["exact-match"], ["score"], ["exact-match"]]
     assert scores[1].accuracies is None
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
-from rlctl.config.schema import ChecksConfig, FilterConfig, RlctlConfig
+from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
@@ -283,7 +283,7 @@ def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
     assert not run(recorder, 5, checks={"max_steps_without_signal": 3})
     told = [text for text in recorder.said if "nothing to learn from" in text]
     assert len(told) == 1
-    assert "step 4: for 3 step(s) in a row" in told[0]
+    assert "step 4: in the last 3 step(s) all rollouts" in told[0]
 
 
 def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_them() -> None:
@@ -309,11 +309,9 @@ def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_th
 
 def test_equal_rewards_that_nothing_is_learned_from_are_no_trouble() -> None:
     recorder = Recorder([[1.0, 1.0]] * 3)
-    made = loop(recorder, 3)
-    stop: Any = Stop()
-    health = Health(ChecksConfig(max_steps_without_signal=1), compares=False)
-    Loop(made.config, replace(made.parts, health=health)).run(stop)
+    run(recorder, 3, checks={"max_steps_without_signal": 1}, advantage={"baseline": "none", "normalize_std": False})
     assert not any("nothing to learn from" in text for text in recorder.said)
+    assert "nothing to learn" not in step_line(1, 3, recorder.logged[0], plain=True)
 
 
 def test_rollouts_that_are_not_computed_are_counted() -> None:

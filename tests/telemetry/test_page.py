@@ -59,9 +59,9 @@ def captions(text: str) -> list[str]:
 def test_tiles_tell_how_the_run_stands() -> None:
     shown = " ".join(Reader(page([run()])).texts)
     for part in (
-        "running, step 6 of 12", "reward 0.75 at the start 0.35", "accuracy 0.5",
-        "length 14.5 at the start 18.5; 25% cut off",
-        "validation accuracy 0.6 at step 1 0.1", "steps 6 of 12", "time left 21 s 3.5 s a step", "tokens/s 100",
+        "running, step 6 of 12", "training reward 0.750 ± 0.050 in steps 5 to 6; 0.350 ± 0.050 in steps 1 to 2",
+        "validation accuracy 0.600 after step 6; 0.100 after step 1", "training response tokens 14.500 ± 0.500",
+        "training share cut off 0.250 ± 0.000", "steps 6 of 12", "time left 21 s 3.5 s a step", "tokens/s 100",
         "memory 15.5 GiB",
     ):  # fmt: skip
         assert part in shown, part
@@ -89,7 +89,9 @@ def test_validations_show_their_scores_also_from_before_the_first_step() -> None
     shown = run(lines=lines)
     assert shown.points("validation/accuracy") == [(0, 0.25), (3, 0.5), (6, 0.5)]
     text = page([shown])
-    assert "validation accuracy 0.5 before step 1 0.25" in " ".join(Reader(text).texts)
+    shown = " ".join(Reader(text).texts)
+    assert "validation accuracy 0.500 ± 0.100 after step 6; 0.250 ± 0.100 before step 1" in shown
+    assert "validation reward 0.500 after step 6; 0.250 before step 1" in shown
     main, _, folded = text.partition("<details><summary>Diagnostics")
     assert "validation: accuracy; validation: reward mean" in captions(main)
     assert [one for one in captions(folded) if one.startswith("validation")] == ["validation: accuracy stderr"]
@@ -97,11 +99,14 @@ def test_validations_show_their_scores_also_from_before_the_first_step() -> None
 
 
 def test_metrics_of_the_same_values_share_a_panel() -> None:
-    lines = [line(step, accuracy=0.2 + step / 10, reward_terms={"task": 0.2 + step / 10}) for step in range(1, 7)]
+    lines = [
+        line(step, accuracy=0.2 + step / 10, reward_terms={"task": 0.2 + step / 10}, validation={})
+        for step in range(1, 7)
+    ]
     text = page([run(lines=lines)])
     assert captions(text)[0] == "mean reward; accuracy; reward terms: task"
     assert "accuracy" not in captions(text)
-    assert "<dt>accuracy" not in text
+    assert "accuracy</dt>" not in text
 
 
 def test_a_page_is_whole_and_needs_nothing_else() -> None:
@@ -139,7 +144,7 @@ def test_several_runs_are_on_one_page_with_what_differs() -> None:
     second = run(name="second", lines=[line(1), line(2, kl=0.5)], settings=[("run.seed", "1", "--seed")])
     text = page([first, second])
     shown = " ".join(Reader(text).texts)
-    assert "reward 0.75 0.4" in shown
+    assert "training reward 0.750 ± 0.050 0.400" in shown
     assert "optimizer.lr 1e-5 -" in shown
     assert "run.seed" not in shown
     assert "<title>second</title>" in text  # the name of each line

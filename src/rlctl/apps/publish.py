@@ -13,7 +13,7 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.errors import InputError, RlctlError
 from rlctl.models.families import sees
 from rlctl.runs.directory import MANIFEST, RunDirectory
-from rlctl.telemetry.charts import number
+from rlctl.telemetry.headline import headline
 from rlctl.telemetry.page import ReportedRun
 
 CARD = "README.md"
@@ -100,9 +100,9 @@ def _story(values: Mapping[str, Any], run: RunDirectory | None) -> list[str]:
     if told is None:
         return lines
     facts = dict(told.facts)
-    rewards = [value for _, value in told.points("reward_mean")]
+    reward = headline(told.lines)
     rows = {
-        "mean reward, first and last step": f"{number(rewards[0])}, {number(rewards[-1])}" if rewards else "",
+        "result": reward.text() if reward else "",
         "prompts x rollouts of a step": f"{values.get('batch.prompts')} x {values.get('batch.generations')}",
         "learning rate": str(values.get("optimizer.lr")),
         "longest completion": f"{values.get('generation.max_new_tokens')} tokens",

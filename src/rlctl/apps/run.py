@@ -36,7 +36,9 @@ from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
+from rlctl.telemetry.conditions import findings
 from rlctl.telemetry.display import Display
+from rlctl.telemetry.headline import Change, headline
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
@@ -56,8 +58,10 @@ class RunSummary:
     steps: int
     """Finished steps, those before a resume included."""
     interrupted: bool
-    reward_first: float | None
-    reward_last: float | None
+    headline: Change | None
+    """How the reward has changed, or the loss where there is none; None: no step was finished."""
+    findings: tuple[str, ...]
+    """What kept steps from teaching much, and what to do about it."""
     seconds: float
     checkpoint: str | None
     dropped_rollouts: int
@@ -69,8 +73,9 @@ class RunSummary:
             "stopped after" if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout
         )
         lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s"]
-        if self.reward_first is not None and self.reward_last is not None:
-            lines.append(f"mean reward {self.reward_first:.3f} -> {self.reward_last:.3f}")
+        if self.headline is not None:
+            lines.append(self.headline.text())
+        lines += self.findings
         if self.dropped_rollouts:
             lines.append(f"{self.dropped_rollouts} rollouts were left out: a reward function failed on them")
         if self.steps:
@@ -111,8 +116,8 @@ def run_training(
         directory=str(run.path),
         steps=steps,
         interrupted=interrupted,
-        reward_first=lines[0].get("reward_mean") if lines else None,
-        reward_last=lines[-1].get("reward_mean") if lines else None,
+        headline=headline(lines),
+        findings=tuple(findings(lines)),
         seconds=time.perf_counter() - started,
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
         dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),
@@ -165,7 +170,7 @@ def _train(
             saver=saver,
             journal=RunJournal(job, run, display, loggers, Machine(crew)),
             agreement=Agreement.from_config(job.config, precision_of(job.config, job.dtype)),
-            health=Health(job.config.checks, compares=job.config.learns_from_rewards),
+            health=Health(job.config.checks),
             timer=timer,
             validation=validation,
             critic=Critic(job.config, CriticClient(policy)) if job.config.has_critic else None,

@@ -851,7 +851,7 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_groups_that_are_compared(self) -> RlctlConfig:
-        compared = self.advantage.compares and self.learns_from_rewards
+        compared = self.compares_rewards
         if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
             return self
         key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"
@@ -901,6 +901,11 @@ class RlctlConfig(Section):
     def learns_from_rewards(self) -> bool:
         """Whether rewards are compared; if not, a run need not have any."""
         return self.run.algorithm != "distillation" or self.distillation.reward_weight > 0
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether nothing is learned from a prompt whose rollouts all have the same reward."""
+        return self.advantage.compares and self.learns_from_rewards
 
     @model_validator(mode="after")
     def validate_filter_has_rewards(self) -> RlctlConfig:

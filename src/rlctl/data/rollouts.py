@@ -68,9 +68,11 @@ class Rollout:
     reward: float | None
     """None: the run has no rewards."""
     terms: Mapping[str, float | None]
-    """Score of each reward term before its weight; None where it does not apply."""
+    """Score of each reward term before its weight, by its label; None where it does not apply."""
     accuracy: float | None
     """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
+    answered: bool | None = None
+    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
 
     @property
     def first_version(self) -> int:

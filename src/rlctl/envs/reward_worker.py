@@ -35,7 +35,9 @@ class GroupScores:
     accuracies: tuple[float, ...] | None
     """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
     terms: dict[str, tuple[float | None, ...]]
-    """Score of each reward term before its weight; None where it does not apply."""
+    """Score of each reward term before its weight, by its label; None where it does not apply."""
+    answered: tuple[bool, ...] | None
+    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
     failures: int = 0
     """Completions on which a scorer failed, and which count as wrong for it or are dropped."""
     dropped: tuple[str, ...] = ()
@@ -67,12 +69,12 @@ class RewardWorker:
         ]
         scores = iter(self._process.score(work, self._plan.on_error))
         return [
-            self._group_scores(plan, request, [list(islice(scores, len(group))) for _ in plan.scorers])
+            self._group_scores(plan, request, group, [list(islice(scores, len(group))) for _ in plan.scorers])
             for request, group, (plan, _) in zip(requests, texts, parts, strict=True)
         ]
 
     def _group_scores(
-        self, plan: RewardPlan, request: ScoreRequest, scores_by_scorer: list[list[Score]]
+        self, plan: RewardPlan, request: ScoreRequest, texts: Sequence[str], scores_by_scorer: list[list[Score]]
     ) -> GroupScores:
         values = {
             name: tuple(score.value for score in scores)
@@ -90,7 +92,8 @@ class RewardWorker:
                 for scores, why in zip(rollouts, lost, strict=True)
             ),
             accuracies=None if right is None else tuple(float(value is not None and value >= 1.0) for value in right),
-            terms={term.name: values[term.name] for term in plan.terms},
+            terms=dict(zip(plan.labels, values.values(), strict=True)),
+            answered=plan.answers(texts),
             failures=self._count_failures(plan, request, scores_by_scorer),
             dropped=tuple(filter(None, lost)),
         )

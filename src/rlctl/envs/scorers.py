@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -169,6 +171,24 @@ class RewardPlan:
     def scorers(self) -> tuple[str, ...]:
         """Names of all scorers to run on each completion."""
         return tuple(term.name for term in self.terms)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the scorers are called in metrics: a user's function by its name, with its file or the whole path only
+        where that is needed to tell two apart."""
+        forms = [(name.rpartition(":")[2], name.rpartition("/")[2], name) for name in self.scorers]
+        counts = [Counter(column) for column in zip(*forms, strict=True)]
+        return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
+
+    def answers(self, completions: Sequence[str]) -> tuple[bool, ...] | None:
+        """Return whether each completion has an answer that the scorer of reference answers can read; None where the
+        reward has no such scorer."""
+        if self.accuracy_by in (None, "ifeval"):
+            return None
+        own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
+        by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
+        ways = own if by_itself else (self.extraction,)
+        return tuple(any(extract(text, way) is not None for way in ways) for text in completions)
 
     def part(self, source: str) -> tuple[RewardPlan, int]:
         """Return the plan for the rows of a source, and the place of its first scorer among all."""

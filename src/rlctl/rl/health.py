@@ -9,14 +9,14 @@ from typing import Any
 from rlctl.config.schema import ChecksConfig
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
+from rlctl.telemetry.conditions import NO_SIGNAL
 
 
 class Health:
     """Counts steps in a row in which nothing was learned."""
 
-    def __init__(self, checks: ChecksConfig, *, compares: bool = True) -> None:
-        """`compares`: the rewards of a group are learned from."""
-        self.checks, self.compares = checks, compares
+    def __init__(self, checks: ChecksConfig) -> None:
+        self.checks = checks
         self._skipped = self._without_signal = 0
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
@@ -50,14 +50,12 @@ class Health:
         return said
 
     def _signal(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        equal = self.compares and metrics.get("groups_without_signal") == 1
-        self._without_signal = self._without_signal + 1 if equal else 0
+        self._without_signal = self._without_signal + 1 if NO_SIGNAL.holds(metrics) else 0
         if self._without_signal != self.checks.max_steps_without_signal:
             return []
         return [
-            f"step {step}: for {self._without_signal} step(s) in a row all rollouts of each prompt had the same "
-            f"reward (mean {metrics['reward_mean']:.3g}), so that there is nothing to learn from. Choose easier or "
-            "harder prompts, more --generations, a higher generation.temperature, or a --reward with partial credit."
+            f"step {step}: in the last {self._without_signal} step(s) {NO_SIGNAL.said} (mean reward "
+            f"{metrics['reward_mean']:.3g}). {NO_SIGNAL.advice}"
         ]
 
 

@@ -123,7 +123,8 @@ class Loop:
         parts.journal.begin_step(step)
         version = self.version
         batch = self.sample()
-        metrics = {**batch_metrics(batch, version), **self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
+        metrics = batch_metrics(batch, version, compares=self.config.compares_rewards)
+        metrics |= {**self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
         self.step = step
         metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
@@ -279,25 +280,29 @@ def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any
     }
 
 
-def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, Any]:
-    """Return what the scalars of a batch say that is trained on by the weights of `version`. Suffix N: its rollouts."""
+def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[str, Any]:
+    """Return what the scalars of a batch say that is trained on by the weights of `version`; `compares`: the rewards of
+    a group are compared with each other. Suffix N: its rollouts."""
     rollouts = batch.rollouts
     rewards_N = np.array([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
     rewards = {}
     if len(rewards_N):
-        without_signal = [len(group.rollouts) > 1 and np.ptp(group.rewards_G) == 0 for group in batch.groups]
         rewards = {
             "reward_mean": float(rewards_N.mean()),
             "reward_std": float(rewards_N.std()),
             **reward_parts(batch),
-            "groups_without_signal": float(np.mean(without_signal)),
         }
+        if compares:
+            without_signal = [len(group.rollouts) > 1 and np.ptp(group.rewards_G) == 0 for group in batch.groups]
+            rewards["groups_without_signal"] = float(np.mean(without_signal))
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
+    answered_N = [rollout.answered for rollout in rollouts if rollout.answered is not None]
     staleness_N = [version - rollout.first_version for rollout in rollouts]
     return {
         **rewards,
         **accuracy,
+        **({"answered_fraction": float(np.mean(answered_N))} if answered_N else {}),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
         "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),

@@ -149,6 +149,7 @@ def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[i
             reward=None if scores is None else scores.rewards[sample],
             terms={} if scores is None else {name: values[sample] for name, values in scores.terms.items()},
             accuracy=None if scores is None or scores.accuracies is None else scores.accuracies[sample],
+            answered=None if scores is None or scores.answered is None else scores.answered[sample],
         )
         for sample, seed in enumerate(seeds)
         if scores is None or scores.rewards[sample] is not None  # else it is dropped

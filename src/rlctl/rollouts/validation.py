@@ -34,6 +34,7 @@ from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import FAILING_SHARE, scored
 from rlctl.rollouts.source import sample_seed
+from rlctl.telemetry.headline import error_of
 
 FIRST_POSITION = 2**48
 """Positions of validation, which no training reaches: its samples have seeds of their own."""
@@ -234,8 +235,11 @@ def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
         if right.stderr is not None:
             found["accuracy_stderr"] = right.stderr
         found[f"pass@{max(map(len, right_PG))}"] = float(np.mean([max(right_G) for right_G in right_PG]))
-    found["response_tokens_mean"] = float(np.mean([rollout.response_tokens for rollout in rollouts]))
-    found["truncated_fraction"] = float(np.mean([rollout.truncated for rollout in rollouts]))
+    for name, of in (("response_tokens_mean", "response_tokens"), ("truncated_fraction", "truncated")):
+        values = Estimate.of([float(np.mean([getattr(one, of) for one in group.rollouts])) for group in groups])
+        found[name] = values.value
+        if values.stderr is not None:
+            found[error_of(name)] = values.stderr
     found["scorer_failures"] = float(failures)
     if dropped:
         found["dropped_rollouts"] = float(dropped)

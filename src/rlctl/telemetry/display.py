@@ -22,6 +22,7 @@ from rich.progress import Progress as ProgressBar
 from rich.spinner import Spinner
 from rich.text import Text
 
+from rlctl.telemetry.conditions import marks
 from rlctl.telemetry.metrics import Metric, Metrics, flatten
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.terminal import Unbreakable
@@ -346,7 +347,8 @@ def step_line(
     without: Sequence[str] = (),
 ) -> str:
     """Return one step in one line of at most `width` columns (unset: however many); `plain` names each value, for logs
-    where no heading is near. `without` names metrics that have no column."""
+    where no heading is near. What a reader should not miss is behind the columns, or in a second line where there is no
+    room for it. `without` names metrics that have no column."""
     found = dict(flatten(metrics))
     phases = " ".join(
         f"{PHASE_LABELS[Phase(name)]} {value:.1f}"
@@ -354,11 +356,16 @@ def step_line(
         if name != "total" and value >= 0.05
     )
     columns = _columns(declared, width, without)
-    shown = [(column, _shown(column, found, step, steps)) for column in columns]
+    shown, marked = [(column, _shown(column, found, step, steps)) for column in columns], marks(metrics)
     if plain:
-        return " ".join(f"{column.heading} {value}" for column, value in shown) + f" | {phases}"
+        parts = [" ".join(f"{column.heading} {value}" for column, value in shown), marked, phases]
+        return " | ".join(part for part in parts if part)
     line = "  ".join(f"{value:>{column.width}}" for column, value in shown)
-    return f"{line}  {phases[: width and width - len(line) - 2]}" if _has_phases(columns, width) else line
+    below = marked and width is not None and len(line) + 2 + len(marked) > width
+    line += f"  {marked}" if marked and not below else ""
+    if _has_phases(columns, width):
+        line += f"  {phases[: width and max(0, width - len(line) - 2)]}"
+    return f"{line}\n{marked:>{width}}" if below else line
 
 
 def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from rlctl.telemetry.charts import COLOURS, Series, bar_chart, line_chart, number
-from rlctl.telemetry.metrics import Metrics, flatten
+from rlctl.telemetry.conditions import findings
+from rlctl.telemetry.headline import VALIDATION, Change, change, columns
+from rlctl.telemetry.metrics import Metrics
 from rlctl.telemetry.phases import Phase
 
 MAIN = {
@@ -33,10 +35,13 @@ MAIN = {
     "tokens_per_s": "tokens/s, saving left out",
 }
 """Curves that are always open, in this order; `validation` stands for its scores. Others are folded."""
-VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
-"""How the names of validation's metrics begin, and of those from before the first step."""
 NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures", "/dropped_rollouts")
 """How the names of those end that are no scores."""
+TILES = {
+    "reward_mean": "reward", "accuracy": "accuracy", "response_tokens_mean": "response tokens",
+    "truncated_fraction": "share cut off",
+}  # fmt: skip
+"""Metrics that are shown as a run began and as it is now, with their noise."""
 TITLES = {
     "reward_std": "standard deviation of the reward",
     "response_tokens_max": "response tokens, most",
@@ -99,6 +104,11 @@ class ReportedRun:
     """Samples of some validations, by the number of steps that were finished before them."""
     messages: Sequence[str] = ()
 
+    @property
+    def findings(self) -> list[str]:
+        """What kept steps from teaching much, and what to do about it."""
+        return findings(self.lines)
+
     def points(self, name: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric, where it has one."""
         return self.columns.get(name, [])
@@ -106,13 +116,7 @@ class ReportedRun:
     @cached_property
     def columns(self) -> dict[str, list[tuple[float, float]]]:
         """Every metric as (step, value). A validation before the first step is one of step 0."""
-        found: dict[str, list[tuple[float, float]]] = {}
-        for line in self.lines:
-            for name, value in flatten(line):
-                early = name.startswith(BEFORE_STEPS)
-                name = name.replace(BEFORE_STEPS, VALIDATION, early)
-                found.setdefault(name, []).append((line["step"] - early, value))
-        return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
+        return columns(self.lines)
 
 
 def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
@@ -187,21 +191,11 @@ def _tiles(run: ReportedRun) -> str:
 
 def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     """Return label, value and small print of each tile."""
-    found: list[tuple[str, tuple[str, str]]] = []
-    for name, label in (("reward_mean", "reward"), ("accuracy", "accuracy"), ("response_tokens_mean", "length")):
-        if name == "accuracy" and run.points(name) == run.points("reward_mean"):
-            continue
-        if values := [value for _, value in run.points(name)]:
-            some = max(1, min(10, len(values) // 3))
-            more = f"at the start {number(fmean(values[:some]))}"
-            if name == "response_tokens_mean" and (cut := run.points("truncated_fraction")):
-                more += f"; {fmean(value for _, value in cut[-some:]):.0%} cut off"
-            found.append((label, (number(fmean(values[-some:])), more)))
-    for name in sorted(run.columns):
-        if name.startswith(VALIDATION) and len(values := run.points(name)) > 1:
-            when = f"at step {values[0][0]:.0f}" if values[0][0] else "before step 1"
-            found.append((name.replace("/", " "), (number(values[-1][1]), f"{when} {number(values[0][1])}")))
-            break
+    changes = {name: change(run.lines, name) for name in TILES}
+    reward, accuracy = changes["reward_mean"], changes["accuracy"]
+    if reward and accuracy and (reward.first, reward.last) == (accuracy.first, accuracy.last):
+        del changes["accuracy"]
+    found = [(f"{one.source} {TILES[name]}", _tile(one)) for name, one in changes.items() if one]
     totals = [value for _, value in run.points("seconds/total")]
     done = int(run.lines[-1]["step"])
     found.append(("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else "")))
@@ -221,6 +215,10 @@ def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     return found
 
 
+def _tile(one: Change) -> tuple[str, str]:
+    return str(one.last), one.ended + (f"; {one.first} {one.began}" if one.first else "")
+
+
 def duration(seconds: float) -> str:
     """Return a time as a person says it: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
     if seconds < 100:
@@ -234,9 +232,9 @@ def duration(seconds: float) -> str:
 
 def _troubles(run: ReportedRun) -> str:
     told = [message for message in run.messages if TROUBLE.search(message)]
-    if not told:
+    if not told and not run.findings:
         return ""
-    items = "".join(f"<li>{_text(message)}" for message in told[-10:])
+    items = "".join(f"<li>{_text(message)}" for message in (*run.findings, *told[-10:]))
     more = f"<p>The last 10 of {len(told)}; all are at the end of the page.</p>" if len(told) > 10 else ""
     return f"<section class=trouble><h2>To look at</h2><ul>{items}</ul>{more}</section>"
 

@@ -1,0 +1,118 @@
+"""How far a run has come, in one figure with its noise: the same in the terminal, the report and the benchmarks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from rlctl.telemetry.metrics import Metrics, flatten
+
+VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
+"""How the names of validation's metrics begin, and of those from before the first step."""
+HEADLINES = {"reward_mean": "reward", "loss": "loss"}
+"""What a run is judged by, with its name for people: the first of them that it has."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with its standard error (None: one value does not tell it)."""
+
+    value: float
+    stderr: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Return the mean of independent values, with std / sqrt(n) and n - 1 degrees of freedom."""
+        return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+    def __str__(self) -> str:
+        digits = 3 if abs(self.value) < 100 else 1
+        return f"{self.value:.{digits}f}" + (f" ± {self.stderr:.{digits}f}" if self.stderr is not None else "")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric at the start of a run and now."""
+
+    metric: str
+    validated: bool
+    """Whether it was measured by validation; otherwise on the prompts that the steps trained on."""
+    first: Mean | None
+    """None: there is one measurement, which is `last`."""
+    last: Mean
+    began: str
+    """When `first` was measured: `before step 1`, `after step 5`, `steps 1 to 4`."""
+    ended: str
+
+    @property
+    def source(self) -> str:
+        return "validation" if self.validated else "training"
+
+    def text(self) -> str:
+        """Return the line of a summary: `validation reward: 0.312 ± 0.120 before step 1, 0.875 ± 0.085 after step
+        20`."""
+        began = f"{self.first} {self.began}, " if self.first else ""
+        return f"{self.source} {HEADLINES.get(self.metric, self.metric)}: {began}{self.last} {self.ended}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change as benchmarks print it."""
+        return {
+            "metric": self.metric, "source": self.source,
+            "first": vars(self.first) | {"when": self.began} if self.first else None,
+            "last": vars(self.last) | {"when": self.ended},
+        }  # fmt: skip
+
+
+def change(lines: Sequence[Metrics], metric: str) -> Change | None:
+    """Return how a metric of a run has changed; None where the run has none of that name.
+
+    The first and the last validation tell it, with the standard errors over their prompts. A run that does not validate
+    is judged by the steps: the mean of the first fifth of them and that of the last, with the standard errors over
+    steps. `metric` is a name without a prefix, such as `reward_mean`.
+    """
+    found = {name: points for name, points in columns(lines).items() if name.endswith(metric)}
+    if points := found.get(VALIDATION + metric):
+        errors = dict(columns(lines).get(VALIDATION + error_of(metric), []))
+        (began, first), (ended, last) = points[0], points[-1]
+        before = Mean(first, errors.get(began)) if len(points) > 1 else None
+        return Change(metric, True, before, Mean(last, errors.get(ended)), _after(began), _after(ended))
+    if not (points := found.get(metric)):
+        return None
+    some = max(math.ceil(len(points) / 5), min(2, len(points) // 2), 1)
+    first, last = points[:some], points[-some:]
+    before = Mean.of([value for _, value in first]) if len(points) > 1 else None
+    return Change(metric, False, before, Mean.of([value for _, value in last]), _in(first), _in(last))
+
+
+def headline(lines: Sequence[Metrics]) -> Change | None:
+    """Return the change that a run is judged by: of its reward, or where it has none of its loss."""
+    return next((found for metric in HEADLINES if (found := change(lines, metric))), None)
+
+
+def error_of(metric: str) -> str:
+    """Return the name of a validated metric's standard error."""
+    return metric.removesuffix("_mean").removesuffix("_fraction") + "_stderr"
+
+
+def columns(lines: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
+    """Return every metric as (step, value), in the order of the steps. A validation before the first step is one of
+    step 0."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        for name, value in flatten(line):
+            early = name.startswith(BEFORE_STEPS)
+            name = name.replace(BEFORE_STEPS, VALIDATION, early)
+            found.setdefault(name, []).append((line["step"] - early, value))
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
+
+
+def _after(step: float) -> str:
+    return f"after step {step:,.0f}" if step else "before step 1"
+
+
+def _in(points: Sequence[tuple[float, float]]) -> str:
+    first, last = points[0][0], points[-1][0]
+    return f"in steps {first:,.0f} to {last:,.0f}" if last > first else f"in step {first:,.0f}"
