@@ -49,6 +49,7 @@ COMMANDS = {
     "rlctl eval": "needs the hub",
     "rlctl rollouts": "needs a run",
     "rlctl report": "needs a run",
+    "rlctl watch": "needs a run",
     "rlctl convert megatron-to-hf": "needs a run",
     "rlctl convert megatron-to-hf ./ckpt": "slow",
     "rlctl convert inspect": "slow",

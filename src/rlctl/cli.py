@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("rlctl.commands.convert", "Convert checkpoints, and take the text part out of a model."),
     "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and verify every tensor."),
     "report": ("rlctl.commands.report", "Write the report of a run, or compare several on one page."),
+    "watch": ("rlctl.commands.watch", "Serve the report of a run while it trains."),
     "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
     "presets": ("rlctl.commands.presets_", "List, show and copy presets."),
     "config": ("rlctl.commands.config_", "Show and check the configuration."),

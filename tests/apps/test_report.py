@@ -20,11 +20,14 @@ from support.run_directories import made_run
 def test_the_report_tells_what_was_run_planned_and_said(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     found = report.reported(run, "stopped")
-    facts = dict(found.facts)
-    assert facts["command"] == "rlctl train 'a b'"
+    facts, identity = dict(found.facts), dict(found.identity)
+    assert list(identity) == ["model", "algorithm", "command", "commit", "versions"]
+    assert identity["command"] == "rlctl train 'a b'"
+    assert identity["commit"] == "rlctl 0123456789ab"
+    assert identity["versions"] == "rlctl 0.1, python 3.11, torch 2.13"
+    assert found.config == {"batch.prompts": "8", "model.name": '"tiny"', "run.steps": "8"}
     assert facts["machine"] == "2 nodes, 8 h100 GPUs a node, 80.0 GiB of memory"
     assert facts["training"] == "backend megatron, tp 2, dp 8"
-    assert facts["versions"] == "rlctl 0.1, python 3.11, torch 2.13"
     assert [key for key, _, _ in found.settings] == ["model.name", "run.steps"]
     assert [(one.name, one.predicted, one.measured) for one in found.forecasts][-2:] == [
         ("total", 4.0, 3.5), ("memory, policy process", 3.0, 2.0),

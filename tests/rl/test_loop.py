@@ -22,8 +22,9 @@ from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered, reward_parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
-from rlctl.telemetry.page import ReportedRun, page
+from rlctl.telemetry.page import page
 from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.reported_run import ReportedRun
 from support.groups import group
 
 

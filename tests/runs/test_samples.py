@@ -102,7 +102,7 @@ def test_rollouts_that_no_run_wrote_are_named(run_directory: Path, capsys: Any, 
 
 def test_a_sample_of_messages_is_read_too() -> None:
     messages = [{"role": "user", "content": "3 + 4?"}]
-    assert "    user: 3 + 4?" in sample_text(row(1, 1.0, prompt=messages, rendered=None))
+    assert "  user\n    3 + 4?" in sample_text(row(1, 1.0, prompt=messages, rendered=None))
     line = one_line(row(1, 1.0, prompt=messages, completion="word " * 50), "best", 60)
     assert line.startswith("   best 1.000  3 + 4? -> word")
     assert line.endswith("...")

@@ -38,7 +38,8 @@ def made_run(path: Path, steps: int = 5, **settings: Any) -> RunDirectory:
         "seconds": {"generation": 0.75, "total": 4.0}, "memory_gib": {"training": {"weights": 3.0}},
     }  # fmt: skip
     run.write_manifest({
-        "rlctl": "0.1", "python": "3.11", "packages": {"torch": "2.13"}, "command": ["/usr/bin/rlctl", "train", "a b"],
+        "rlctl": "0.1", "python": "3.11", "packages": {"torch": "2.13"},
+        "commits": {"rlctl": "0123456789ab", "working directory": None}, "command": ["/usr/bin/rlctl", "train", "a b"],
         "config": config, "plan": plan, "curves": {"margin": "the margin"}, "algorithm": {"name": "grpo"},
     })  # fmt: skip
     (path / "memory.json").write_text(json.dumps({"policy": [{"device": 2 * GIB}], "engine": []}))

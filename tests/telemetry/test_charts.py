@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,20 @@ def test_axes_show_whole_steps_and_a_wide_span_on_a_logarithmic_scale() -> None:
     assert "0" not in texts(line_chart([Series("a", [(1, 100.0), (2, 104.0)])], "a", (1, 2)))
     wide = line_chart([Series("kl", [(step, 10.0**-step) for step in range(1, 7)])], "kl", (1, 6))
     assert {"0.01", "1e-4"} <= set(texts(wide))
+
+
+def test_a_line_has_a_gap_where_nothing_was_measured_and_a_band_where_there_are_several_runs() -> None:
+    def lines(points: list[tuple[float, float]], **more: Any) -> list[str]:
+        chart = parsed(line_chart([Series("a", points, **more)], "a", (1, 30)))
+        return [path.get("class", "") for path in chart.iter("path") if path.get("class") != "grid"]
+
+    steps = [(float(step), step / 10) for step in range(1, 13)]
+    assert lines(steps) == ["c0"]
+    assert lines([point for point in steps if point[0] not in (5, 6)]) == ["c0", "c0"]
+    assert lines([point for point in steps if point[0] % 4 == 0]) == ["c0"]  # measured every fourth step
+    many = [(float(step), step / 10) for step in range(1, 31) if step not in (5, 6, 20)]
+    assert lines(many) == ["c0 faint"] * 3 + ["c0"] * 3
+    assert lines(steps, band=[(step, value - 1, value + 1) for step, value in steps]) == ["c0 band", "c0"]
 
 
 def test_a_single_step_and_constant_values_have_a_chart() -> None:

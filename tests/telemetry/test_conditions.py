@@ -9,7 +9,8 @@ import pytest
 from rlctl.apps.run import RunSummary
 from rlctl.telemetry.conditions import CONDITIONS, findings, marks
 from rlctl.telemetry.display import step_line
-from rlctl.telemetry.page import ReportedRun, page
+from rlctl.telemetry.page import page
+from rlctl.telemetry.reported_run import ReportedRun
 
 GOOD: dict[str, Any] = {
     "step": 1, "reward_mean": 0.5, "stop_reasons": {"length": 1, "stop": 3}, "sampled_rollouts": 4,

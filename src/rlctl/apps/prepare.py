@@ -26,7 +26,7 @@ from rlctl.backends.base import Device, Dtype, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backend
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
-from rlctl.config.installed import installed_versions
+from rlctl.config.installed import commit_of, installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
@@ -133,6 +133,7 @@ class Job:
             "rlctl": __version__,
             "python": platform.python_version(),
             "packages": packages(),
+            "commits": {"rlctl": commit_of(Path(__file__)), "working directory": commit_of(Path.cwd())},
             "command": sys.argv,
             "working_directory": os.getcwd(),
             "config": self.resolved.to_json(),

@@ -14,7 +14,7 @@ from rlctl.errors import InputError, RlctlError
 from rlctl.models.families import sees
 from rlctl.runs.directory import MANIFEST, RunDirectory
 from rlctl.telemetry.headline import headline
-from rlctl.telemetry.page import ReportedRun
+from rlctl.telemetry.reported_run import ReportedRun
 
 CARD = "README.md"
 
@@ -99,7 +99,7 @@ def _story(values: Mapping[str, Any], run: RunDirectory | None) -> list[str]:
     ]
     if told is None:
         return lines
-    facts = dict(told.facts)
+    facts = dict((*told.identity, *told.facts))
     reward = headline(told.lines)
     rows = {
         "result": reward.text() if reward else "",

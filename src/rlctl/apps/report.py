@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,15 @@ from rlctl.errors import InputError
 from rlctl.planner.views.run_comparison import compare_memory, compare_run
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
-from rlctl.telemetry.page import Forecast, ReportedRun, write_page
+from rlctl.telemetry.page import write_page
+from rlctl.telemetry.reported_run import Forecast, ReportedRun
 
 LEAST_INTERVAL_S = 5.0
 SHARE_OF_TIME = 0.01
 """Share of the run's time that writing its report may take."""
 MOST_SAMPLES = 4
+OF_THE_DATA = ("prompts",)
+"""Origins of values that follow from the lengths of the prompts."""
 
 
 class LiveReport:
@@ -82,11 +86,14 @@ def state_of(run: RunDirectory) -> str:
     return "finished" if lines and lines[-1]["step"] >= (_steps(run.manifest()) or 0) else "stopped"
 
 
-def reported(run: RunDirectory, state: str, lines: Sequence[Mapping[str, Any]] = ()) -> ReportedRun:
-    """Return what the report shows of a run. Raises InputError where there is no run, or none that took a step."""
+def reported(
+    run: RunDirectory, state: str, lines: Sequence[Mapping[str, Any]] = (), *, begun: bool = True
+) -> ReportedRun:
+    """Return what the report shows of a run. Raises InputError where there is no run, and where it is to have `begun`
+    one that took no step."""
     manifest = run.manifest()
     lines = lines or (read_metrics(run.metrics) if run.metrics.exists() else [])
-    if not lines:
+    if begun and not lines:
         raise InputError(f"{run.path} has no finished step to report.", "Wait for its first step.")
     return ReportedRun(
         name=str(_value(manifest, "run.name") or run.name),
@@ -95,8 +102,11 @@ def reported(run: RunDirectory, state: str, lines: Sequence[Mapping[str, Any]] =
         steps=_steps(manifest),
         updated=time.strftime("%Y-%m-%d %H:%M:%S"),
         titles=manifest.get("curves") or {},
+        identity=_identity(manifest),
         facts=_facts(manifest, run),
         settings=_settings(manifest),
+        config=_config(manifest),
+        contents=_contents(manifest),
         forecasts=_forecasts(run.path),
         samples=_samples(run.path / "rollouts", [int(line["step"]) for line in lines]),
         validated=_samples(run.path / "validation", _validations(lines)),
@@ -114,20 +124,46 @@ def _steps(manifest: Mapping[str, Any]) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _facts(manifest: Mapping[str, Any], run: RunDirectory) -> list[tuple[str, str]]:
-    """Return what was run, by label; what an older manifest lacks is left out."""
-    command, model = manifest.get("command") or [], manifest.get("model") or {}
-    plan = manifest.get("plan") or {}
+def _identity(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what the run is, by label; what an older manifest lacks is left out."""
+    command, model, data = manifest.get("command") or [], manifest.get("model") or {}, manifest.get("data") or {}
     packages = {"rlctl": manifest.get("rlctl"), "python": manifest.get("python"), **(manifest.get("packages") or {})}
     found = {
-        "command": shlex.join(["rlctl", *map(str, command[1:])]) if command else "",
         "model": model.get("label") or _value(manifest, "model.name"),
-        "data": _value(manifest, "data.name"),
+        "data": _value(manifest, "data.name") or ", ".join(name for name in data if isinstance(data[name], dict)),
         "algorithm": (manifest.get("algorithm") or {}).get("name"),
+        "command": shlex.join(["rlctl", *map(str, command[1:])]) if command else "",
+        "commit": ", ".join(f"{what} {commit}" for what, commit in (manifest.get("commits") or {}).items() if commit),
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
+    }
+    return [(label, str(value)) for label, value in found.items() if value]
+
+
+def _config(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return every key with its value as text, apart from what the planner chose."""
+    entries = {key: entry for key, entry in manifest["config"].items() if isinstance(entry, dict)}
+    return {
+        key: json.dumps(entry.get("value"), ensure_ascii=False)
+        for key, entry in entries.items()
+        if entry.get("origin") not in (PLANNER, *OF_THE_DATA)
+    }
+
+
+def _contents(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the data and the reward functions are by their contents, as text. Questions that are made from the
+    seed of the run are of one kind, whatever the seed."""
+    kept = {"contents of the data": manifest.get("data"), "contents of the reward": manifest.get("rewards")}
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in kept.items() if value}
+    return {name: re.sub(r'"(seed|held_out)": \d+(, )?', "", text) for name, text in texts.items()}
+
+
+def _facts(manifest: Mapping[str, Any], run: RunDirectory) -> list[tuple[str, str]]:
+    """Return how and where it ran, by label; what an older manifest lacks is left out."""
+    plan = manifest.get("plan") or {}
+    found = {
         "machine": _machine(plan.get("cluster") or {}),
         "training": _sizes(plan.get("training") or {}, ("backend", "tp", "pp", "cp", "ep", "dp", "precision")),
         "generation": _sizes(plan.get("generation") or {}, ("engines", "tp", "dp")),
-        "versions": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
         "directory": str(run.path),
     }
     return [(label, str(value)) for label, value in found.items() if value]
@@ -171,7 +207,7 @@ def _forecasts(run: Path) -> list[Forecast]:
 
 def _validations(lines: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the numbers of finished steps after which the run was validated."""
-    begun = [0] if lines[0].get("validation_at_start") else []
+    begun = [0] if lines and lines[0].get("validation_at_start") else []
     return begun + [int(line["step"]) for line in lines if line.get("validation")]
 
 

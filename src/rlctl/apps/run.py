@@ -61,7 +61,7 @@ class RunSummary:
     headline: Change | None
     """How the reward has changed, or the loss where there is none; None: no step was finished."""
     findings: tuple[str, ...]
-    """What kept steps from teaching much, and what to do about it."""
+    """Sentences on what kept steps from teaching much, with what to do about it."""
     seconds: float
     checkpoint: str | None
     dropped_rollouts: int

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -53,6 +54,24 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+@functools.cache
+def commit_of(path: Path) -> str | None:
+    """Return the commit of the git checkout that a directory or a tracked file is in, and whether tracked files differ
+    from it; None where there is no checkout, as with an installed package."""
+
+    def git(*arguments: str) -> str:
+        place = path if path.is_dir() else path.parent
+        command = ["git", "-C", str(place), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        if path.is_dir() or git("ls-files", path.name):
+            return git("rev-parse", "--short=12", "HEAD") + " with changes" * bool(git("status", "-s", "-uno"))
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return None
 
 
 def version(package: str) -> str | None:

@@ -174,7 +174,7 @@ class RewardPlan:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the scorers are called in metrics: a user's function by its name, with its file or the whole path only
+        """The names of the scorers in metrics: a user's function by its name, with its file or the whole path only
         where that is needed to tell two apart."""
         forms = [(name.rpartition(":")[2], name.rpartition("/")[2], name) for name in self.scorers]
         counts = [Counter(column) for column in zip(*forms, strict=True)]

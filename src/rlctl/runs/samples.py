@@ -11,6 +11,7 @@ from typing import Any
 from rlctl.config.files import written_text
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
+from rlctl.telemetry.conversation import as_text, conversation
 
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
@@ -91,25 +92,19 @@ def sample_text(sample: Sample) -> str:
         *filter(None, marks),
         f"{sample.get('tokens')} tokens",
     ]
-    prompt = sample.get("rendered") or sample.get("prompt")
-    prompt = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt or ())
-    parts = [
-        " · ".join(heading),
-        "  prompt",
-        *_indented(prompt),
-        "  completion",
-        *_indented(sample.get("completion", "")),
-    ]
+    rendered, said = sample.get("rendered"), conversation(sample)
+    shown = [("prompt", rendered), said[-1]] if rendered else said
+    parts = [" · ".join(heading)]
+    for role, text in shown:
+        parts += [f"  {role}", *_indented(text)]
     if sample.get("answer") is not None:
-        parts += ["  answer", *_indented(str(sample["answer"]))]
+        parts += ["  answer", *_indented(as_text(sample["answer"]))]
     return "\n".join(parts)
 
 
 def one_line(sample: Sample, name: str, width: int) -> str:
     """Return a sample in at most `width` columns: the end of its question, and the beginning of the completion."""
-    prompt = sample["prompt"]
-    asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
-    said = " ".join(sample["completion"].split())
+    asked, said = (" ".join(one.text.split()) for one in conversation(sample)[-2:])
     head = "sample  " if sample["reward"] is None else f"{name:>7} {sample['reward']:.3f}  "
     room = max(20, width - len(head) - 4)
     asked = asked if len(asked) <= room // 2 else f"...{asked[-(room // 2 - 3) :]}"

@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 360.0, 190.0
-LEFT, RIGHT, TOP, BOTTOM = 42.0, 14.0, 8.0, 22.0
+WIDTH, HEIGHT = 360.0, 212.0
+LEFT, RIGHT, TOP, BOTTOM = 42.0, 14.0, 20.0, 32.0
 MOST_POINTS = 240
 """Points of a line; more steps are averaged into as many, so that the page of a long run stays small."""
 MOST_BARS = 60
@@ -19,6 +20,8 @@ SMOOTH_FROM = 20
 """Steps from which a line also has a smoothed one."""
 LOG_RANGE = 300.0
 """Ratio of the largest to the smallest value from which the axis is logarithmic."""
+GAP = 1.5
+"""Distance of two neighbouring points, in multiples of the usual one, from which nothing was measured between them."""
 COLOURS = 10
 
 
@@ -29,6 +32,8 @@ class Series:
     name: str
     points: Sequence[Point]
     colour: int = 0
+    band: Sequence[tuple[float, float, float]] = ()
+    """(x, lowest, highest) of the runs whose mean the points are."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,14 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Thinned]:
         values = [value for _, value in part]
         found.append(Thinned(sum(x for x, _ in part) / len(part), sum(values) / len(part), min(values), max(values)))
     return found
+
+
+def segments(points: Sequence[Point]) -> list[Sequence[Point]]:
+    """Return the points in parts: where two neighbours are further apart than is usual, no line connects them."""
+    distances = [after[0] - before[0] for before, after in pairwise(points)]
+    widest = GAP * median(distances) if distances else 0.0
+    ends = [place + 1 for place, distance in enumerate(distances) if distance > widest]
+    return [points[first:last] for first, last in pairwise([0, *ends, len(points)])]
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
@@ -120,9 +133,13 @@ class Axes:
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
         return "M" + "L".join(places)
 
-    def frame(self) -> str:
-        """Return the lines and labels of both scales."""
-        parts = []
+    def frame(self, unit: str) -> str:
+        """Return the lines and labels of both scales: `unit` above that of the values, `step` below the other."""
+        unit += " (logarithmic)" * self.log
+        parts = [
+            f"<text x=4 y=11>{html.escape(unit)}</text>",
+            f"<text x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 4} class=x>step</text>",
+        ]
         values = self._y_ticks()
         for value, label in zip(values, labels(values), strict=True):
             y = self.y(value)
@@ -131,7 +148,7 @@ class Axes:
         low, high = self._xs
         for value in ticks(low, high, 5):
             if value == round(value):
-                parts.append(f"<text x={self.x(value):.1f} y={HEIGHT - 6} class=x>{value:,.0f}</text>")
+                parts.append(f"<text x={self.x(value):.1f} y={HEIGHT - BOTTOM + 14} class=x>{value:,.0f}</text>")
         return "".join(parts)
 
     def _y_ticks(self) -> list[float]:
@@ -141,19 +158,20 @@ class Axes:
         return [10.0**power for power in ticks(low, high, 3) if power == round(power)] or [10**low, 10**high]
 
 
-def line_chart(series: Sequence[Series], label: str, steps: Point) -> str:
+def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "value") -> str:
     """Return a chart of lines over the steps from the first to the last; nothing where no line has a point.
 
     The axis is logarithmic where positive values span widely. A line of many steps is shown as its smoothed course, and
-    its own points faint behind it.
+    its own points faint behind it. A band shows how far the runs of a line are apart.
     """
     shown = [one for one in series if one.points]
     values = [value for one in shown for _, value in one.points]
+    values += [end for one in shown for _, *ends in one.band for end in ends]
     if not values:
         return ""
     log = min(values) > 0 and max(values) > LOG_RANGE * min(values)
     axes = Axes(steps, (min(values), max(values)) if log else _span(values), log=log)
-    return _svg(axes.frame() + "".join(_line(axes, one) for one in shown), label)
+    return _svg(axes.frame(unit) + "".join(_line(axes, one) for one in shown), label)
 
 
 def _span(values: Sequence[float]) -> Point:
@@ -166,17 +184,30 @@ def _span(values: Sequence[float]) -> Point:
 
 
 def _line(axes: Axes, one: Series) -> str:
-    colour, points = f"c{one.colour % COLOURS}", thinned(one.points)
-    course = [(point.x, point.mean) for point in points]
-    title = f"<title>{html.escape(one.name)}</title>"
-    if len(one.points) < SMOOTH_FROM:
-        dots = "".join(f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{colour} dot"/>' for x, y in course)
-        return f'<g>{title}<path class="{colour}" d="{axes.path(course)}"/>{dots}</g>'
-    upper, lower = [(p.x, p.high) for p in points], [(p.x, p.low) for p in reversed(points)]
-    band = f'<path class="{colour} band" d="{axes.path([*upper, *lower])}Z"/>' if len(one.points) > MOST_POINTS else ""
-    smooth = [(point.x, point.mean) for point in thinned(smoothed(one.points))]
-    faint = f'<path class="{colour} faint" d="{axes.path(course)}"/>'
-    return f'<g>{title}{band}{faint}<path class="{colour}" d="{axes.path(smooth)}"/></g>'
+    colour, size = f"c{one.colour % COLOURS}", max(1, math.ceil(len(one.points) / MOST_POINTS))
+    parts = [thinned(part, math.ceil(len(part) / size)) for part in segments(one.points)]
+    courses = [[(point.x, point.mean) for point in part] for part in parts]
+    bands = [[(point.x, point.low, point.high) for point in part] for part in parts] if size > 1 else []
+    shapes = [_band(axes, colour, band) for band in ([one.band] if one.band else bands)]
+    few = len(one.points) < SMOOTH_FROM
+    dotted = [point for course in courses if few or len(course) == 1 for point in course]
+    if not few:
+        shapes += [f'<path class="{colour} faint" d="{axes.path(course)}"/>' for course in courses]
+        smooth = dict(smoothed(one.points))
+        parts = [
+            thinned([(x, smooth[x]) for x, _ in part], math.ceil(len(part) / size)) for part in segments(one.points)
+        ]
+        courses = [[(point.x, point.mean) for point in part] for part in parts]
+    shapes += [f'<path class="{colour}" d="{axes.path(course)}"/>' for course in courses]
+    shapes += [f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{colour} dot"/>' for x, y in dotted]
+    return f"<g><title>{html.escape(one.name)}</title>{''.join(shapes)}</g>"
+
+
+def _band(axes: Axes, colour: str, band: Sequence[tuple[float, float, float]]) -> str:
+    size = max(1, math.ceil(len(band) / MOST_POINTS))
+    shown = [band[first] for first in range(0, len(band), size)]
+    upper, lower = [(x, high) for x, _, high in shown], [(x, low) for x, low, _ in reversed(shown)]
+    return f'<path class="{colour} band" d="{axes.path([*upper, *lower])}Z"/>'
 
 
 def bar_chart(steps: Sequence[tuple[float, Mapping[str, float]]], parts: Sequence[str], label: str) -> str:
@@ -203,7 +234,7 @@ def bar_chart(steps: Sequence[tuple[float, Mapping[str, float]]], parts: Sequenc
             for index, (part, (low, high)) in enumerate(zip(parts, pairwise(edges), strict=True))
             if high - low > 0.002 * (highest or 1.0)
         ]
-    return _svg(axes.frame() + "".join(drawn), label)
+    return _svg(axes.frame("s") + "".join(drawn), label)
 
 
 def _svg(content: str, label: str) -> str:

@@ -1,4 +1,4 @@
-"""What a reader of a run's numbers should not miss: a short list of conditions over the metrics of a step.
+"""Conditions over the metrics of a step that a reader of a run's numbers should not miss.
 
 The step line, the summary at the end and the report all read this list.
 """
@@ -23,9 +23,9 @@ class Condition:
     above: float
     """It holds for the step where its share is larger."""
     mark: str
-    """What the step line shows."""
+    """The words of the step line."""
     said: str
-    """What happened, as the part of a sentence that follows `in 3 of 20 steps`."""
+    """The part of a sentence that follows `in 3 of 20 steps`."""
     advice: str
 
     def holds(self, metrics: Metrics) -> bool:

@@ -347,8 +347,8 @@ def step_line(
     without: Sequence[str] = (),
 ) -> str:
     """Return one step in one line of at most `width` columns (unset: however many); `plain` names each value, for logs
-    where no heading is near. What a reader should not miss is behind the columns, or in a second line where there is no
-    room for it. `without` names metrics that have no column."""
+    where no heading is near. Conditions that hold are behind the columns, or in a second line where these leave no
+    room. `without` names metrics that have no column."""
     found = dict(flatten(metrics))
     phases = " ".join(
         f"{PHASE_LABELS[Phase(name)]} {value:.1f}"

@@ -13,7 +13,7 @@ from rlctl.telemetry.metrics import Metrics, flatten
 VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
 """How the names of validation's metrics begin, and of those from before the first step."""
 HEADLINES = {"reward_mean": "reward", "loss": "loss"}
-"""What a run is judged by, with its name for people: the first of them that it has."""
+"""Metrics that a run is judged by, the first of them that it has, with their names for people."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Mean:
         return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
     def __str__(self) -> str:
-        digits = 3 if abs(self.value) < 100 else 1
+        digits = 3 if abs(self.value) < 10 else 1
         return f"{self.value:.{digits}f}" + (f" ± {self.stderr:.{digits}f}" if self.stderr is not None else "")
 
 

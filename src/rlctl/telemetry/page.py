@@ -9,17 +9,15 @@ import html
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rlctl.telemetry.charts import COLOURS, Series, bar_chart, line_chart, number
-from rlctl.telemetry.conditions import findings
-from rlctl.telemetry.headline import VALIDATION, Change, change, columns
-from rlctl.telemetry.metrics import Metrics
+from rlctl.telemetry.conversation import as_text, conversation
+from rlctl.telemetry.headline import VALIDATION, Change
 from rlctl.telemetry.phases import Phase
+from rlctl.telemetry.reported_run import Arm, Forecast, ReportedRun, alike, arms, differences, unlike
 
 MAIN = {
     "reward_mean": "mean reward",
@@ -27,7 +25,7 @@ MAIN = {
     "validation": "",
     "response_tokens_mean": "response tokens, mean",
     "truncated_fraction": "share of completions cut off",
-    "entropy": "entropy (nats)",
+    "entropy": "entropy",
     "kl": "KL(policy || reference)",
     "loss": "loss",
     "grad_norm": "gradient norm",
@@ -43,80 +41,47 @@ TILES = {
 }  # fmt: skip
 """Metrics that are shown as a run began and as it is now, with their noise."""
 TITLES = {
+    "answered_fraction": "share of completions with an answer",
     "reward_std": "standard deviation of the reward",
     "response_tokens_max": "response tokens, most",
     "prompt_tokens_mean": "prompt tokens, mean",
     "groups_without_signal": "share of groups without signal",
     "lr": "learning rate",
     "skipped_steps": "optimizer steps skipped",
-    "system/cpu_percent": "processors of the node, %",
-    "system/memory_gib": "memory of the node, GiB",
-    "system/memory_percent": "memory of the node, %",
-    "system/gpu_memory_gib": "fullest GPU, GiB",
-    "system/gpu_busy_percent": "GPUs busy, mean %",
-    "system/gpu_busy_percent_least": "GPU that is least busy, %",
+    "system/cpu_percent": "processors of the node",
+    "system/memory_gib": "memory of the node",
+    "system/memory_percent": "memory of the node, share",
+    "system/gpu_memory_gib": "fullest GPU",
+    "system/gpu_busy_percent": "GPUs busy, mean",
+    "system/gpu_busy_percent_least": "GPU that is least busy",
     **{
-        f"system/{process}_{what}": f"{title}, {unit}"
+        f"system/{process}_{what}": f"{title}, {name}"
         for process, title in (("driver", "driver"), ("policy", "fullest rank"), ("engine", "fullest engine"))
-        for what, unit in (("memory_gib", "GiB"), ("cpu_percent", "% of a processor"))
+        for what, name in (("memory_gib", "memory"), ("cpu_percent", "processors"))
     },
 }
+UNITS = (
+    ("(driver|policy|engine)_cpu_percent$", "% of a processor"),
+    ("percent", "%"),
+    ("_gib$", "GiB"),
+    ("tokens_per_s$", "tokens/s"),
+    ("tokens", "tokens"),
+    ("fraction$|accuracy$|pass@|^groups_without_signal$", "share"),
+    ("^stop_reasons|rollouts$|groups$|failures$|steps$|rounds$|batches$", "count"),
+    ("^staleness|version", "versions"),
+    ("entropy|kl$|logprob", "nats"),
+    ("reward|penalty", "reward"),
+    ("^lr$", "learning rate"),
+    ("loss$", "loss"),
+    ("grad_norm$", "norm"),
+)
+"""The unit on the axis of the metrics whose name a pattern is found in, the first that fits; others are a `value`."""
 ELSEWHERE = ("step", "seconds/", "refit_seconds/")
 """Values that no curve shows; the bars show seconds."""
 LONGEST_TEXT = 1500
-"""Characters of a sample's text."""
+"""Characters of a message in a sample."""
 TROUBLE = re.compile(r"(?i)\b(warning|skipped|failed|not finite|stopped|died|damaged|lost|nothing to learn|dropped)\b")
 MOST_MESSAGES = 200
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A value that the planner predicted, and what was measured."""
-
-    name: str
-    unit: str
-    predicted: float
-    measured: float
-
-
-@dataclass(frozen=True)
-class ReportedRun:
-    """All that the report shows of a run."""
-
-    name: str
-    lines: Sequence[Metrics]
-    """The lines of metrics.jsonl; at least one."""
-    state: str = ""
-    """`running`, `finished` or `stopped`; empty: not known."""
-    steps: int | None = None
-    """Steps that the run is to take."""
-    updated: str = ""
-    titles: Mapping[str, str] = field(default_factory=dict)
-    """Titles of the algorithm's own curves, by their names in metrics.jsonl."""
-    facts: Sequence[tuple[str, str]] = ()
-    """Label and text of each thing that was run."""
-    settings: Sequence[tuple[str, str, str]] = ()
-    """Key, value and origin of what somebody set."""
-    forecasts: Sequence[Forecast] = ()
-    samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
-    """Rollouts of some steps."""
-    validated: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
-    """Samples of some validations, by the number of steps that were finished before them."""
-    messages: Sequence[str] = ()
-
-    @property
-    def findings(self) -> list[str]:
-        """What kept steps from teaching much, and what to do about it."""
-        return findings(self.lines)
-
-    def points(self, name: str) -> list[tuple[float, float]]:
-        """Return (step, value) of a metric, where it has one."""
-        return self.columns.get(name, [])
-
-    @cached_property
-    def columns(self) -> dict[str, list[tuple[float, float]]]:
-        """Every metric as (step, value). A validation before the first step is one of step 0."""
-        return columns(self.lines)
 
 
 def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
@@ -127,57 +92,98 @@ def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
     os.replace(aside, path)
 
 
-def page(runs: Sequence[ReportedRun]) -> str:
-    """Return the report of one run, or of several next to each other."""
+def page(runs: Sequence[ReportedRun], script: str = "") -> str:
+    """Return the report of one run, or of several next to each other. `script` keeps a page that is served up to
+    date."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    body = _one(runs[0]) if len(runs) == 1 else _several(arms(runs))
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main>{body}</main>"
+        f"{f'<script>{script}</script>' if script else ''}</body></html>\n"
     )
 
 
 def _one(run: ReportedRun) -> str:
+    head = f"<h1>{_text(run.name)}</h1><p class=state role=status>{_text(_state(run))}</p>"
+    identity = _facts(run.identity)
+    if not run.lines:
+        return f"<header>{head}{identity}</header>{_messages(run)}"
     return "".join([
-        f"<h1>{_text(run.name)}</h1>",
-        f"<p class=state>{_text(_state(run))}</p>",
+        f"<header>{head}{identity}</header>",
         _tiles(run),
         _troubles(run),
-        _curves([run]),
+        _curves([Arm((run,))]),
         _section("Where the time went", _times(run)),
         _section("Plan and measurement", _forecasts(run.forecasts)),
         _section("Samples", _samples(run.samples, "Step {:,}")),
         _section("Samples of validation", _samples(run.validated, "After step {:,}")),
-        _section("The run", _facts(run)),
+        _section("The run", _facts(run.facts) + _settings(run)),
         _messages(run),
     ])  # fmt: skip
 
 
-def _several(runs: Sequence[ReportedRun]) -> str:
-    legend = "".join(f"<li><i class=c{index % COLOURS}></i>{_text(run.name)}" for index, run in enumerate(runs))
-    tiles = [dict(_tile_values(run)) for run in runs]
-    labels = list(dict.fromkeys(label for found in tiles for label in found))
-    rows = [[label, *(found.get(label, ("-", ""))[0] for found in tiles)] for label in labels]
-    names = [run.name for run in runs]
-    set_ = [{key: value for key, value, _ in run.settings} for run in runs]
-    keys = sorted({key for found in set_ for key in found})
-    differ = [[key, *(found.get(key, "-") for found in set_)] for key in keys]
-    differ = [row for row in differ if len(set(row[1:])) > 1]
-    facts = [dict(run.facts) for run in runs]
-    shared = list(dict.fromkeys(label for found in facts for label in found))
+def _several(found: Sequence[Arm]) -> str:
+    names, count = [arm.name for arm in found], sum(len(arm.runs) for arm in found)
+    legend = "".join(f"<li><i class=c{index % COLOURS}></i>{_text(name)}" for index, name in enumerate(names))
+    bands = "<p>A line is the mean of its seeds, and the band reaches from the lowest to the highest of them.</p>"
+    facts = [dict((*arm.runs[0].identity, *arm.runs[0].facts)) for arm in found]
+    labels = list(dict.fromkeys(label for one in facts for label in one))
+    rows = [[label, *(one.get(label, "-") for one in facts)] for label in labels]
+    differ = [[key, *values] for key, values in differences(found)]
     return "".join([
-        f"<h1>{len(runs)} runs</h1><ul class=legend>{legend}</ul>",
-        _table(["", *names], rows),
-        _curves(runs),
-        _section("Where the settings differ", _table(["key", *names], differ) if differ else ""),
-        _section("The run", _table(["", *names], [[key, *(f.get(key, "-") for f in facts)] for key in shared])),
+        f"<header><h1>{count} runs</h1><ul class=legend>{legend}</ul>",
+        bands if count > len(found) else "",
+        "</header>",
+        _section("Side by side", _side_by_side(found)),
+        _section("Where the configurations differ", _table(["key", *names], differ) if differ else ""),
+        _curves(found),
+        _section("The runs", _table(["", *names], rows)),
     ])  # fmt: skip
 
 
+def _side_by_side(found: Sequence[Arm]) -> str:
+    """Return the figures of each run; what was measured in another way has a row of its own."""
+    changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
+    if all(_same(*pair) for pair in zip(changes["reward_mean"], changes["accuracy"], strict=True)):
+        del changes["accuracy"]
+    rows, apart = [], dict[str, None]()
+    for metric, ones in changes.items():
+        ways: dict[str, dict[int, Change]] = {}
+        for place, one in enumerate(ones):
+            if one is not None:
+                measured = VALIDATION * one.validated + metric
+                key = f"{one.source} {sorted(found[place].runs[0].way(measured).items())}"
+                ways.setdefault(key, {})[place] = one
+        for group in ways.values():
+            label = f"{next(iter(group.values())).source} {TILES[metric]}"
+            label += f" of {', '.join(found[place].name for place in group)}" if len(ways) > 1 else ""
+            rows.append([label, *(_cell(group.get(place)) for place in range(len(found)))])
+        if len(ways) > 1:
+            sources = len({one.validated for one in ones if one}) > 1
+            why = [*unlike(found, metric), *unlike(found, VALIDATION + metric)]
+            apart |= dict.fromkeys(["whether the run validates"] * sources + why)
+    standing = [[dict(_standing(run)) for run in arm.runs] for arm in found]
+    for label in dict.fromkeys(label for arm in standing for run in arm for label in run):
+        cells = [dict.fromkeys(" ".join(run[label]) for run in arm if label in run) for arm in standing]
+        rows.append([label, *("; ".join(cell) or "-" for cell in cells)])
+    told = "Figures that were not measured in the same way are in rows and panels of their own. They differ in: "
+    table = _table(["", *(arm.name for arm in found)], rows)
+    return table + (f"<p>{_text(told + ', '.join(apart))}.</p>" if apart else "")
+
+
+def _cell(one: Change | None) -> str:
+    if one is None:
+        return "-"
+    return (f"{one.first} {one.began} \N{RIGHTWARDS ARROW} " if one.first else "") + f"{one.last} {one.ended}"
+
+
 def _state(run: ReportedRun) -> str:
-    done, of = int(run.lines[-1]["step"]), f" of {run.steps:,}" if run.steps else ""
     when = f"; written {run.updated}" if run.updated else ""
+    if not run.lines:
+        return f"{run.state}, no step finished yet{when}"
+    done, of = int(run.lines[-1]["step"]), f" of {run.steps:,}" if run.steps else ""
     return f"{run.state or 'step'}{', step' if run.state else ''} {done:,}{of}{when}"
 
 
@@ -186,19 +192,30 @@ def _tiles(run: ReportedRun) -> str:
         f"<div class=tile><dt>{_text(label)}</dt><dd>{_text(value)}</dd><small>{_text(more)}</small></div>"
         for label, (value, more) in _tile_values(run)
     ]
-    return f"<dl class=tiles>{''.join(tiles)}</dl>"
+    return f"<dl class=tiles id=tiles>{''.join(tiles)}</dl>"
 
 
 def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     """Return label, value and small print of each tile."""
-    changes = {name: change(run.lines, name) for name in TILES}
-    reward, accuracy = changes["reward_mean"], changes["accuracy"]
-    if reward and accuracy and (reward.first, reward.last) == (accuracy.first, accuracy.last):
+    changes = {metric: Arm((run,)).change(metric) for metric in TILES}
+    if _same(changes["reward_mean"], changes["accuracy"]):
         del changes["accuracy"]
-    found = [(f"{one.source} {TILES[name]}", _tile(one)) for name, one in changes.items() if one]
+    return [(f"{one.source} {TILES[name]}", _tile(one)) for name, one in changes.items() if one] + _standing(run)
+
+
+def _same(one: Change | None, other: Change | None) -> bool:
+    return (one and (one.first, one.last)) == (other and (other.first, other.last))
+
+
+def _tile(one: Change) -> tuple[str, str]:
+    return str(one.last), one.ended + (f"; {one.first} {one.began}" if one.first else "")
+
+
+def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
+    """Return label, value and small print of how far the run is and what it takes."""
     totals = [value for _, value in run.points("seconds/total")]
     done = int(run.lines[-1]["step"])
-    found.append(("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else "")))
+    found = [("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else ""))]
     if totals:
         recent = median(totals[-20:])
         if run.state == "running" and run.steps:
@@ -213,10 +230,6 @@ def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
         share = max((value for _, value in run.points("system/memory_percent")), default=0.0)
         found.append(("memory", (f"{max(value for _, value in memory):.1f} GiB", f"{share:.0f}% of the node")))
     return found
-
-
-def _tile(one: Change) -> tuple[str, str]:
-    return str(one.last), one.ended + (f"; {one.first} {one.began}" if one.first else "")
 
 
 def duration(seconds: float) -> str:
@@ -236,38 +249,37 @@ def _troubles(run: ReportedRun) -> str:
         return ""
     items = "".join(f"<li>{_text(message)}" for message in (*run.findings, *told[-10:]))
     more = f"<p>The last 10 of {len(told)}; all are at the end of the page.</p>" if len(told) > 10 else ""
-    return f"<section class=trouble><h2>To look at</h2><ul>{items}</ul>{more}</section>"
+    return f"<section class=trouble id=to-look-at><h2>To look at</h2><ul>{items}</ul>{more}</section>"
 
 
-def _curves(runs: Sequence[ReportedRun]) -> str:
+def _curves(found: Sequence[Arm]) -> str:
     """Return the panels of all metrics, each once: those of `MAIN`, then folded those of the machine and all others."""
-    names = list(dict.fromkeys(name for run in runs for name in run.columns if not name.startswith(ELSEWHERE)))
+    names = list(dict.fromkeys(name for arm in found for name in arm.columns if not name.startswith(ELSEWHERE)))
     validation = [name for name in names if name.startswith(VALIDATION) and not name.endswith(NO_SCORE)]
     main = [one for name in MAIN for one in (validation if name == "validation" else [name]) if one in names]
     machine = [name for name in names if name.startswith("system/")]
     rest = [name for name in names if name not in {*main, *machine}]
-    constant = [name for name in rest if len({value for run in runs for _, value in run.points(name)}) == 1]
-    titles = {**TITLES, **{name: title for run in runs for name, title in run.titles.items()}, **MAIN}
+    values = {name: {value for arm in found for _, value in arm.columns.get(name, ())} for name in rest}
+    constant = {name: next(iter(own)) for name, own in values.items() if len(own) == 1}
+    titles = {**TITLES, **{name: title for arm in found for name, title in arm.runs[0].titles.items()}, **MAIN}
     titles |= {name: _title(name, titles) for name in names}
-    main = _merged(runs, main, titles)
-    rest = [name for name in _merged(runs, [*main, *rest], titles) if name not in {*main, *constant}]
-    same = "".join(
-        f"<li>{_text(name)} = {number(next(run.points(name)[0][1] for run in runs if run.points(name)))}"
-        for name in constant
-    )
+    main = _merged(found, main, titles)
+    rest = [name for name in _merged(found, [*main, *rest], titles) if name not in {*main, *constant}]
+    same = "".join(f"<li>{_text(name)} = {number(value)}" for name, value in constant.items())
+    never = f"<p>Never changed:</p><ul>{same}</ul>" if same else ""
     return "".join([
-        _section("Curves", _panels(runs, main, titles)),
-        _folded("Diagnostics", _panels(runs, rest, titles) + (f"<p>Never changed:</p><ul>{same}</ul>" if same else "")),
-        _folded("Machine", _panels(runs, machine, titles)),
+        _section("Curves", _panels(found, main, titles)),
+        _folded("Diagnostics", _panels(found, rest, titles) + never),
+        _folded("Machine", _panels(found, machine, titles)),
     ])  # fmt: skip
 
 
-def _merged(runs: Sequence[ReportedRun], names: Iterable[str], titles: dict[str, str]) -> list[str]:
+def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -> list[str]:
     """Return the names without those of the same values as an earlier one, which then has their titles too: where the
     reward is that of the task alone, the accuracy is the same curve."""
     first: dict[Any, str] = {}
     for name in names:
-        values: Any = tuple(tuple(run.points(name)) for run in runs)
+        values: Any = tuple(tuple(arm.columns.get(name, ())) for arm in found)
         if len({value for points in values for _, value in points}) == 1:
             values = name  # many things are always 0
         if (same := first.setdefault(values, name)) != name:
@@ -279,16 +291,23 @@ def _title(name: str, titles: Mapping[str, str]) -> str:
     return titles.get(name) or name.replace("_", " ").replace("/", ": ")
 
 
-def _panels(runs: Sequence[ReportedRun], names: Iterable[str], titles: Mapping[str, str]) -> str:
+def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> str:
+    """Return a panel of each metric; runs that measured it in another way have a panel of their own."""
     panels = []
-    counted = [run.points(name)[end][0] for run in runs for name in run.columns for end in (0, -1)]
+    counted = [points[end][0] for arm in found for points in arm.columns.values() for end in (0, -1)]
     steps = (float(min(counted)), float(max(counted)))
     for name in names:
-        title = _title(name, titles)
-        series = [Series(run.name, run.points(name), index) for index, run in enumerate(runs)]
-        chart = line_chart(series, f"{title} over the steps", steps)
-        last = f" <b>{number(series[0].points[-1][1])}</b>" if len(runs) == 1 and series[0].points else ""
-        panels.append(f"<figure><figcaption>{_text(title)}{last}</figcaption>{chart}</figure>")
+        groups = alike(found, name)
+        unit = next((unit for pattern, unit in UNITS if re.search(pattern, name)), "value")
+        for group in groups:
+            title = _title(name, titles)
+            title += f" of {', '.join(found[place].name for place in group)}" if len(groups) > 1 else ""
+            series = [
+                Series(found[place].name, found[place].columns[name], place, found[place].band(name)) for place in group
+            ]
+            chart = line_chart(series, f"{title} over the steps", steps, unit)
+            last = f" <b>{number(series[0].points[-1][1])}</b>" if len(found) == 1 else ""
+            panels.append(f"<figure><figcaption>{_text(title)}{last}</figcaption>{chart}</figure>")
     return f"<div class=panels>{''.join(panels)}</div>" if panels else ""
 
 
@@ -314,33 +333,45 @@ def _times(run: ReportedRun) -> str:
 def _forecasts(forecasts: Sequence[Forecast]) -> str:
     rows = []
     for one in forecasts:
-        ratio = f"{one.predicted / one.measured:.2f}" if one.measured else "-"
+        ratio = f"{one.measured / one.predicted:.2f}" if one.predicted else "-"
         rows.append([one.name, f"{one.predicted:.2f} {one.unit}", f"{one.measured:.2f} {one.unit}", ratio])
-    return _table(["", "planned", "measured", "ratio"], rows) if rows else ""
+    told = "<p>Seconds of a step are medians, and memory is the most of any process. Where the last column is above 1, "
+    told += "more was taken than planned.</p>"
+    return told + _table(["", "planned", "measured", "measured / planned"], rows) if rows else ""
 
 
 def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], heading: str) -> str:
     found = []
     for step, rows in samples:
         found.append(f"<h3>{heading.format(step) if step else 'Before step 1'}</h3>")
-        for row in rows:
-            reward = row.get("reward")
-            told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
-            told += [f"answer {row['answer']}"] if row.get("answer") is not None else []
-            told += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
-            found.append(
-                f"<article><pre>{_text(_cut(row.get('prompt', '')))}</pre>"
-                f"<pre class=completion>{_text(_cut(row.get('completion', '')))}</pre>"
-                f"<p>{_text('; '.join(told))}</p></article>"
-            )
+        found += map(_sample, rows)
     return "".join(found)
 
 
-def _facts(run: ReportedRun) -> str:
-    facts = "".join(f"<tr><th>{_text(label)}</th><td>{_text(value)}</td></tr>" for label, value in run.facts)
-    settings = _table(["key", "value", "set by"], run.settings)
-    shown = f"<table class=facts>{facts}</table>" if facts else ""
-    return shown + (_folded("Settings", settings) if run.settings else "")
+def _sample(row: Mapping[str, Any]) -> str:
+    reward, *said, completion = row.get("reward"), *conversation(row)
+    terms = [f"{name} {number(value)}" for name, value in (row.get("terms") or {}).items() if value is not None]
+    told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
+    told[0] += f" ({', '.join(terms)})" if len(terms) > 1 else ""
+    told += [f"answer {as_text(row['answer'])}"] if row.get("answer") is not None else []
+    told += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
+    messages = "".join(
+        f"<div class={kind}><b>{_text(role)}</b><pre>{_text(_cut(text))}</pre></div>"
+        for kind, (role, text) in [*(("said", one) for one in said), ("completion", completion)]
+    )
+    rendered = row.get("rendered")
+    seen = f"<pre>{_text(_cut(rendered))}</pre>" if isinstance(rendered, str) and rendered else ""
+    seen = f"<details><summary>The prompt as the model saw it</summary>{seen}</details>" if seen else ""
+    return f"<article>{messages}<p>{_text('; '.join(told))}</p>{seen}</article>"
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(f"<tr><th scope=row>{_text(label)}</th><td>{_text(value)}</td></tr>" for label, value in facts)
+    return f"<table class=facts>{rows}</table>" if facts else ""
+
+
+def _settings(run: ReportedRun) -> str:
+    return _folded("Settings", _table(["key", "value", "set by"], run.settings)) if run.settings else ""
 
 
 def _messages(run: ReportedRun) -> str:
@@ -350,21 +381,24 @@ def _messages(run: ReportedRun) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    heads = "".join(f"<th>{_text(cell)}</th>" for cell in head)
+    heads = "".join(f"<th scope=col>{_text(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class=wide><table><tr>{heads}</tr>{body}</table></div>"
+    return f"<div class=wide tabindex=0><table><tr>{heads}</tr>{body}</table></div>"
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{content}</section>" if content else ""
+    return f"<section id={_id(title)}><h2>{_text(title)}</h2>{content}</section>" if content else ""
 
 
 def _folded(title: str, content: str) -> str:
-    return f"<details><summary>{_text(title)}</summary>{content}</details>" if content else ""
+    return f"<details id={_id(title)}><summary>{_text(title)}</summary>{content}</details>" if content else ""
 
 
-def _cut(value: Any) -> str:
-    text = value if isinstance(value, str) else str(value)
+def _id(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
 
 
@@ -398,10 +432,15 @@ h2,summary{font-size:1.15rem;font-weight:600;margin:1.6rem 0 .6rem}
 summary{cursor:pointer}
 .state,small,figcaption{color:var(--soft)}
 .state{margin:.2rem 0 1rem}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:0}
+:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
+h3{margin:1rem 0 .3rem}
+header .facts{margin:0 0 1rem}
+.facts td{min-width:0}
+article summary{font-size:.85rem;margin:.4rem 0 0;font-weight:normal;color:var(--soft)}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr));gap:.6rem;margin:0}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem .8rem}
 .tile dt{color:var(--soft);font-size:.85rem;overflow-wrap:anywhere}
-.tile dd{margin:0;font-size:1.5rem;font-variant-numeric:tabular-nums;line-height:1.3}
+.tile dd{margin:0;font-size:1.25rem;white-space:nowrap;font-variant-numeric:tabular-nums;line-height:1.3}
 .panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:.8rem}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem}
 figcaption b{color:var(--ink);float:right}
@@ -425,7 +464,9 @@ td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;border-bott
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.45 ui-monospace,monospace}
 article{border:1px solid var(--line);border-radius:.5rem;margin:.6rem 0;padding:.6rem;background:var(--card)}
 article p{margin:.4rem 0 0;color:var(--soft)}
-.completion{border-left:3px solid var(--c0);padding-left:.6rem;margin-top:.4rem}
+.said,.completion{border-left:3px solid var(--line);padding-left:.6rem;margin-top:.4rem}
+.completion{border-color:var(--c0)}
+.said b,.completion b{color:var(--soft);font-size:.8rem;font-weight:600}
 .trouble{background:var(--bad);border-radius:.5rem;padding:.1rem 1rem;margin:1rem 0}
 .trouble h2{margin:.6rem 0 .2rem}
 @media print{

@@ -1,0 +1,143 @@
+"""The report of a run that trains, served to browsers: the same page, which looks every two seconds for a newer one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rlctl.apps.report import reported, state_of
+from rlctl.errors import InputError
+from rlctl.runs.directory import RunDirectory
+from rlctl.telemetry.page import page
+
+PORT = 8642
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""A browser lets the page do nothing but ask this server."""
+SCRIPT = """
+const every = 2000, told = document.querySelector("[role=status]").cloneNode();
+told.removeAttribute("role"); told.id = "live"; document.querySelector("main").prepend(told);
+let tag = "";
+const focusable = part => [part, ...part.querySelectorAll("*")].filter(one => one.matches("summary,[tabindex]"));
+function replace(old, fresh) {
+  const folds = part => [part, ...part.querySelectorAll("details")].filter(one => one.matches("details"));
+  const title = one => one.querySelector("summary").textContent;
+  const open = new Set(folds(old).filter(one => one.open).map(title));
+  const at = focusable(old).indexOf(document.activeElement), scrolled = focusable(old).map(one => one.scrollLeft);
+  old.replaceWith(fresh);
+  for (const one of folds(fresh)) if (open.has(title(one))) one.open = true;
+  focusable(fresh).forEach((one, place) => { one.scrollLeft = scrolled[place] || 0; });
+  if (at >= 0 && focusable(fresh)[at]) focusable(fresh)[at].focus({preventScroll: true});
+}
+const sources = new Map();
+function update(next) {
+  document.title = next.title;
+  const main = document.querySelector("main"), parts = [...next.querySelectorAll("main > *")];
+  const name = part => part.id || part.tagName, names = new Set(parts.map(name));
+  let before = told;
+  for (const part of parts) {
+    const source = part.outerHTML, old = [...main.children].find(one => one !== told && name(one) === name(part));
+    let now = old;
+    if (!old) { now = part; before.after(part); }
+    else if (sources.get(name(part)) !== source) { now = part; replace(old, part); }
+    sources.set(name(part), source);
+    before = now;
+  }
+  for (const old of [...main.children]) if (old !== told && !names.has(name(old))) old.remove();
+}
+async function look() {
+  try {
+    const answer = await fetch("/", {headers: tag ? {"If-None-Match": tag} : {}, cache: "no-store"});
+    if (answer.status === 200) {
+      update(new DOMParser().parseFromString(await answer.text(), "text/html"));
+      tag = answer.headers.get("ETag");
+    }
+    told.textContent = answer.ok || answer.status === 304 ? "This page keeps itself up to date." : await answer.text();
+  } catch { told.textContent = "rlctl watch does not answer any more: the page shows what it last said."; }
+  setTimeout(look, every);
+}
+look();
+"""
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of one run. Raises InputError where there is no run, or the address cannot be listened on."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, host: str, port: int | None) -> None:
+        self.run = RunDirectory(directory)
+        self.run.manifest()
+        self._made = threading.Lock()
+        self._page: tuple[str, bytes] = ("", b"")
+        ports = [PORT, 0] if port is None else [port]
+        for place, number in enumerate(ports):
+            try:
+                super().__init__((host, number), _Handler)
+                break
+            except (OSError, OverflowError) as error:
+                if place + 1 < len(ports):
+                    continue
+                why = getattr(error, "strerror", None) or error
+                hint = "Name another --port (0: any that is free), or another --host."
+                raise InputError(f"--host {host} --port {number} cannot be listened on: {why}.", hint) from error
+
+    @property
+    def address(self) -> str:
+        """The address to open in a browser."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/"
+
+    def page(self) -> tuple[str, bytes]:
+        """Return the page as it is now, after a tag that changes with it."""
+        with self._made:
+            tag = self._tag()
+            if tag != self._page[0]:
+                shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT)
+                self._page = (tag, shown.encode(errors="replace"))
+            return self._page
+
+    def _tag(self) -> str:
+        """Return a digest of what the page is made from."""
+        parts: list[object] = [self.run.is_locked()]
+        for path in (self.run.metrics, self.run.log, self.run.path / "manifest.json", self.run.memory):
+            with contextlib.suppress(OSError):
+                found = path.stat()
+                parts.append((path.name, found.st_size, found.st_mtime_ns))
+        return f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/":
+            self._answer(HTTPStatus.NOT_FOUND, b"There is one page, at /.")
+            return
+        try:
+            tag, body = self.server.page()
+        except InputError as error:  # the run was removed, or a file of it is damaged
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message} {error.hint or ''}".encode())
+            return
+        headers = [("ETag", tag), ("Cache-Control", "no-cache"), ("Content-Security-Policy", POLICY)]
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", headers)
+        else:
+            self._answer(HTTPStatus.OK, body, headers, "text/html")
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes, headers: Sequence[tuple[str, str]] = (), kind: str = "text/plain"
+    ) -> None:
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # a browser that was closed
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal shows the address."""

@@ -1,0 +1,43 @@
+"""A sample as a conversation: who said what, whatever form its prompt and its completion have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Said(NamedTuple):
+    """One message: `system`, `user`, `assistant`, `tool`, or `prompt` and `completion` where there are no roles."""
+
+    role: str
+    text: str
+
+
+def conversation(sample: Mapping[str, Any]) -> list[Said]:
+    """Return the messages of a sample in order, the policy's completion last. Where the sample has the transcript of
+    several turns (`messages`), it is that."""
+    if isinstance(whole := sample.get("messages"), list):
+        return [_said(message) for message in whole]
+    prompt, completion = sample.get("prompt"), as_text(sample.get("completion"))
+    if isinstance(prompt, list | tuple):
+        return [*map(_said, prompt), Said("assistant", completion)]
+    return [Said("prompt", as_text(prompt)), Said("completion", completion)]
+
+
+def _said(message: Any) -> Said:
+    if not isinstance(message, Mapping):
+        return Said("prompt", as_text(message))
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    called = [f"{call.get('name')}({as_text(call.get('arguments'))})" for call in calls]
+    texts = [as_text(message.get("reasoning_content")), as_text(message.get("content")), *called]
+    return Said(str(message.get("role", "prompt")), "\n".join(filter(None, texts)))
+
+
+def as_text(content: Any) -> str:
+    """Return the text of a message's content: parts that are no text are named by their kind, other values are JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) and "type" in part for part in content):
+        return "\n".join(str(part["text"]) if "text" in part else f"[{part['type']}]" for part in content)
+    return json.dumps(content, ensure_ascii=False)

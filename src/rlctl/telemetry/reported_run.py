@@ -1,0 +1,184 @@
+"""The contents of a report: of one run, and of several side by side.
+
+Runs that differ in their seed alone are taken together, and values that were not measured in the same way apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from rlctl.telemetry.conditions import findings
+from rlctl.telemetry.headline import VALIDATION, Change, Mean, change, columns
+from rlctl.telemetry.metrics import Metrics
+
+SEED = "run.seed"
+OWN = ("run.dir", "run.name", "run.goal")
+"""Keys that every run has a value of its own for."""
+SAMPLED = (
+    "data.", "reward.", "environment.", "model.chat_template", "generation.max_new_tokens", "generation.temperature",
+    "generation.top_p", "generation.top_k", "generation.stop", "generation.stop_token_ids",
+)  # fmt: skip
+"""Keys (or how they begin) that rewards follow from, apart from the weights."""
+SCHEDULE = ("validation.every", "validation.at_start", "validation.at_end", "validation.stop_after")
+"""Keys of validation that change when it measures, and not what."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A value that the planner predicted, and what was measured."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """All that the report shows of a run."""
+
+    name: str
+    lines: Sequence[Metrics]
+    """The lines of metrics.jsonl; none where no step is finished."""
+    state: str = ""
+    """`running`, `finished` or `stopped`; empty: not known."""
+    steps: int | None = None
+    """Steps that the run is to take."""
+    updated: str = ""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """Titles of the algorithm's own curves, by their names in metrics.jsonl."""
+    identity: Sequence[tuple[str, str]] = ()
+    """Label and text of what the run is: model, data, algorithm, command, commit, versions."""
+    facts: Sequence[tuple[str, str]] = ()
+    """Label and text of how and where it ran."""
+    settings: Sequence[tuple[str, str, str]] = ()
+    """Key, value and origin of what somebody set."""
+    config: Mapping[str, str] = field(default_factory=dict)
+    """Every key of the configuration with its value as text, apart from what the planner chose."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the data and the reward functions, by what they are of."""
+    forecasts: Sequence[Forecast] = ()
+    samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
+    """Rollouts of some steps."""
+    validated: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
+    """Samples of some validations, by the number of steps that were finished before them."""
+    messages: Sequence[str] = ()
+
+    @property
+    def findings(self) -> list[str]:
+        """Sentences on what kept steps from teaching much, with what to do about it."""
+        return findings(self.lines)
+
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Return (step, value) of a metric, where it has one."""
+        return self.columns.get(name, [])
+
+    @cached_property
+    def columns(self) -> dict[str, list[tuple[float, float]]]:
+        """Every metric as (step, value). A validation before the first step is one of step 0."""
+        return columns(self.lines)
+
+    def way(self, metric: str) -> dict[str, str]:
+        """Return what the values of a metric follow from, apart from the weights and the seed: values of two runs can
+        be compared where these are the same. Empty: every run measures the metric in the same way."""
+        validated = metric.startswith(VALIDATION)
+        if not (validated or metric in ("reward_mean", "accuracy") or metric.startswith("reward_")):
+            return {"run.algorithm": self.config.get("run.algorithm", "")} if metric == "loss" else {}
+        wanted = (*SAMPLED, "validation.") if validated else SAMPLED
+        values = {key: value for key, value in self.config.items() if key.startswith(wanted) and key not in SCHEDULE}
+        return {**values, **self.contents}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in their seed alone, taken together; usually one run."""
+
+    runs: tuple[ReportedRun, ...]
+
+    @property
+    def name(self) -> str:
+        names = [run.name for run in self.runs]
+        if len(names) == 1:
+            return names[0]
+        shown = ", ".join(names) if len(names) < 4 else f"{names[0]}, ..., {names[-1]}"
+        return f"{shown} ({len(names)} seeds)"
+
+    @cached_property
+    def columns(self) -> dict[str, list[tuple[float, float]]]:
+        """Every metric as (step, mean over the seeds)."""
+        if len(self.runs) == 1:
+            return self.runs[0].columns
+        return {
+            name: [(step, sum(values) / len(values)) for step, values in self._values(name)]
+            for name in dict.fromkeys(name for run in self.runs for name in run.columns)
+        }
+
+    def band(self, name: str) -> list[tuple[float, float, float]]:
+        """Return (step, lowest, highest) of the seeds; nothing where there is one."""
+        if len(self.runs) == 1:
+            return []
+        return [(step, min(values), max(values)) for step, values in self._values(name)]
+
+    def _values(self, name: str) -> list[tuple[float, list[float]]]:
+        found: dict[float, list[float]] = {}
+        for run in self.runs:
+            for step, value in run.points(name):
+                found.setdefault(step, []).append(value)
+        return sorted(found.items())
+
+    def change(self, metric: str) -> Change | None:
+        """Return how a metric has changed: of several seeds their means, with the standard errors over the seeds."""
+        found = [one for run in self.runs if (one := change(run.lines, metric))]
+        if len(found) < 2:
+            return found[0] if found else None
+        firsts = [one.first.value for one in found if one.first]
+        return replace(
+            found[0],
+            first=Mean.of(firsts) if len(firsts) == len(found) else None,
+            last=Mean.of([one.last.value for one in found]),
+            began=found[0].began,
+            ended=f"{found[0].ended}, {len(found)} seeds",
+        )
+
+    def values(self, key: str) -> str:
+        """Return the value of a key of the configuration: of several seeds, all that there are."""
+        return ", ".join(dict.fromkeys(run.config.get(key, "-") for run in self.runs))
+
+
+def arms(runs: Sequence[ReportedRun]) -> list[Arm]:
+    """Return the runs, those that differ in their seed alone together, in the order of the first of each."""
+    found: dict[Any, list[ReportedRun]] = {}
+    for place, run in enumerate(runs):
+        own = {key: value for key, value in run.config.items() if key != SEED and key not in OWN}
+        found.setdefault(repr(sorted(own.items())) if own else place, []).append(run)
+    together = [
+        [tuple(group)] if len({run.config.get(SEED) for run in group}) == len(group) else [(run,) for run in group]
+        for group in found.values()
+    ]
+    return [Arm(one) for group in together for one in group]
+
+
+def differences(found: Sequence[Arm]) -> list[tuple[str, list[str]]]:
+    """Return each key whose values are not the same in all arms, with its value in each."""
+    keys = sorted({key for arm in found for run in arm.runs for key in run.config} - set(OWN))
+    rows = [(key, [arm.values(key) for arm in found]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def alike(found: Sequence[Arm], metric: str) -> list[list[int]]:
+    """Return the places of the arms that have a metric, in groups that measured it in the same way."""
+    groups: dict[str, list[int]] = {}
+    for place, arm in enumerate(found):
+        if metric in arm.columns:
+            groups.setdefault(repr(sorted(arm.runs[0].way(metric).items())), []).append(place)
+    return list(groups.values())
+
+
+def unlike(found: Sequence[Arm], metric: str) -> list[str]:
+    """Return what the values of a metric follow from and is not the same in all arms that have it."""
+    ways = [arm.runs[0].way(metric) for arm in found if metric in arm.columns]
+    keys = dict.fromkeys(key for way in ways for key in way)
+    return [key for key in keys if len({way.get(key) for way in ways}) > 1]
