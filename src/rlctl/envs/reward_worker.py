@@ -36,12 +36,12 @@ class GroupScores:
     """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
     terms: dict[str, tuple[float | None, ...]]
     """Score of each reward term before its weight, by its label; None where it does not apply."""
-    answered: tuple[bool, ...] | None
-    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
     failures: int = 0
     """Completions on which a scorer failed, and which count as wrong for it or are dropped."""
     dropped: tuple[str, ...] = ()
     """Why the user's function failed on each rollout that is to be dropped."""
+    answered: tuple[bool, ...] | None = None
+    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
 
 
 class RewardWorker:
