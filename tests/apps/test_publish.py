@@ -22,7 +22,8 @@ def test_the_card_of_a_run_tells_its_base_its_data_and_what_came_of_it(tmp_path:
     head, body = text.split("---\n")[1:]
     for part in ('base_model: "tiny"', 'datasets: ["openai/gsm8k"]', 'library_name: "transformers"', '"grpo"'):
         assert part in head
-    for part in ("# better", "after 5 steps", "training reward: 0.150 ± 0.050 in steps 1 to 2, 0.450 ± 0.050", "64 tokens", "torch 2.13", "rlctl train 'a b'",
+    for part in ("# better", "after 5 steps", "training reward: 0.150 ± 0.050 in steps 1 to 2, 0.450 ± 0.050",
+                 "64 tokens", "torch 2.13", "rlctl train 'a b'",
                  'AutoModelForCausalLM.from_pretrained("me/better")'):  # fmt: skip
         assert part in body
     publish.write_card(model, "me/another", run)
