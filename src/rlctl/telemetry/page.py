@@ -288,6 +288,8 @@ def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) 
 
 
 def _title(name: str, titles: Mapping[str, str]) -> str:
+    if name.startswith("reward_terms/"):  # runs of before had the whole path of a function
+        name = f"reward_terms/{name.rpartition('/')[2]}"
     return titles.get(name) or name.replace("_", " ").replace("/", ": ")
 
 

@@ -88,7 +88,8 @@ class ReportedRun:
         if not (validated or metric in ("reward_mean", "accuracy") or metric.startswith("reward_")):
             return {"run.algorithm": self.config.get("run.algorithm", "")} if metric == "loss" else {}
         wanted = (*SAMPLED, "validation.") if validated else SAMPLED
-        values = {key: value for key, value in self.config.items() if key.startswith(wanted) and key not in SCHEDULE}
+        left_out = (*SCHEDULE, "generation.temperature") if validated else ()  # it has a temperature of its own
+        values = {key: value for key, value in self.config.items() if key.startswith(wanted) and key not in left_out}
         return {**values, **self.contents}
 
 
