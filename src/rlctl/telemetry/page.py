@@ -439,10 +439,10 @@ h3{margin:1rem 0 .3rem}
 header .facts{margin:0 0 1rem}
 .facts td{min-width:0}
 article summary{font-size:.85rem;margin:.4rem 0 0;font-weight:normal;color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr));gap:.6rem;margin:0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.6rem;margin:0}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem .8rem}
 .tile dt{color:var(--soft);font-size:.85rem;overflow-wrap:anywhere}
-.tile dd{margin:0;font-size:1.25rem;white-space:nowrap;font-variant-numeric:tabular-nums;line-height:1.3}
+.tile dd{margin:0;font-size:1.2rem;white-space:nowrap;font-variant-numeric:tabular-nums;line-height:1.3}
 .panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:.8rem}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem}
 figcaption b{color:var(--ink);float:right}
