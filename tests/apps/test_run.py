@@ -85,7 +85,7 @@ def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
     def first(interrupted: bool) -> str:
-        return RunSummary("runs/a", 3, interrupted, None, (), 4.0, None).text().splitlines()[0]
+        return RunSummary("runs/a", 3, interrupted, None, (), 4.0, None, 0).text().splitlines()[0]
 
     assert first(False) == "\x1b[32mfinished\x1b[0m step 3 in 4 s"
     assert first(True).startswith("\x1b[33mstopped after\x1b[0m step 3")
@@ -118,6 +118,6 @@ def test_commands_to_go_on_with_can_be_copied(tmp_path: Path) -> None:
     new = run.new_checkpoint(2)
     new.begin()
     new.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
-    told = [how_to_resume(run), *RunSummary(str(run.path), 3, True, None, (), 4.0, "c").text().splitlines()]
+    told = [how_to_resume(run), *RunSummary(str(run.path), 3, True, None, (), 4.0, "c", 0).text().splitlines()]
     commands = [shlex.split(line.partition(": ")[2]) for line in told if ": rlctl" in line]
     assert [words[words.index("--run-dir") + 1] for words in commands] == [str(run.path)] * 3

@@ -40,7 +40,7 @@ def test_a_condition_is_in_the_step_line_the_summary_and_the_report(
     (told,) = findings(lines)
     assert told.startswith("In 2 of 4 steps ")
     assert advice in told
-    assert told in RunSummary("runs/a", 4, False, None, tuple(findings(lines)), 1.0, None).text().splitlines()
+    assert told in RunSummary("runs/a", 4, False, None, tuple(findings(lines)), 1.0, None, 0).text().splitlines()
     text = page([ReportedRun("a run", lines)])
     assert advice in text.partition("To look at")[2].partition("</section>")[0]
 
