@@ -51,7 +51,8 @@ mask, with their effective sample size; 1 where both computed the same."""
 NAMES_OF_A_STEP = frozenset({
     "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "entropy", "grad_norm",
     "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
-    "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction", "positions", "prompt_tokens_mean",
+    "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
+    "positions", "prompt_tokens_mean",
     "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
     "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",
     "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps",
