@@ -165,7 +165,7 @@ def test_what_was_measured_in_another_way_does_not_stand_side_by_side() -> None:
     table = text.partition("<h2>Side by side</h2>")[2].partition("</section>")[0]
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")]
     labelled = {row[0]: [cell.rpartition("→ ")[2][:5] for cell in row[1:]] for row in rows if row}
-    assert labelled["training reward of short, also"] == ["0.750", "0.750", "-", "-"]
+    assert labelled["training reward of short, also, validating"] == ["0.750", "0.750", "-", "0.400"]
     assert labelled["training reward of long"] == ["-", "-", "0.750", "-"]
     assert labelled["validation reward of validating"] == ["-", "-", "-", "0.500"]
     assert "are in rows and panels of their own. They differ in: whether the run validates, " in table

@@ -66,16 +66,16 @@ class Change:
         }  # fmt: skip
 
 
-def change(lines: Sequence[Metrics], metric: str) -> Change | None:
+def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> Change | None:
     """Return how a metric of a run has changed; None where the run has none of that name.
 
     The first and the last validation tell it, with the standard errors over their prompts. A run that does not validate
     is judged by the steps: the mean of the first fifth of them and that of the last, with the standard errors over
-    steps. `metric` is a name without a prefix, such as `reward_mean`.
+    steps; with `training` so is any other. `metric` is a name without a prefix, such as `reward_mean`.
     """
-    found = {name: points for name, points in columns(lines).items() if name.endswith(metric)}
-    if points := found.get(VALIDATION + metric):
-        errors = dict(columns(lines).get(VALIDATION + error_of(metric), []))
+    found = columns(lines)
+    if (points := found.get(VALIDATION + metric)) and not training:
+        errors = dict(found.get(VALIDATION + error_of(metric), []))
         (began, first), (ended, last) = points[0], points[-1]
         before = Mean(first, errors.get(began)) if len(points) > 1 else None
         return Change(metric, True, before, Mean(last, errors.get(ended)), _after(began), _after(ended))

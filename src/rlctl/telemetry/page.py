@@ -144,14 +144,17 @@ def _several(found: Sequence[Arm]) -> str:
 
 
 def _side_by_side(found: Sequence[Arm]) -> str:
-    """Return the figures of each run; what was measured in another way has a row of its own."""
+    """Return the figures of each run; those that were not measured in the same way have rows of their own. Where some
+    runs validate and others do not, the steps of all are compared too."""
     changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
     if all(_same(*pair) for pair in zip(changes["reward_mean"], changes["accuracy"], strict=True)):
         del changes["accuracy"]
     rows, apart = [], dict[str, None]()
     for metric, ones in changes.items():
         ways: dict[str, dict[int, Change]] = {}
-        for place, one in enumerate(ones):
+        sources = len({one.validated for one in ones if one}) > 1
+        both = [*enumerate(ones), *((place, arm.change(metric, training=True)) for place, arm in enumerate(found))]
+        for place, one in both if sources else enumerate(ones):
             if one is not None:
                 measured = VALIDATION * one.validated + metric
                 key = f"{one.source} {sorted(found[place].runs[0].way(measured).items())}"
@@ -161,7 +164,6 @@ def _side_by_side(found: Sequence[Arm]) -> str:
             label += f" of {', '.join(found[place].name for place in group)}" if len(ways) > 1 else ""
             rows.append([label, *(_cell(group.get(place)) for place in range(len(found)))])
         if len(ways) > 1:
-            sources = len({one.validated for one in ones if one}) > 1
             why = [*unlike(found, metric), *unlike(found, VALIDATION + metric)]
             apart |= dict.fromkeys(["whether the run validates"] * sources + why)
     standing = [[dict(_standing(run)) for run in arm.runs] for arm in found]

@@ -130,9 +130,9 @@ class Arm:
                 found.setdefault(step, []).append(value)
         return sorted(found.items())
 
-    def change(self, metric: str) -> Change | None:
+    def change(self, metric: str, *, training: bool = False) -> Change | None:
         """Return how a metric has changed: of several seeds their means, with the standard errors over the seeds."""
-        found = [one for run in self.runs if (one := change(run.lines, metric))]
+        found = [one for run in self.runs if (one := change(run.lines, metric, training=training))]
         if len(found) < 2:
             return found[0] if found else None
         firsts = [one.first.value for one in found if one.first]
