@@ -119,6 +119,7 @@ def root(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit the process with the code of the outcome, as `rlctl --help` lists them."""
+    output.OwnProcess.is_one = True
     open_closed_ones()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape

@@ -184,6 +184,21 @@ def test_a_dry_run_shows_the_first_prompt_and_what_the_rewards_give(files, tiny_
     assert "--completion is for --dry-run" in capsys.readouterr().err
 
 
+def test_a_dry_run_imports_no_engine_and_starts_no_process(files, tiny_llama):
+    looks = [
+        *train(tiny_llama, "--data", "reasoning-gym:chain_sum", "--dry-run"),
+        "--set",
+        "reward.terms=[{name: task}]",
+    ]
+    program = (
+        "import subprocess, sys\nsubprocess.Popen = None\nfrom rlctl import cli\n"
+        "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    print(end.code)\n"
+        "print({'torch', 'vllm', 'ray', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *looks], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-2:] == ["0", "set()"], done.stderr
+
+
 def test_a_dry_run_looks_at_the_place_of_the_run(files, tiny_llama, capsys):
     assert run(train(tiny_llama, "--run-dir", "sums.jsonl", "--dry-run")) == 2
     assert "sums.jsonl is a file" in capsys.readouterr().err

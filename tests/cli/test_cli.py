@@ -275,11 +275,10 @@ def test_messages_that_cannot_be_written_change_no_exit_code(stderr: str) -> Non
 
 
 @pytest.mark.parametrize("asked", [["presets", "ls", "--json"], ["presets", "show", "laptop"]])
-def test_a_result_whose_reader_is_gone_is_a_sentence(asked: list[str]) -> None:
+def test_a_reader_that_has_seen_enough_ends_a_command_silently(asked: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "rlctl", *asked]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     os.close(writer)
-    assert done.returncode == 1
-    assert done.stderr == "rlctl: the output cannot be written to stdout: Broken pipe.\n"
+    assert (done.returncode, done.stderr) == (1, "")

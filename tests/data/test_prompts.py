@@ -59,6 +59,12 @@ def test_gym_parameters_may_stand_in_the_name() -> None:
     assert source[0].fields["metadata"]["num_terms"] == 2
 
 
+def test_tasks_that_draw_are_there_although_what_they_draw_with_comes_later() -> None:
+    params = {"grid_size_x": 3, "grid_size_y": 3, "filled_cells": 3}
+    row = open_prompts(DataConfig(name="reasoning-gym:game_of_life", params=params))[0]
+    assert len(json.loads(row.answer)) == 3
+
+
 def test_gym_fingerprint_tells_parameters_and_seeds_apart() -> None:
     def fingerprint(seed: int, **params: int) -> dict:
         return open_prompts(DataConfig(name="reasoning-gym:gcd", params=params), seed=seed).fingerprint()

@@ -83,8 +83,13 @@ def in_log(path: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
 
 
-def test_a_log_has_each_phase_of_the_start_with_its_seconds_and_each_step(tmp_path: Path) -> None:
+def test_the_start_is_one_line_and_the_run_s_log_has_its_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(float(second) for second in range(0, 10_000, 70))
+    monkeypatch.setattr("rlctl.telemetry.display.time.monotonic", lambda: next(clock))
     with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream) as display:
+        display.log_to(tmp_path / "log")
         display.doing("starting Ray")
         display.doing("starting engines", own_bar=True)
         display.begin_step(1)
@@ -92,10 +97,10 @@ def test_a_log_has_each_phase_of_the_start_with_its_seconds_and_each_step(tmp_pa
         display.phase(Phase.OTHER)
         display.step(1, STEP)
     lines = in_log(tmp_path / "stderr")
-    assert [line.partition(":")[0] for line in lines[:2]] == ["starting Ray", "starting engines"]
-    assert all(line.endswith(" s") for line in lines[:2])
-    assert lines[2].startswith("step 1/3 reward 0.500")
-    assert len(lines) == 3
+    assert lines[0] == "started in 2:20: starting Ray 70 s, starting engines 70 s"
+    assert lines[1].startswith("step 1/3 reward 0.500")
+    assert len(lines) == 2
+    assert in_log(tmp_path / "log")[:2] == ["starting Ray: 70.0 s", "starting engines: 70.0 s"]
     assert (tmp_path / "stderr").read_text()[:4].isdigit()
 
 

@@ -310,7 +310,7 @@ class RunJournal:
             f"{report.verified} tensors compared, all equal{unread}{decoded}"
         )
         for share in report.shares:
-            self.say(str(share))
+            self._display.note(str(share))
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         metrics = {**metrics, "system": self._machine.metrics()}

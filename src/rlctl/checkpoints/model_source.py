@@ -84,7 +84,10 @@ def _resolved(
     patterns = [*CONFIG_FILES, *(("*.safetensors",) if weights else ()), *(("*.py",) if trust_remote_code else ())]
     directory = from_cache(name, revision, patterns, weights)
     if directory is None:
-        tell(f"{name}: looking on the Hugging Face hub")
+        from huggingface_hub import constants
+
+        if not constants.HF_HUB_OFFLINE:
+            tell(f"asking the Hugging Face hub for {name}")
         directory = from_hub(name, revision, patterns)
     if directory is None:
         if (supplied := otherwise(name, revision, tell)) is not None:

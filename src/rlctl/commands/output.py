@@ -23,6 +23,12 @@ class JsonMode:
     printed = False
 
 
+class OwnProcess:
+    """Whether this process is a command's own from beginning to end, rather than that of a program that calls it."""
+
+    is_one = False
+
+
 def command_app() -> App:
     """The Typer app of a command module, with the settings that all commands share."""
     return App()
@@ -46,9 +52,13 @@ def print_json(value: Any, *, lines: bool = False) -> None:
 
 
 def show(text: str) -> None:
-    """Print a result on stdout. Raises RlctlError where it cannot be written."""
+    """Print a result on stdout. Raises RlctlError where it cannot be written; a reader that has seen enough, as `head`
+    has, ends the command without a word."""
     try:
         print(text, flush=True)
+    except BrokenPipeError:
+        discard(sys.stdout)
+        raise SystemExit(1) from None
     except (OSError, ValueError) as error:
         discard(sys.stdout)
         why = getattr(error, "strerror", None) or error

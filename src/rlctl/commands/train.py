@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json, show, show_dry_run, shows_progress
+from rlctl.commands.output import (
+    OwnProcess,
+    command_app,
+    examples,
+    message,
+    print_json,
+    show,
+    show_dry_run,
+    shows_progress,
+)
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
@@ -128,7 +137,10 @@ def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion
     """Return what a run would start with, or with `resume` what it would go on with."""
     from rlctl.apps.dry_run import dry_train
     from rlctl.apps.train import dry_resume
+    from rlctl.data.chat import tokenizers_alone
 
+    if OwnProcess.is_one:
+        tokenizers_alone()
     if resume:
         return dry_resume(resolved, message, allow_changes=allow_changes, completion=completion)
     return dry_train(resolved, completion)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -228,6 +229,18 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
             f"{origin} has no tokenizer that can be loaded: {first_line(error)}",
             "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",
         ) from error
+
+
+def tokenizers_alone() -> None:
+    """Import transformers as on a machine without torch, whose import takes seconds. For a process that reads
+    tokenizers and then ends: it loads no model of transformers afterwards."""
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] - so imports find none
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 def require_directory(tokenizer: str | None) -> None:

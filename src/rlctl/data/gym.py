@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
@@ -136,6 +139,8 @@ def _registry() -> dict[str, tuple[type, type]]:
         with warnings.catch_warnings():
             # One of its dependencies compares with `is`, which Python remarks on at every first import.
             warnings.simplefilter("ignore", SyntaxWarning)
+            # It imports matplotlib, and two of the tasks use it.
+            sys.modules.setdefault("cellpylib", _ImportedLater("cellpylib"))
             from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise MachineError(
@@ -143,6 +148,15 @@ def _registry() -> dict[str, tuple[type, type]]:
             "Install rlctl with its cpu or cuda extra.",
         ) from error
     return DATASETS
+
+
+class _ImportedLater(ModuleType):
+    """Stands for a module until something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def _known_params(task_name: str) -> list[str]:

@@ -13,9 +13,12 @@ from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.data.prompts import CHECKED_ROWS, FilePrompts
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards, Trial
-from rlctl.envs.scoring_process import Score, ScoringProcess, Work
+from rlctl.envs.scoring_process import Score, ScoringProcess, Work, outcomes
 from rlctl.envs.user_function import is_reference, split_reference
-from rlctl.errors import InputError, suggest
+from rlctl.errors import InputError, RlctlError, suggest
+
+QUICK = frozenset(("task", "exact-match"))
+"""Scorers that are tried in this process, which has imported all that they need."""
 
 
 def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
@@ -143,8 +146,7 @@ def _tried(rewards: Rewards, sources: dict[str, PromptSource], completion: str |
         for text in (_own_answer(row, plan), *([] if completion is None else [completion]))
     ]
     work = [Work(first + n, text, row) for _, row, plan, first, text in asked for n in range(len(plan.scorers))]
-    with contextlib.closing(ScoringProcess(rewards)) as process:
-        scores = iter(process.score(work))
+    scores = iter(_scores(rewards, work))
     plans = {label: plan for label, _, plan, _ in tried}
     for label, row, plan, _, text in asked:
         found = tuple(islice(scores, len(plan.scorers)))
@@ -158,6 +160,19 @@ def _trial(row: PromptRow, completion: str, plan: RewardPlan, found: tuple[Score
     scores = {term.name: score.value for term, score in zip(plan.terms, found, strict=True)}
     applying = [term.weight * value for term in plan.terms if (value := scores[term.name]) is not None]
     return Trial(row.where, completion, scores, sum(applying) if applying else None)
+
+
+def _scores(rewards: Rewards, work: list[Work]) -> list[Score]:
+    """Score in a child process, as the run will; scorers that run no code of others do without."""
+    if not QUICK.issuperset(rewards.scorers):
+        with contextlib.closing(ScoringProcess(rewards)) as process:
+            return process.score(work)
+    scores = []
+    for outcome in outcomes(work, rewards, rewards.build()):
+        if isinstance(outcome, RlctlError):
+            raise outcome
+        scores.append(outcome)
+    return scores
 
 
 def _notes(row: PromptRow, plan: RewardPlan, scores: tuple[Score, ...]) -> tuple[str, ...]:

@@ -241,7 +241,7 @@ def main() -> None:
             batch: Batch = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        for answer, outcome in enumerate(_outcomes(batch, plan, scorers), start=batch.first):
+        for answer, outcome in enumerate(outcomes(batch.work, plan, scorers, batch.done), start=batch.first):
             if os.getpid() != process:
                 name = plan.scorers[batch.work[batch.done + answer - batch.first].scorer]
                 print(f"rlctl: {name} forked; the process that came back from it twice ends here")
@@ -253,19 +253,21 @@ def main() -> None:
                 return  # the parent raised the first error that it was told, and is gone
 
 
-def _outcomes(batch: Batch, plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer]) -> Iterator[Score | RlctlError]:
-    """Yield the outcome of each piece of work that is not done. A function of many completions is called once, when
+def outcomes(
+    todo: list[Work], plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer], done: int = 0
+) -> Iterator[Score | RlctlError]:
+    """Yield the outcome of each piece of work but the first `done`. A function of many completions is called once, when
     the first of them is due."""
     together: dict[int, Iterator[Score | RlctlError]] = {}
-    for work in batch.work[batch.done :]:
+    for work in todo[done:]:
         scorer = scorers[work.scorer]
         if not isinstance(scorer, UserBatchScorer):
             yield _score(plan.scorers[work.scorer], scorer, work)
             continue
         if work.scorer not in together:
-            done = sum(one.scorer == work.scorer for one in batch.work[: batch.done])
-            all_of_it = [one for one in batch.work if one.scorer == work.scorer]
-            together[work.scorer] = islice(_score_together(scorer, all_of_it), done, None)
+            before = sum(one.scorer == work.scorer for one in todo[:done])
+            all_of_it = [one for one in todo if one.scorer == work.scorer]
+            together[work.scorer] = islice(_score_together(scorer, all_of_it), before, None)
         yield next(together[work.scorer])
 
 

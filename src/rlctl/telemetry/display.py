@@ -35,6 +35,8 @@ RECENT = 10
 """Steps whose mean duration foretells the rest."""
 HEADING_EVERY = 20
 LOG_WIDTH = 160
+LEAST_SHOWN_S = 0.5
+"""Seconds of a phase of the start that is worth a word."""
 LINE_EVERY_S = 30.0
 """Between two lines in a log."""
 
@@ -112,6 +114,9 @@ class Display:
         """Asked every now and then while a phase of a step is under way."""
         self._live: Live | None = None
         self._now = _Now(steps)
+        self._start: dict[str, float] = {}
+        """Seconds of the phases of the start."""
+        self._started = False
         self._lines = 0
         self._log: int | None = None
         self._unlogged: list[str] = []
@@ -152,8 +157,7 @@ class Display:
             self._unlogged = []
 
     def doing(self, what: str, *, own_bar: bool = False) -> None:
-        """Begin a phase: of the start, whose predecessor is shown with its seconds, or within a step. `own_bar`: it
-        draws in the terminal itself."""
+        """Begin a phase, of the start or within a step. `own_bar`: it draws in the terminal itself."""
         self._finish_phase()
         self._now = self._now.turned_to(what)
         if own_bar:
@@ -164,6 +168,9 @@ class Display:
     def begin_step(self, step: int) -> None:
         """Begin a step, counted from 1."""
         self._finish_phase()
+        if self._start and not self._started:
+            self._sum_up_start()
+        self._started = True
         self._now = self._now.in_step(step)
         self._show_live()
 
@@ -196,10 +203,24 @@ class Display:
             self.note(f"stderr cannot be written ({self._stream.lost}): the run goes on, and its messages are here")
 
     def _finish_phase(self) -> None:
-        """Show how long a phase of the start took."""
+        """Keep how long a phase of the start took, for the log and for the line that sums the start up."""
         if self._now.step is None and self._now.what and self._now.waits:
-            self._print(f"{self._now.what}: {time.monotonic() - self._now.since:.1f} s")
+            seconds = time.monotonic() - self._now.since
+            self.note(f"{self._now.what}: {seconds:.1f} s")
+            self._start[self._now.what] = self._start.get(self._now.what, 0.0) + seconds
             self._now = self._now._replace(waits=False)
+
+    def _sum_up_start(self) -> None:
+        """Show in one line how long the start took, and its longest phases as far as they fit."""
+        longest = sorted(self._start, key=lambda what: -self._start[what])
+        line = f"started in {clock(sum(self._start.values()))}"
+        for number, what in enumerate(longest):
+            share = f"{what.partition(',')[0]} {self._start[what]:.0f} s"
+            longer = f"{line}{', ' if number else ': '}{share}"
+            if self._start[what] < LEAST_SHOWN_S or len(longer) > self.width:
+                break
+            line = longer
+        self._print(line)
 
     def _show_live(self) -> None:
         """Keep a line with a spinner at the foot of a terminal; in a log, a reminder of what takes long."""

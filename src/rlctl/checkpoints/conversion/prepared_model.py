@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -35,6 +36,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.weights.layout import ITEM_BYTES
 
+log = logging.getLogger(__name__)
 DIGITS = 12
 """Digits of the model's identity in the name of its conversion."""
 TEXT = "text"
@@ -63,7 +65,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     place, named = conversion_directory(source.directory, dtype), locations.named_directory() is not None
     why = None if named else _unseen(place, source.directory, nodes)
     if why is None and _is_there(place, record.wanted(source.directory, dtype), WITHOUT):
-        tell(f"starting from {place}, converted by an earlier run")
+        log.info("starting from %s, converted by an earlier run", place)
     elif not named and (why := why or _unsuitable(place, source.directory, dtype)):
         tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
         return source
