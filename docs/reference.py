@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlctl.cli import COMMANDS, load_command
+from rlctl.commands.parsing import help_record
 from rlctl.config.keys import section_of
 from rlctl.config.schema import RlctlConfig, Section
 
@@ -41,7 +42,7 @@ def described(path: list[str], command: Any) -> Iterator[str]:
     yield f"{'#' * min(len(path), 3)} {' '.join(path)}\n\n{cell(plain(command.help))}"
     children = getattr(command, "commands", {})
     context = command.make_context(path[-1], [], resilient_parsing=True)
-    records = [parameter.get_help_record(context) for parameter in command.params if not parameter.hidden]
+    records = [help_record(parameter, context) for parameter in command.params if not parameter.hidden]
     rows = [f"| `{option(record[0])}` | {cell(plain(record[1]))} |" for record in records if record]
     if rows:
         yield "| option | meaning |\n|---|---|\n" + "\n".join(rows)

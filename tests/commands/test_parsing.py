@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rlctl import cli
 from rlctl.commands import options
 from rlctl.commands.output import message
-from rlctl.commands.parsing import ALIASES, SIMILAR
+from rlctl.commands.parsing import ALIASES, PANELS, SIMILAR
 from rlctl.config.keys import field
 from rlctl.telemetry import terminal
 from support.commands import rlctl
@@ -113,6 +114,23 @@ def test_short_names_of_a_run_set_their_keys() -> None:
     )  # fmt: skip
     assert (config.generation.temperature, config.run.loggers) == (0.5, ("wandb", "tensorboard"))
     assert (config.training.lora.rank, resolved.origin["training.lora.rank"]) == (8, "flag --lora")
+
+
+def test_a_long_help_has_headings_and_each_option_in_one_line_with_its_default(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = asked("train", "grpo", "-h")[1].partition("Examples:")[0]
+    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert headings == ["Arguments", *PANELS, "Other options"]
+    options = [line for line in text.splitlines() if line.startswith("  -")]
+    flags = {name for param in cli.load_command("train").commands["grpo"].params for name in param.opts}
+    assert {line.replace(",", " ").split()[0] for line in options} <= {*flags, "-h"}
+    below = text.partition("Model, data and reward:")[2].splitlines()
+    assert [line for line in below if line.startswith("    ")] == [], "no option takes two lines"
+    assert re.search(r"--temperature.*\[default: 1\.0\]", text)
+    assert re.search(r"--prompt-field.*\[default: prompt\]", text)
+    assert "Other options" not in asked("presets", "cp", "-h")[1]
 
 
 def test_every_name_leads_to_a_flag_or_key_that_exists() -> None:

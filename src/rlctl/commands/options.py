@@ -30,19 +30,18 @@ Model: TypeAlias = Annotated[
     ),
 ]
 Tokenizer: TypeAlias = Annotated[
-    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Tokenizer to use instead of the model's own.")
+    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Tokenizer in place of the model's own.")
 ]
 ChatTemplate: TypeAlias = Annotated[
     str | None,
-    typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template to use instead of the model's own."),
+    typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template in place of the model's own."),
 ]
 Data: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
         metavar="SOURCE",
-        help="reasoning-gym:<task> (parameters: --set data.params.<key>=<value>), a .jsonl or .parquet file, or a "
-        "Hugging Face dataset. Can be repeated: prompts of all are mixed (data.sources has weights).",
+        help="A .jsonl or .parquet file, a hub dataset, or reasoning-gym:<task>. Repeat it to mix.",
         autocompletion=completion.data,
     ),
 ]
@@ -51,8 +50,7 @@ Reward: TypeAlias = Annotated[
     typer.Option(
         "--reward",
         metavar="NAME[=WEIGHT]",
-        help="task, exact-match, math-verify, ifeval, or path/to/file.py:function. Can be repeated; the "
-        "scores are added up.",
+        help="task, exact-match, math-verify, ifeval, or file.py:function. Repeat it to add up.",
         autocompletion=completion.rewards,
     ),
 ]
@@ -61,7 +59,7 @@ ValData: TypeAlias = Annotated[
     typer.Option(
         "--val-data",
         metavar="SOURCE",
-        help="Data to validate on, before the first step and after the last one (--set validation.every=N for more).",
+        help="Data to validate on, before the first step and after the last.",
         autocompletion=completion.data,
     ),
 ]
@@ -74,36 +72,35 @@ AnswerField: TypeAlias = Annotated[
 Lora: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        LORA, metavar="[RANK]", help=f"Train low-rank adapters in place of all weights; of rank {LORA_RANK} if unsaid."
+        LORA, metavar="[RANK]", help=f"Train adapters in place of all weights; RANK is {LORA_RANK} if unsaid."
     ),
 ]
 Temperature: TypeAlias = Annotated[
     float | None, typer.Option("--temperature", help="Temperature of sampling; 0 takes the most likely token.")
 ]
 Wandb: TypeAlias = Annotated[
-    bool, typer.Option("--wandb", help="Log to Weights & Biases; with --tensorboard to both, else to no other logger.")
+    bool, typer.Option("--wandb", help="Log to Weights & Biases (with --tensorboard to both).")
 ]
 Tensorboard: TypeAlias = Annotated[
-    bool, typer.Option("--tensorboard", help="Log to TensorBoard; with --wandb to both, else to no other logger.")
+    bool, typer.Option("--tensorboard", help="Log to TensorBoard (with --wandb to both).")
 ]
 Backend: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="The backend that trains: megatron, dtensor (transformers' modules with FSDP2), or auto: megatron where "
-        "it can, else dtensor.",
+        help="megatron, dtensor (FSDP2), or auto: megatron where it can.",
     ),
 ]
 MaxLength: TypeAlias = Annotated[
     int | None,
-    typer.Option("--max-length", metavar="TOKENS", help="Largest number of tokens of prompt and completion together."),
+    typer.Option("--max-length", metavar="TOKENS", help="Most tokens of prompt and completion together."),
 ]
 MaxNewTokens: TypeAlias = Annotated[
-    int | None, typer.Option("--max-new-tokens", metavar="TOKENS", help="Largest number of tokens of a completion.")
+    int | None, typer.Option("--max-new-tokens", metavar="TOKENS", help="Most tokens of a completion.")
 ]
 MeanLength: TypeAlias = Annotated[
     int | None,
-    typer.Option("--mean-length", metavar="TOKENS", help="Mean length of a completion that the planner assumes."),
+    typer.Option("--mean-length", metavar="TOKENS", help="Mean completion length that the planner assumes."),
 ]
 Nodes: TypeAlias = Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")]
 GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", help="Number of GPUs of each node.")]
@@ -112,7 +109,7 @@ Gpu: TypeAlias = Annotated[
     typer.Option(
         "--gpu",
         metavar="TYPE|auto|cpu",
-        help="Type of GPU; auto takes the one that is installed, and cpu uses none.",
+        help="Type of GPU; auto looks which is installed, cpu uses none.",
         autocompletion=completion.gpus,
     ),
 ]
@@ -135,12 +132,12 @@ Config: TypeAlias = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML file whose values replace the preset's. Can be repeated; the last one wins.",
+        help="YAML file or NeMo-RL recipe, over the preset. Repeat it: the last wins.",
     ),
 ]
 Set: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Set any key. Can be repeated; the last one wins."),
+    typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Set any key. Repeat it: the last wins."),
 ]
 Overrides: TypeAlias = Annotated[
     list[str] | None,
@@ -151,20 +148,17 @@ Json: TypeAlias = Annotated[
 ]
 Explain: TypeAlias = Annotated[
     bool,
-    typer.Option(
-        "--explain", help="With --dry-run, also show every value, the rule behind it, and the engines' arguments."
-    ),
+    typer.Option("--explain", help="With --dry-run: every value, its rule, and the engines' arguments."),
 ]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Check and show the configuration and the plan, and start nothing.")
+    bool, typer.Option("--dry-run", help="Check and show plan, prompt and rewards; start nothing.")
 ]
 Algorithm: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--algorithm",
         metavar="NAME|FILE:CLASS",
-        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, ppo, gspo, cispo, dppo, sapo, "
-        "distillation, or your own.",
+        help="grpo, dapo, ppo, gspo, rloo, distillation and six more, or your own.",
     ),
 ]
 Teacher: TypeAlias = Annotated[
@@ -181,10 +175,10 @@ Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Numbe
 Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
 Async: TypeAlias = Annotated[
     bool | None,
-    typer.Option("--async/--sync", help="Make rollouts while the policy trains on earlier ones, or before each step."),
+    typer.Option("--async/--sync", help="Sample while the policy trains, or before each step."),
 ]
 MaxStaleness: TypeAlias = Annotated[
-    int | None, typer.Option("--max-staleness", help="With --async, how many versions old weights of rollouts may be.")
+    int | None, typer.Option("--max-staleness", help="With --async, most versions that rollouts may be old.")
 ]
 Colocated: TypeAlias = Annotated[
     bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
@@ -193,9 +187,7 @@ LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Lea
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
 ShowSamples: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        "--show-samples", metavar="N", help="Show the best and the worst completion every N steps; 0 shows none."
-    ),
+    typer.Option("--show-samples", metavar="N", help="Show the best and worst completion every N steps (0: never)."),
 ]
 RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")]
 

@@ -98,6 +98,28 @@ SIMILAR = {
 GIVEN = "rlctl.given"
 """Key of `context.meta`: the names of the parameters in the order of the command line, one for each time given."""
 
+PANELS = {
+    "Model, data and reward": (
+        "model", "teacher", "tokenizer", "chat_template", "data", "task", "prompt_field", "answer_field", "val_data",
+        "reward", "prompt", "prompts_file",
+    ),
+    "Training": (
+        "algorithm", "steps", "prompts", "generations", "lr", "lora", "backend", "async_", "max_staleness", "colocated",
+        "seed",
+    ),
+    "Sampling": ("n", "k", "limit", "temperature", "top_p", "max_new_tokens", "max_length", "mean_length"),
+    "The run": (
+        "run_dir", "step", "output", "resume", "allow_changes", "show_samples", "wandb", "tensorboard",
+    ),
+    "Machine": ("nodes", "gpus_per_node", "gpu", "ray_address", "goal"),
+    "Configuration": ("preset", "config", "set_", "allow_differences"),
+    "Looking without starting": ("dry_run", "explain", "completion", "top", "compare", "run"),
+}  # fmt: skip
+"""Headings of a long help, and the parameters below each; all others come last."""
+LONG = 14
+"""Options from which on a help has headings."""
+HELP_WIDTH = 118
+
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print errors and the result alone."),
@@ -132,6 +154,22 @@ class Command(TyperCommand):
         """Return the parts of the usage line; Typer would show a required argument as {SRC}."""
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and the options below what a person does with them."""
+        found = [(param, record) for param in self.get_params(ctx) if (record := help_record(param, ctx))]
+        headings = {name: heading for heading, names in PANELS.items() for name in names}
+        if len(found) < LONG:
+            headings = {}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{heading: [] for heading in PANELS}}
+        for param, record in found:
+            rest = "Other options" if headings else "Options"
+            heading = "Arguments" if param.param_type_name == "argument" else headings.get(param.name, rest)
+            sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Note the order of the parameters, and give --lora its rank where no number follows it: Typer's options have a
         value always or never."""
@@ -150,6 +188,20 @@ class Command(TyperCommand):
         options = parser._long_opt  # the help lists parameters, so that an alias is in no help
         options.update({name: options[ours] for name, ours in ALIASES.items() if ours in options})
         return parser
+
+
+def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
+    """Return an option as the help shows it, with the default of the key that it sets."""
+    from rlctl.commands.options import KEYS
+    from rlctl.config.keys import field
+
+    record = param.get_help_record(ctx)
+    sets = param.name in KEYS and param.param_type_name == "option" and LORA not in param.opts
+    found = field(KEYS[param.name]) if sets else None
+    default = None if found is None else found.default
+    if record is None or not isinstance(default, str | int | float) or isinstance(default, bool) or default == "":
+        return record
+    return record[0], f"{record[1]}  [default: {default}]"
 
 
 class Group(TyperGroup):
@@ -187,7 +239,7 @@ class App(typer.Typer):
     def __init__(self, *, add_completion: bool = False, cls: type[TyperGroup] = Group) -> None:
         super().__init__(
             cls=cls, rich_markup_mode=None, add_completion=add_completion, pretty_exceptions_enable=False,
-            context_settings={"help_option_names": ["-h", "--help"]},
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
         )  # fmt: skip
 
     def command(self, name: str | None = None, **settings: Any) -> Any:

@@ -28,14 +28,14 @@ app = command_app()
 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")]
 AllowChanges = Annotated[
-    bool, typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed.")
+    bool, typer.Option("--allow-changes", help="With --resume: go on though data, model or settings changed.")
 ]
 Completion = Annotated[
     str | None,
-    typer.Option("--completion", metavar="TEXT", help="With --dry-run, a completion to show the rewards of."),
+    typer.Option("--completion", metavar="TEXT", help="With --dry-run: a completion to show the rewards of."),
 ]
 AllowDifferences = Annotated[
-    bool, typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet.")
+    bool, typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl lacks.")
 ]
 
 

@@ -171,8 +171,10 @@ def device_named(name: str) -> Device:
     key = name.lower().replace("_", "-").removeprefix("nvidia-")
     if key in DEVICES:
         return DEVICES[key]
-    close = difflib.get_close_matches(key, DEVICES, 3, 0.4)
-    raise InputError(f"--gpu {name}: no such device in the table.", f"Known: {', '.join(close or DEVICES)}, cpu, auto.")
+    inside = [known for known in DEVICES if key in known or known in key]
+    meant = (inside or difflib.get_close_matches(key, DEVICES, 1, 0.6))[:1]
+    hint = f"Did you mean {meant[0]}? " if meant else ""
+    raise InputError(f"--gpu {name}: no such device in the table.", f"{hint}Known: {', '.join(DEVICES)}, cpu, auto.")
 
 
 def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None = None) -> ClusterFacts:
