@@ -32,7 +32,7 @@ CLEARING_S = 30.0
 
 
 def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | None = None, quiet: bool = False) -> T:
-    """Return what `function` returns, a function of a module or a `partial` of one. What it prints goes to stderr, or
+    """Return what `function` returns, a function of a module or a `partial` of one. Its output goes to stderr, or
     nowhere if it is to be `quiet`: libraries that are only asked a question print warnings too.
 
     `doing` is a phrase for messages, such as "the conversion of X". Raises the RlctlError that the function raises,
