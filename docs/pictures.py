@@ -33,16 +33,17 @@ TRAIN = ("train", "grpo", "--preset", "laptop")
 VALIDATION = ("validation.every=5", "validation.at_start=true", "validation.holdout=16")
 
 
-def trained(run: Path, steps: int) -> str:
-    """Train the laptop preset in a terminal; return everything that the terminal got."""
+def trained(place: Path, run: str, steps: int) -> str:
+    """Train the laptop preset in a terminal, with `place` as working directory; return everything that the terminal
+    got."""
     sets = [part for value in VALIDATION for part in ("--set", value)]
-    command = ["rlctl", *TRAIN, "--steps", str(steps), "--run-dir", str(run), *sets]
+    command = ["rlctl", *TRAIN, "--steps", str(steps), "--run-dir", run, *sets]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
-    place = str(Path(sys.executable).with_name("rlctl"))
+    executable = str(Path(sys.executable).with_name("rlctl"))
     process = subprocess.Popen(
-        [place, *command[1:]], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
+        [executable, *command[1:]], cwd=place, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
     os.close(theirs)
     got = b""
@@ -53,25 +54,33 @@ def trained(run: Path, steps: int) -> str:
         pass
     if process.wait():
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{got.decode(errors='replace')}")
-    return got.decode(errors="replace")
+    return got.decode(errors="replace").replace(f"{place}/", "")
 
 
 def lines_of(shown: str) -> list[str]:
     """Return the lines that stay in a terminal: one that was drawn again is as it was drawn last."""
-    lines = []
-    for line in shown.replace("\r\n", "\n").split("\n"):
-        last = re.split(r"\r|\x1b\[2K|\x1b\[1A", line)[-1]
-        lines.append(re.sub(r"\x1b\[\?25[lh]", "", last).rstrip())
-    return [line for line in lines if line]
+    lines, row = [""], 0
+    for part in re.split(r"(\n|\r|\x1b\[1A|\x1b\[2K|\x1b\[\?25[lh])", shown.replace("\r\n", "\n")):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[1A":
+            row = max(0, row - 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith(("\r", "\x1b[?")):
+            lines[row] += part
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def draw_terminal(shown: str, steps: int, path: Path) -> None:
-    """Write the terminal as SVG: the first lines of the start, and then the steps and the end."""
+    """Write the terminal as SVG, in any font of fixed width: rich would have a browser fetch one."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     command = f"rlctl {' '.join(TRAIN)} --steps {steps}"
     for line in [f"$ {command}", *lines_of(shown)]:
         console.print(Text.from_ansi(line), no_wrap=True, crop=True)
-    console.save_svg(str(path), title=command)
+    svg = console.export_svg(title=command)
+    path.write_text(re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL).replace("Fira Code, ", ""))
 
 
 def draw_report(report: Path, output: Path) -> None:
@@ -105,10 +114,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        run = given.run or Path(temporary) / "my-run"
         if given.run is None:
-            draw_terminal(trained(run, given.steps), given.steps, given.output / "terminal.svg")
-        draw_report(run / "report.html", given.output)
+            shown = trained(Path(temporary), "runs/my-run", given.steps)
+            draw_terminal(shown, given.steps, given.output / "terminal.svg")
+        draw_report((given.run or Path(temporary) / "runs/my-run") / "report.html", given.output)
 
 
 if __name__ == "__main__":

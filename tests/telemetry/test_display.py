@@ -133,6 +133,7 @@ def test_the_last_line_says_what_goes_on_how_long_and_how_much_is_left(tmp_path:
     with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream, quiet=True) as display:
         timer = StepTimer()
         timer.watch = display.phase
+        assert display._now.line() == ""
         display.doing("starting Ray")
         assert display._now.line() == "starting Ray · 0:00"
         display.begin_step(1)

@@ -38,7 +38,7 @@ from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.conditions import findings
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.headline import Change, headline
+from rlctl.telemetry.headline import Change, Mean, error_of, headline
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
@@ -331,7 +331,8 @@ class RunJournal:
             self._run.write_rollouts(step, samples[: self._kept])
 
     def validated(self, step: int, found: Validated) -> None:
-        metrics = ", ".join(f"{name} {found.metrics[name]:.4g}" for name in SHOWN_METRICS if name in found.metrics)
+        shown = [name for name in SHOWN_METRICS if name in found.metrics]
+        metrics = ", ".join(f"{name} {Mean(found.metrics[name], found.metrics.get(error_of(name)))}" for name in shown)
         when = f"after step {step}" if step else "before step 1"
         self.say(f"validation {when}: {metrics} ({len(found.groups)} prompts)")
         pairs = chosen(found.groups, max(self._kept, 2))

@@ -306,7 +306,7 @@ class _Now(NamedTuple):
         """Return the line at the foot of a terminal: `step 3/12 · generating 18/32 · 00:07 · 1:40 left`."""
         now = time.monotonic()
         if self.step is None:
-            return f"{self.what} · {clock(now - self.since)}"
+            return f"{self.what} · {clock(now - self.since)}" if self.what else ""
         done = self.seen.get(self.phase) if self.phase is not None else None
         what = self.what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
         inside = now - self.step_since
