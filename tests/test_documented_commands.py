@@ -123,6 +123,9 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "my_reward.py").write_text(SHORT)
     for name in ("questions.jsonl", "gsm8k.jsonl"):
         (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
+    (tmp_path / "run.yaml").write_text(
+        "extends: laptop\ndata: { name: questions.jsonl }\nreward: { terms: [{ name: exact-match }] }\n"
+    )
     (tmp_path / "mine.yaml").write_text("extends: 1node\nrun: { steps: 5 }\n")
     shutil.copytree(tiny_llama, tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
@@ -169,7 +172,7 @@ def test_commands_that_train_or_sample(
     monkeypatch.setattr(
         "rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ()
     )  # packages that need not be there
-    if "--preset laptop" not in command:  # for GPUs, and planned from the catalog
+    if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
     assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
 
