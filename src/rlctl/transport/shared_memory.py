@@ -6,17 +6,19 @@ is left behind however the processes end.
 
 The buffers are handed over by counters (`Ring`). Round k is in buffer k % 2. A sender fills it once every receiver has
 read round k - 2; a receiver reads it once every sender has filled its part. Each side counts in a cell of its own, so
-no lock is needed and no message is sent for a round. A count must be seen after the bytes that it speaks of, which
-needs a processor that keeps stores and loads in order, as x86-64 does. An end that fails says so in its cell, and an
-end that waits looks whether the processes it waits for are alive, so that a broken end is an error at the other ends
-at once.
+no lock is needed and no message is sent for a round. A count must be seen after the bytes that it speaks of. x86-64
+keeps stores and loads in that order; on other processors (the ARM of GB200 and GH200) `keep_order` does. An end that
+fails says so in its cell, and an end that waits looks whether the processes it waits for are alive, so that a broken
+end is an error at the other ends at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import platform
 import secrets
 import time
 from collections.abc import Iterator
@@ -38,6 +40,9 @@ CELL = 128  # bytes: two cache lines, so that no two processes write to one (pro
 PAGE = 4096
 LOOK_AFTER_S = 0.02
 LONGEST_PAUSE_S = 0.001
+KEEPS_ORDER = platform.machine() == "x86_64"
+MEMBARRIER = (4, 2)  # linux/membarrier.h: register for the expedited barrier of all processes, and have one
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _ROUNDS_AN_ATTEMPT = 1 << 32  # counts of later attempts are larger than all of earlier ones
 # Words of a cell.
 DONE, PROCESS, FAILED, VERSION = 0, 1, 2, 3
@@ -52,6 +57,19 @@ def this_node() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{DIRECTORY.stat().st_dev}"
     return os.uname().nodename
+
+
+def keep_order() -> None:
+    """Have every process see what this one has written so far before what it writes next, and have this one read
+    nothing early. Raises MachineError where the system does not let it."""
+    if KEEPS_ORDER:
+        return
+    number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())  # membarrier(2) has no function in glibc
+    if number is None or any(_LIBC.syscall(number, command, 0, 0) for command in MEMBARRIER):
+        raise MachineError(
+            f"Shared memory on {platform.machine()} needs membarrier: {os.strerror(ctypes.get_errno())}.",
+            "Allow that system call in the container, or use --mover disk.",
+        )
 
 
 class Segment:
@@ -202,6 +220,7 @@ class Ring:
         self.segment.close()
 
     def _count(self, rounds: int) -> None:
+        keep_order()
         self._cells[self.me, DONE] = self._attempt * _ROUNDS_AN_ATTEMPT + rounds
 
     def _wait(self, peers: range, rounds: int, doing: str, index: int) -> None:
@@ -214,6 +233,7 @@ class Ring:
                 )
             if self._cells[peer, DONE] >= (self._attempt + 1) * _ROUNDS_AN_ATTEMPT:
                 raise WorkerError(f"This transfer was given up: {self.names[peer]} has begun a later one.")
+        keep_order()
 
     def _wait_for(self, peer: int, count: int, doing: str) -> None:
         pause, look = 0.0, time.monotonic() + LOOK_AFTER_S
