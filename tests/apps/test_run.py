@@ -6,7 +6,7 @@ import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError, MachineError
+from rlctl.refit.records import RefitReport
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
@@ -121,3 +122,16 @@ def test_commands_to_go_on_with_can_be_copied(tmp_path: Path) -> None:
     told = [how_to_resume(run), *RunSummary(str(run.path), 3, True, None, (), 4.0, "c", 0).text().splitlines()]
     commands = [shlex.split(line.partition(": ")[2]) for line in told if ": rlctl" in line]
     assert [words[words.index("--run-dir") + 1] for words in commands] == [str(run.path)] * 3
+
+
+def test_it_is_a_warning_if_most_of_the_weights_were_not_compared() -> None:
+    def said(**more: Any) -> list[str]:
+        lines: list[str] = []
+        report = RefitReport(1, {}, 1000, 0, verified=12, **more)
+        RunJournal.refitted(cast(Any, SimpleNamespace(say=lines.append)), report)
+        return lines
+
+    reason = "is kept in the order of the kernel TrtLlm"
+    few, most = (said(unread=48, unread_bytes=size, unread_why=reason) for size in (400, 900))
+    assert len(few) == len(said()) == 1
+    assert most[1:] == [f"warning: 90% of the weights in the engine were not compared with the policy's: {reason}."]

@@ -309,6 +309,9 @@ class RunJournal:
             f"weights in the engine: {report.bytes / 1e6:.0f} MB in {sum(report.seconds.values()):.1f} s, "
             f"{report.verified} tensors compared, all equal{unread}{decoded}"
         )
+        if 2 * report.unread_bytes > report.bytes:
+            share = f"{report.unread_bytes / report.bytes:.0%} of the weights"
+            self.say(f"warning: {share} in the engine were not compared with the policy's: {report.unread_why}.")
         for share in report.shares:
             self._display.note(str(share))
 

@@ -100,6 +100,10 @@ class RefitReport:
     """Tensors whose fingerprints were compared at the source and inside every engine; 0: none this time."""
     unread: int = 0
     """Tensors that were not compared, because an engine holds them in a form that cannot be read back."""
+    unread_bytes: int = 0
+    """Their bytes in the published tensors."""
+    unread_why: str = ""
+    """Why the first of them cannot be read."""
     compared_all: bool = False
     """They are all that can be compared, and not a sample."""
     decoding: float | None = None

@@ -215,6 +215,7 @@ class RefitSession:
         }
         sample = self._to_compare(version, verify)
         verified = self._verified(version, sample)
+        unread = dict(self.last_comparison.unread) if verified and self.last_comparison else {}
         self._base, self._since_full = version, 0 if lengths is None else self._since_full + 1
         return RefitReport(
             version=version,
@@ -223,7 +224,9 @@ class RefitSession:
             staging_bytes=self.staging_bytes,
             verified=verified,
             compared_all=sample is None,
-            unread=len(self.last_comparison.unread) if verified and self.last_comparison else 0,
+            unread=len(unread),
+            unread_bytes=sum(row.bytes for row in self.setup.table if row.name in unread),
+            unread_why=next(iter(unread.values()), ""),
             mover=self.mover,
             receive=received[0].path,
             shares=self.shares,

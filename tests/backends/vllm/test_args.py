@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlctl.backends.base import EngineSpec
-from rlctl.backends.vllm import args
+from rlctl.backends.vllm import args, compat
 from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
@@ -32,6 +33,28 @@ def test_each_size_reaches_vllm_and_the_threads_are_divided(tiny_qwen3_moe: Path
     assert spread.arguments["enable_expert_parallel"] is True
     assert spread.arguments["distributed_executor_backend"] == "uni"  # else vLLM would ask Ray for workers
     assert (spread.replicas, spread.environment["OMP_NUM_THREADS"]) == (2, "4")
+
+
+def test_on_gpus_experts_are_kept_in_an_order_that_is_known(tiny_qwen3_moe: Path, tiny_llama: Path) -> None:
+    """On Blackwell vLLM would choose a kernel that keeps them in tiles of its own."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
+
+    def kernel(model: Path, **passed: Any) -> str | None:
+        config = RlctlConfig.model_validate({"vllm": passed})
+        return args.engine_spec(config, tiny_family_facts(model), model, device="cuda").arguments.get("moe_backend")
+
+    def order(backend: str) -> compat.ExpertOrder:
+        method = type("UnquantizedMethod", (), {"unquantized_backend": oracle.map_unquantized_backend(backend)})()
+        return compat.expert_order(SimpleNamespace(quant_method=method))
+
+    assert kernel(tiny_llama) is None
+    chosen = kernel(tiny_qwen3_moe)
+    assert chosen is not None
+    assert order(chosen) == compat.ExpertOrder()
+    assert order("flashinfer_cutlass") == compat.ExpertOrder(swapped=True)
+    assert order("flashinfer_trtllm").reason
+    assert kernel(tiny_qwen3_moe, moe_backend="flashinfer_cutlass") == "flashinfer_cutlass"
+    assert kernel(tiny_qwen3_moe, quantization="fp8") is None
 
 
 def test_what_replicas_and_spread_experts_cannot_do_is_refused(

@@ -187,7 +187,10 @@ def _gpu_arguments(
     config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
 ) -> dict[str, Any]:
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
+    plain_experts = facts.moe is not None and not config.vllm.passed.get("quantization")
     values = {
+        # Its order of the experts is known. On Blackwell vLLM would choose a kernel that keeps them otherwise.
+        "moe_backend": "triton" if plain_experts else None,
         "enable_return_routed_experts": config.training.router_replay or None,
         "gpu_memory_utilization": fraction,
         "enable_sleep_mode": colocated,
