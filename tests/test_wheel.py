@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import sysconfig
@@ -34,13 +35,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rlctl(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `rlctl` of an environment that the wheel is installed into, in a directory that has nothing to do with it.
-    What rlctl depends on comes from the environment of the tests."""
+    The wheel's own dependencies are linked to those of the tests; no package of an extra is there."""
     place = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=300)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "--quiet", "install"]
     subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True, timeout=300)
-    packages = next((place / "lib").glob("python*/site-packages"))
-    (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    packages, here = next((place / "lib").glob("python*/site-packages")), Path(sysconfig.get_path("purelib"))
+    for name in base_distributions():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            tops = {file.parts[0] for file in metadata.files(name) or []} - {"..", "__pycache__", "bin"}
+            for top in tops:
+                if not (packages / top).exists():
+                    (packages / top).symlink_to(here / top)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(place / "bin" / "rlctl"), *arguments]
@@ -60,7 +66,10 @@ def test_the_wheel_holds_presets_types_and_licence(wheel: Path) -> None:
 
 
 def test_the_installed_command_knows_its_version_and_presets(rlctl: Callable) -> None:
-    assert rlctl("--version").stdout.splitlines()[0] == f"rlctl {__version__}"
+    said = rlctl("--version").stdout.splitlines()
+    assert said[0] == f"rlctl {__version__}"
+    assert "torch" not in " ".join(said)
+    assert "rlctl train grpo" in rlctl("--help").stdout
     listed = rlctl("presets", "ls")
     assert (listed.returncode, listed.stderr) == (0, "")
     assert listed.stdout.split()[0] == "laptop"
@@ -70,6 +79,13 @@ def test_the_installed_command_plans(rlctl: Callable) -> None:
     done = rlctl("plan", "--model", "meta-llama/Llama-3.1-8B", "--preset", "1node", "--gpu", "h100")
     assert done.returncode == 0, done.stderr
     assert "training    megatron" in done.stdout
+
+
+def test_the_installed_command_imports_a_recipe(rlctl: Callable) -> None:
+    recipe = ROOT / "tests" / "config" / "nemo_rl" / "llama_megatron.yaml"
+    done = rlctl("config", "show", "--config", str(recipe), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["training"]["backend"] == "megatron"
 
 
 def base_distributions() -> set[str]:
