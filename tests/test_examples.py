@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,11 +81,13 @@ def test_the_configuration_of_gsm8k_is_valid() -> None:
 def test_the_script_for_two_nodes_is_a_shell_script_with_known_flags() -> None:
     script = EXAMPLES / "two_nodes" / "train.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
-    text = script.read_text()
+    text = script.read_text().replace("\\\n", "")
     from rlctl.cli import load_command
 
     for name, path in (("train", ["grpo"]), ("doctor", [])):
-        line = next(line for line in text.splitlines() if f"rlctl {name}" in line and line.startswith("on_first"))
+        line = next(
+            line for line in text.splitlines() if f"rlctl {name}" in line and line.startswith(("on_first", "srun"))
+        )
         line = line[line.index("rlctl") :]
         command = load_command(name)
         for child in path:
@@ -180,6 +185,49 @@ def test_the_script_for_two_nodes_trains_over_two_hosts(tiny_llama: Path, tmp_pa
     assert "2 node(s) see the same" in log.read_text()
     assert [line["step"] for line in results(place / "runs" / "17")] == [1, 2]
     assert (place / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
+
+
+SLURM = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "scontrol": 'echo "scontrol $*" >> said; printf "host-a\\nhost-b\\n"',
+    "ray": 'case $1 in status) printf " node_a\\n node_b\\n";; start) exec sleep 300;; esac',
+    "rlctl": """echo "$*" >> said
+        case "$*" in doctor*|*--resume*) exit 0;; esac
+        trap 'exit 130' USR1
+        mkdir -p runs/17; echo > runs/17/manifest.json
+        while :; do sleep 0.1; done""",
+}
+"""Stand-ins for a test of the script's signals alone. Training goes on until it gets USR1."""
+
+
+def test_a_job_that_slurm_warns_saves_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "USER": tmp_path.name}
+    job |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    codes = []
+    for _ in range(2):
+        script = ["bash", str(EXAMPLES / "two_nodes" / "train.sbatch"), "m", "--steps", "9"]
+        process = subprocess.Popen(script, cwd=tmp_path, env=job, start_new_session=True)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if (tmp_path / "runs").exists() and not codes:
+                process.send_signal(signal.SIGUSR1)
+                codes.append(process.wait(60))
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        codes.append(process.wait(60))
+    shutil.rmtree(Path("/tmp") / tmp_path.name, ignore_errors=True)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert codes == [130, 130, 0]
+    assert "scontrol requeue 17" in said
+    trained = [line for line in said if line.startswith("train")]
+    assert ["--resume" in line for line in trained] == [False, True]
+    assert all("--run-dir runs/17" in line and line.endswith("--steps 9") for line in trained)
 
 
 def test_the_files_that_services_read_are_yaml() -> None:

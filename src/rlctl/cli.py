@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.stderr = cast(TextIO, Unbreakable(sys.stderr))
     # Processes that are started without a script would import from the working directory first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)  # clear up as after Ctrl-C
     sys.exit(run(argv))

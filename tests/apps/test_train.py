@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -150,6 +151,31 @@ def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(t
     assert "died during `generate`" in text or "died during" in text
     assert f"rlctl train grpo --resume --run-dir {run_dir}" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [pytest.param("timeout", marks=pytest.mark.guard), "group", "warning"])
+def test_a_run_that_a_program_stops_saves_its_step_and_leaves_nothing(tiny_llama, tmp_path, way):
+    """Signalled as by `timeout`, which signals the run and then its group, as a group, and as Slurm warns."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments = command(tiny_llama, run_dir, "--steps", "300", "--set", "run.checkpoint_every=0")
+    before = ["timeout", "-s", "TERM", str(LIMIT_S)] if way == "timeout" else ["setsid"]
+    with started([*before, *arguments], log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        family = process.family()
+        if way == "group":
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            process.send_signal(signal.SIGTERM if way == "timeout" else signal.SIGUSR1)
+        assert process.wait(LIMIT_S) == 130, log.read_text()
+        wait_until_gone(family)
+    steps, said = len(read_metrics(run_dir / "metrics.jsonl")), log.read_text()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{steps}"]
+    by = "SIGUSR1" if way == "warning" else "SIGTERM"
+    assert f"Stopping after this step ({by}), or in 300 s without it (run.stop_within_s)." in said
+    assert re.search(rf"stopped by {by} after step {steps} in \d+ s, saved", said)
+    assert f"rlctl train grpo --resume --run-dir {run_dir}" in said
+    assert "died" not in said
 
 
 @pytest.mark.slow

@@ -69,6 +69,14 @@ def test_all_processes_of_one_machine_listen_on_the_loopback_alone(ranks: Worker
     assert beyond_loopback(family) == []
 
 
+def test_no_signal_to_this_process_group_reaches_the_processes_of_ray(ranks: WorkerGroup[Rank]) -> None:
+    """Nor one from the terminal: they are in sessions of their own, and so are the workers."""
+    raylet = next(one for one in psutil.Process().children(recursive=True) if one.name() == "raylet")
+    for process in (raylet, *raylet.children(recursive=True)):
+        assert os.getsid(process.pid) != os.getsid(0)
+        assert os.getpgid(process.pid) != os.getpgid(0)
+
+
 def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> None:
     from ray._private import worker
 
@@ -292,7 +300,7 @@ def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
 
 
 KILLED = """
-import json, os, signal
+import json, os, signal, sys
 import psutil
 from rlctl.cluster.ray_session import ray_session
 
@@ -302,12 +310,14 @@ with ray_session():
     for process in family:
         if process.name() not in ("gcs_server", "raylet") and process.parent().name() == "raylet":
             process.suspend()  # it does not notice that Ray is gone
-    os.kill(os.getpid(), signal.SIGKILL)
+    (os.killpg if sys.argv[1] == "group" else os.kill)(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_processes_of_a_killed_session_end_with_it(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300, check=False)
+@pytest.mark.parametrize("whom", ["driver", pytest.param("group", marks=pytest.mark.slow)])
+def test_processes_of_a_killed_session_end_with_it(tmp_path: Path, whom: str) -> None:
+    program = [sys.executable, "-c", KILLED, whom]
+    killed = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False, start_new_session=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     pids = json.loads(killed.stdout)
     assert len(pids) > 3

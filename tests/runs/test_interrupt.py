@@ -22,10 +22,12 @@ def test_between_steps_the_first_is_a_request_and_the_second_ends_it(number: sig
         with stop.between_steps():
             os.kill(os.getpid(), number)
             assert stop.requested
-            assert said[-1].startswith("Stopping after this step. Press Ctrl-C again")
-            if number == signal.SIGHUP:  # the same terminal is told of again by the shell
+            assert said[-1].startswith("Stopping after this step")
+            assert ("Press Ctrl-C again" in said[-1]) == (number == signal.SIGINT)
+            assert stop.by == ("Ctrl-C" if number == signal.SIGINT else number.name)
+            if number != signal.SIGINT:  # `timeout` and the shell signal a run twice for one reason
                 os.kill(os.getpid(), number)
-                assert said.count("The terminal was closed (SIGHUP).") == 2
+                assert said.count("The terminal was closed (SIGHUP).") == 2 * (number == signal.SIGHUP)
                 number = signal.SIGINT
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
@@ -70,3 +72,16 @@ def test_one_that_no_code_can_raise_is_raised_later_without_a_word(monkeypatch: 
             stop.install()
     assert not heard
     assert sys.unraisablehook == heard.append
+
+
+def test_a_step_that_takes_longer_than_a_program_waits_is_abandoned() -> None:
+    said: list[str] = []
+    with StopRequest(said.append) as stop:
+        stop.limit_s = 0.1
+        with stop.between_steps():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(60)
+        assert said[0] == "Stopping after this step (SIGTERM), or in 0 s without it (run.stop_within_s)."
+        assert "is abandoned" in said[1]
+        os.kill(os.getpid(), signal.SIGTERM)  # the clean-up goes on

@@ -64,15 +64,18 @@ class RunSummary:
     """Sentences on what kept steps from teaching much, with what to do about it."""
     seconds: float
     checkpoint: str | None
-    dropped_rollouts: int
+    dropped_rollouts: int = 0
     """Rollouts that were left out because a reward function failed on them."""
+    stopped_by: str | None = None
+    """The signal that stopped it; None: none did."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
-        ended = coloured(
-            "stopped after" if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout
-        )
-        lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s"]
+        by = f"stopped by {self.stopped_by} after" if self.stopped_by else "stopped after"
+        ended = coloured(by if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout)
+        is_saved = (self.checkpoint or "").endswith(f"step_{self.steps}")
+        saved = f", {'saved' if is_saved else 'not saved'}" if self.interrupted else ""
+        lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s{saved}"]
         if self.headline is not None:
             lines.append(self.headline.text())
         lines += self.findings
@@ -97,6 +100,7 @@ def run_training(
     Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
+    stop.limit_s = job.config.run.stop_within_s
     display.metrics = (*job.metrics, *filtered(job.config.filter))
     display.without = SHOWN_METRICS if job.rewards is None else ()
     try:
@@ -108,7 +112,7 @@ def run_training(
     except KeyboardInterrupt:
         _report(run, display, "stopped")
         if run.has_steps():
-            display.say(f"Stopped. {how_to_resume(run)}")
+            display.say(f"Stopped by {stop.by}. {how_to_resume(run)}")
         raise
     lines = _report(run, display, "stopped" if interrupted else "finished")
     checkpoints = run.checkpoints()
@@ -118,6 +122,7 @@ def run_training(
         interrupted=interrupted,
         headline=headline(lines),
         findings=tuple(findings(lines)),
+        stopped_by=stop.by if interrupted else None,
         seconds=time.perf_counter() - started,
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
         dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),

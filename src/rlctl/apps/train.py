@@ -32,10 +32,10 @@ RUNS = Path("runs")
 # may have moved: what it holds is compared.
 CHANGEABLE = (
     "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.checkpoint_minutes", "run.keep_last",
-    "run.keep_best", "run.save_final", "run.log_rollouts", "run.show_samples", "run.loggers", "run.project",
-    "run.name", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "reward.on_error", "model.name",
-    "teacher.model", "checks.", "validation.every", "validation.at_start", "validation.at_end", "validation.data",
-    "validation.max_prompts", "validation.samples", "validation.temperature", "validation.reward",
+    "run.keep_best", "run.save_final", "run.stop_within_s", "run.log_rollouts", "run.show_samples", "run.loggers",
+    "run.project", "run.name", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "reward.on_error",
+    "model.name", "teacher.model", "checks.", "validation.every", "validation.at_start", "validation.at_end",
+    "validation.data", "validation.max_prompts", "validation.samples", "validation.temperature", "validation.reward",
     "validation.stop_after",
 )  # fmt: skip
 

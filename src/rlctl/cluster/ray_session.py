@@ -15,7 +15,6 @@ import os
 import resource
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -173,8 +172,7 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
             stack.enter_context(_ending_with_this_process(temporary, own))
             stack.enter_context(_ending_descendants())
-            with _children_survive_the_terminal():
-                _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody
+            _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody
         except RAY_FAILURES as error:
             raise MachineError(
                 f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
@@ -247,14 +245,18 @@ def _copy_logs(session: Path, logs: Path) -> None:
 
 
 @contextlib.contextmanager
-def _children_survive_the_terminal() -> Iterator[None]:
-    """Keep the SIGHUP of a terminal that is closed from processes that are started in the block, and from theirs: a run
-    finishes its step with them, and ends them itself. Ray does the same for SIGINT."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+def _in_sessions_of_their_own() -> Iterator[None]:
+    """Have Ray's processes, and those that they start, out of this process's group and session: signals to the group or
+    from the terminal do not reach them. A run finishes its step with them, and ends them itself. Ray has no option for
+    that."""
+    from ray._private import services
+
+    before, own = services.ConsolePopen, {"start_new_session": True}
+    services.ConsolePopen = functools.partial(before, **own)  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        services.ConsolePopen = before  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -303,7 +305,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
             kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
             environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
-            with _protected_token(), _own_signals(), _on_loopback(), _bare(), environment:
+            with _protected_token(), _own_signals(), _on_loopback(), _bare(), _in_sessions_of_their_own(), environment:
                 provide_token(token_path())
                 ray.init(
                     address="local",

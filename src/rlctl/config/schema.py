@@ -757,6 +757,9 @@ class RunConfig(Section):
     `validation/accuracy`."""
     save_final: bool = True
     """Save a checkpoint at the end."""
+    stop_within_s: Seconds = 300.0
+    """Longest time that the step under way and its save may take after SIGTERM, SIGUSR1 or SIGHUP. Set it below what
+    the sender leaves before it kills; the processes are ended within 15 s more."""
     log_rollouts: NonNegative = 4
     """Number of rollouts of each step that are written to rollouts/."""
     show_samples: NonNegative | None = None

@@ -1,6 +1,8 @@
-"""Ctrl-C as a request: before the first step it ends the run; then the first finishes the step, the second ends it.
+"""Signals as requests: before the first step one ends the run; then the first finishes the step, the second ends it.
 
-A terminal that is closed (SIGHUP) asks for the same, unless `nohup` has turned that off.
+Ctrl-C (SIGINT) comes from a person, who waits or presses it again. SIGTERM, SIGUSR1 (Slurm's warning) and SIGHUP (a
+terminal that is closed, unless `nohup` has turned that off) come from programs that will kill the run: the step has a
+limit of time then.
 """
 
 from __future__ import annotations
@@ -8,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ONE_REQUEST_S = 2.0
+"""Signals of programs that come within this time are one request: `timeout` signals the run and then its group."""
 
 
 class StopRequest:
@@ -24,8 +29,12 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.trouble: Callable[[], object] = lambda: None
         """Tells of something that is as good a reason to stop as a signal."""
+        self.limit_s: float | None = None
+        """Longest time that a step may go on once a program has asked to stop; None: any."""
+        self.by: str | None = None
+        """The signal that asked first, for messages."""
         self._say = say
-        self._asked = False
+        self._asked_at: float | None = None
         self._deferring = self._raised = False
         self._before: dict[int, Any] = {}
         self._unraisable: Callable[[Any], object] = sys.unraisablehook
@@ -41,11 +50,12 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether the run is to end after this step."""
-        return self._asked or bool(self.trouble())
+        return self._asked_at is not None or bool(self.trouble())
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = self._unraisable
 
     def _forget(self, lost: Any) -> None:
@@ -64,28 +74,50 @@ class StopRequest:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Let signals set `requested` only, which the block looks at after each step. Raises as `install` does."""
+        """Let signals set `requested` only, which the block looks at after each step. Raises as `install` does, and
+        KeyboardInterrupt where the block goes on for longer than `limit_s` after a program has asked to stop."""
         self._raise_lost()
         self._deferring = True
+        signal.signal(signal.SIGALRM, self._abandon)
         try:
             yield
         finally:
             self._deferring = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _raise_lost(self) -> None:
         if self._raised:  # nothing goes on after it but the clean-up
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        name, asked_at = signal.Signals(number).name, self._asked_at
+        self.by = self.by or ("Ctrl-C" if number == signal.SIGINT else name)
         if number == signal.SIGHUP:
             self._say("The terminal was closed (SIGHUP).")
         if self._raised:
             self._say("Stopping; the processes are being ended.")
-        elif number == signal.SIGHUP and self._asked:
-            pass  # the kernel and the shell send one each for the same terminal
-        elif self._deferring and not self._asked:
-            self._asked = True
-            self._say("Stopping after this step. Press Ctrl-C again to stop at once without saving.")
+        elif asked_at is None and self._deferring:
+            self._asked_at = time.monotonic()
+            self._say(self._promise(number, name))
+        elif asked_at is not None and (number == signal.SIGHUP or self._same_request(number, asked_at)):
+            pass  # the kernel and the shell send a SIGHUP each for the same terminal
         else:
             self._raised = True
+            raise KeyboardInterrupt
+
+    def _promise(self, number: int, name: str) -> str:
+        if number == signal.SIGINT:
+            return "Stopping after this step. Press Ctrl-C again to stop at once without saving."
+        if self.limit_s is None:
+            return f"Stopping after this step ({name})."
+        signal.setitimer(signal.ITIMER_REAL, self.limit_s)
+        return f"Stopping after this step ({name}), or in {self.limit_s:.0f} s without it (run.stop_within_s)."
+
+    def _same_request(self, number: int, asked_at: float) -> bool:
+        return number != signal.SIGINT and time.monotonic() - asked_at < ONE_REQUEST_S
+
+    def _abandon(self, number: int, frame: FrameType | None) -> None:
+        if not self._raised:
+            self._raised = True
+            self._say(f"The step did not end within {self.limit_s:.0f} s (run.stop_within_s) and is abandoned.")
             raise KeyboardInterrupt
