@@ -86,10 +86,11 @@ def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
     def first(interrupted: bool) -> str:
-        return RunSummary("runs/a", 3, interrupted, None, (), 4.0, None, 0).text().splitlines()[0]
+        by = {"stopped_by": "SIGTERM"} if interrupted else {}
+        return RunSummary("runs/a", 3, interrupted, None, (), 4.0, "runs/a/step_3", **by).text().splitlines()[0]
 
     assert first(False) == "\x1b[32mfinished\x1b[0m step 3 in 4 s"
-    assert first(True).startswith("\x1b[33mstopped after\x1b[0m step 3")
+    assert first(True) == "\x1b[33mstopped by SIGTERM after\x1b[0m step 3 in 4 s, saved"
 
 
 def test_a_manifest_whose_changes_the_checkpoint_cannot_be_loaded_with_does_not_replace_the_stored_one(

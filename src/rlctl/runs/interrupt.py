@@ -55,7 +55,6 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = self._unraisable
 
     def _forget(self, lost: Any) -> None:
@@ -78,12 +77,13 @@ class StopRequest:
         KeyboardInterrupt where the block goes on for longer than `limit_s` after a program has asked to stop."""
         self._raise_lost()
         self._deferring = True
-        signal.signal(signal.SIGALRM, self._abandon)
+        before = signal.signal(signal.SIGALRM, self._abandon)
         try:
             yield
         finally:
             self._deferring = False
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def _raise_lost(self) -> None:
         if self._raised:  # nothing goes on after it but the clean-up
