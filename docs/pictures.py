@@ -54,7 +54,7 @@ def trained(place: Path, run: str, steps: int) -> str:
         pass
     if process.wait():
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{got.decode(errors='replace')}")
-    return got.decode(errors="replace").replace(f"{place}/", "")
+    return got.decode(errors="replace").replace(f"{place}/", "").replace(str(Path.home()), "~")
 
 
 def lines_of(shown: str) -> list[str]:
@@ -77,8 +77,9 @@ def draw_terminal(shown: str, steps: int, path: Path) -> None:
     """Write the terminal as SVG, in any font of fixed width: rich would have a browser fetch one."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     command = f"rlctl {' '.join(TRAIN)} --steps {steps}"
-    for line in [f"$ {command}", *lines_of(shown)]:
-        console.print(Text.from_ansi(line), no_wrap=True, crop=True)
+    sets = " ".join(f"--set {value}" for value in VALIDATION)
+    for line in [f"$ {command} \\", f"    {sets}", *lines_of(shown)]:
+        console.print(Text.from_ansi(line))
     svg = console.export_svg(title=command)
     path.write_text(re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL).replace("Fira Code, ", ""))
 
