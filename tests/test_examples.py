@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,18 @@ def test_a_job_that_slurm_warns_saves_is_queued_again_and_goes_on(tmp_path: Path
     trained = [line for line in said if line.startswith("train")]
     assert ["--resume" in line for line in trained] == [False, True]
     assert all("--run-dir runs/17" in line and line.endswith("--steps 9") for line in trained)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_images_copy_files_and_install_extras_that_there_are(kind: str) -> None:
+    lines = (ROOT / "docker" / f"{kind}.Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert len(copied) > 5
+    assert [word for word in copied if not (ROOT / word).exists()] == []
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = {extra for line in lines for named in re.findall(r"'\.\[(.+?)\]'", line) for extra in named.split(",")}
+    assert installed == {"cpu": {"cpu", "demo"}, "gpu": {"cuda", "transformer-engine"}}[kind]
+    assert installed <= known.keys()
 
 
 def test_the_files_that_services_read_are_yaml() -> None:
