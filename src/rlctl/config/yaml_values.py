@@ -116,15 +116,6 @@ Loader.add_constructor("tag:yaml.org,2002:float", construct_float)
 Loader.add_constructor(MERGE, yaml.SafeLoader.construct_yaml_str)  # where it is no key
 
 
-class OldBooleans(Loader):
-    """Loader for which `yes`, `no`, `on` and `off` are true and false, as in YAML 1.1 and hence in OmegaConf."""
-
-
-OldBooleans.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$"), list("yYnNoO")
-)
-
-
 def parse_value(text: str) -> Any:
     """Return what `text` means in YAML (`8`, `1e-5`, `true`, `[a, b]`, `{k: v}`), or `text` where it is not YAML."""
     if len(text) > FILE_LIMIT_BYTES:
@@ -135,13 +126,13 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def read_mapping(path: Path, what: str, loader: type[Loader] = Loader) -> dict[str, Any]:
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset"). Raises
     ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys."""
     log.info("reading %s", path)
     text = read_text(path, what, FILE_LIMIT_BYTES)
     try:
-        value = yaml.load(text, loader)
+        value = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
     except RecursionError as error:

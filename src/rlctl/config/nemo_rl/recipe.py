@@ -1,24 +1,21 @@
 """NeMo-RL recipes as rlctl configuration.
 
-A recipe is read as NeMo-RL reads it, with its chain of `defaults`, `${...}` references and arithmetic resolvers. Then
-every key is mapped or reported with the reason.
+A recipe is read as NeMo-RL reads it: OmegaConf merges its chain of `defaults` and resolves its references, and Hydra
+parses what the command line overrides. Then every key is mapped or reported with the reason.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
-import math
-import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlctl.config.files import problem_with
+import yaml
+
+from rlctl.config.files import problem_with, read_text
 from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
@@ -27,6 +24,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     Found,
     Import,
     Rule,
+    Status,
     disagreement,
     foreign_kind,
     is_field,
@@ -38,8 +36,11 @@ from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import TARGETS
 from rlctl.config.schema import RlctlConfig
-from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, OldBooleans, parse_value, read_mapping
+from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
 
 OWN = RlctlConfig.model_fields.keys()
 MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
@@ -59,9 +60,6 @@ ONE_VALUE = RULES.keys() - {
 }
 """Keys that have one value in NeMo-RL, and nothing below."""
 
-
-HYDRA_PAIR = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.]+):(?!\s|//)""")
-"""A text in quotes, or a key of a mapping in Hydra's form, which has no space behind the colon: `{a:1}`."""
 
 ALIKE = {"teacher": "policy", "value": "policy", "generation": "policy.generation", "tokenizer": "policy.tokenizer"}
 """Sections that have the keys of another one."""
@@ -86,14 +84,20 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Raises ConfigError where there is no value."""
-        key, equals, value = text.partition("=")
-        remove, key = key.startswith("~"), key.lstrip("+~").strip()
-        if not key or not (equals or remove):
+        """Raises ConfigError for what is not of the form, and for several values to try, which are no override."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+
+        if not text.startswith("~") and "=" not in text:
             raise ConfigError(f"{text}: there is no value.", "Write key=value, for example policy.model_name=NAME.")
-        if value.startswith("{"):
-            value = HYDRA_PAIR.sub(lambda found: found[1] or f"{found[2]}: ", value)
-        return cls(key, parse_value(value), remove)
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            hint = "Put a text with special characters in quotes within quotes: 'key=\"a, b\"'."
+            raise ConfigError(f"{text} is not an override: {_first_line(error)}.", hint) from error
+        if parsed.is_sweep_override():
+            raise ConfigError(f"{text}: a value cannot be several values.", "Write a list in brackets: key=[1,2].")
+        return cls(parsed.key_or_group, parsed.value(), parsed.is_delete())
 
     def leaves(self) -> list[str]:
         """Return the keys that are given a value: those inside of a mapping one by one."""
@@ -162,22 +166,10 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     # What the backend that trains says itself comes last, and holds.
     for key, value in sorted(leaves.items(), key=lambda leaf: not of_other_backend(leaf[0], known)):
         rule = find_rule(key, RULES)
-        if isinstance(value, Unresolved) and rule is not None:
-            status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
-            result.entries.append(Entry(key, value.text, status, value.why))
-        elif rule is None and value in ({}, None) and any(known_key.startswith(f"{key}.") for known_key in RULES):
-            result.entries.append(Entry(key, value, "not applicable", "the section is empty"))
-        elif rule is None and result.foreign and key.partition(".")[0] in OF_THE_ALGORITHM:
-            result.entries.append(Entry(key, value, "not applicable", "it belongs to what rlctl does not run yet"))
-        elif rule is None:
-            written = value.text if isinstance(value, Unresolved) else value
-            result.entries.append(Entry(key, written, "not known", "rlctl does not know this key"))
-        elif isinstance(value, Mapping) and value and key in ONE_VALUE:
-            status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
-            result.entries.append(Entry(key, value, status, "it is a section, and NeMo-RL has one value there"))
-        elif isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not _takes_any_text(key):
-            why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
-            result.entries.append(Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable"))
+        if rule is None:
+            result.entries.append(_unknown_entry(key, value, result.foreign))
+        elif (entry := _without_rule(key, value)) is not None:
+            result.entries.append(entry)
         elif overruled(key, known):
             _apply_rule(rule, Found(other, key, value, known))
             result.entries.append(Entry(key, value, "not applicable", "the backend that trains has its own"))
@@ -197,9 +189,31 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     return result
 
 
-def _takes_any_text(key: str) -> bool:
-    """Return whether a text such as `on` may be meant as a text: a variable's value, a name in a logger."""
-    return ".env_vars." in key or key.startswith("logger.")
+def _unknown_entry(key: str, value: Any, foreign: str | None) -> Entry:
+    """Return the entry of a key that no rule is for."""
+    if value in ({}, None) and any(known_key.startswith(f"{key}.") for known_key in RULES):
+        return Entry(key, value, "not applicable", "the section is empty")
+    if foreign and key.partition(".")[0] in OF_THE_ALGORITHM:
+        return Entry(key, value, "not applicable", "it belongs to what rlctl does not run yet")
+    return Entry(
+        key, value.text if isinstance(value, Unresolved) else value, "not known", "rlctl does not know this key"
+    )
+
+
+def _without_rule(key: str, value: Any) -> Entry | None:
+    """Return the entry of a value that no rule can be applied to; None where its rule can."""
+    stops: Status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
+    if isinstance(value, Unresolved):
+        return Entry(key, value.text, stops, value.why)
+    if key.endswith("._override_"):
+        return Entry(key, value, "not applicable", "NeMo-RL reads it in top-level sections alone")
+    if isinstance(value, Mapping) and value and key in ONE_VALUE:
+        return Entry(key, value, stops, "it is a section, and NeMo-RL has one value there")
+    any_text = ".env_vars." in key or key.startswith("logger.")  # a variable's value, a name in a logger
+    if isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not any_text:
+        why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
+        return Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable")
+    return None
 
 
 def _apply_rule(rule: Rule, found: Found) -> None:
@@ -211,7 +225,7 @@ def _apply_rule(rule: Rule, found: Found) -> None:
         rule(found)
     except InputError:  # a ValueError too, with a sentence of its own
         raise
-    except (TypeError, ValueError, AttributeError, KeyError):
+    except (TypeError, ValueError, AttributeError, LookupError):
         result.values, result.source = values, source
         del result.entries[told:]
         found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
@@ -269,18 +283,27 @@ def read_recipe(
     """Return the recipe with its defaults merged, then overrides, then every reference resolved; a value whose
     reference leads nowhere is `Unresolved`. Raises ConfigError for a missing default, a chain that closes on itself,
     and an override of a key that does not exist. `files` gets the files that were read."""
-    merged = _Root(_with_defaults(path, (), [] if files is None else files) if path is not None else {})
+    from omegaconf import OmegaConf
+
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    config = OmegaConf.create({}) if path is None else _with_defaults(path, (), [] if files is None else files)
+    present = set(_paths(OmegaConf.to_container(config, resolve=False)))
     for override in overrides:
-        _apply(override, merged)
-    return {key: _tolerant(value, merged, (key,)) for key, value in merged.items()}
+        for key in override.leaves():
+            if key not in present and not knows(key):
+                raise _unknown(key, present)
+        _apply(override, config)
+    return {str(key): _resolved(config, key) for key in config}
 
 
-def _apply(override: Override, merged: dict[str, Any]) -> None:
-    present = set(_paths(merged))
-    for key in override.leaves():
-        if key not in present and not knows(key):
-            raise _unknown(key, present)
-    _change(merged, override.key.split("."), override)
+RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+"""Resolvers that NeMo-RL registers, next to OmegaConf's own."""
 
 
 def _unknown(key: str, present: Iterable[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
@@ -298,226 +321,85 @@ def _paths(values: Any, prefix: str = "") -> Iterator[str]:
         yield from _paths(value, f"{prefix}{name}.")
 
 
-def _change(place: dict[str, Any] | list[Any], keys: Sequence[str], override: Override) -> None:
-    """Apply an override below a section, or below a list, whose values are counted from 0."""
-    name, *below = keys
-    at: Any = name
-    if isinstance(place, list):
-        if not name.isdecimal() or int(name) >= len(place):
-            raise ConfigError(f"`{override.key}`: the list has {len(place)} values, counted from 0, and no `{name}`.")
-        at = int(name)
-    now = place[at] if isinstance(place, list) else place.get(at)
-    if below:
-        # A list may be that of another key, too, by an anchor.
-        place[at] = copy.deepcopy(now) if isinstance(now, list) else now if isinstance(now, dict) else {}
-        _change(place[at], below, override)
-    elif not override.remove:
-        merges = isinstance(override.value, Mapping)
-        place[at] = _merge(now if isinstance(now, Mapping) else {}, override.value) if merges else override.value
-    elif isinstance(place, list) or name in place:
-        del place[at]
+def _apply(override: Override, config: DictConfig) -> None:
+    from omegaconf import ListConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-
-def _tolerant(value: Any, root: _Root, at: tuple[str, ...]) -> Any:
-    """Return the value with references resolved, and `Unresolved` instead of each leaf where that fails."""
-    if isinstance(value, Mapping):
-        return {key: _tolerant(item, root, (*at, str(key))) for key, item in value.items()}
+    section, _, name = override.key.rpartition(".")
     try:
-        return _resolved(value, root, at)
-    except TooMuch:
-        raise
-    except ConfigError as error:
-        return Unresolved(value, error.message.removesuffix("."))
+        if not override.remove:
+            OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
+            return
+        holder = OmegaConf.select(config, section) if section else config
+        if isinstance(holder, ListConfig):
+            del holder[int(name)]
+        elif holder is not None and name in holder:
+            del holder[name]
+    except (OmegaConfBaseException, ValueError, IndexError) as error:
+        raise ConfigError(f"the override of `{override.key}` cannot be applied: {_first_line(error)}.") from error
 
 
-def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> dict[str, Any]:
+def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
+    """Return a value with its references resolved, and `Unresolved` instead of each leaf where that fails."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        value = holder[key]
+        if OmegaConf.is_dict(value) and not OmegaConf.is_interpolation(holder, key):
+            return {str(name): _resolved(value, name) for name in value}
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except MissingMandatoryValue:
+        return "???"
+    except OmegaConfBaseException as error:
+        why = _first_line(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
+        written: Any = OmegaConf.to_container(holder, resolve=False)
+        return Unresolved(written[key], why)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what a library says of an error, without the place in its own objects."""
+    return str(error).partition("\n")[0].removesuffix(".")
+
+
+def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> DictConfig:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     place = path.resolve()
     files.append(place)
     if place in chain:
         raise ConfigError(f"{path}: its chain of `defaults` comes back to itself.")
-    values = read_mapping(path, "NeMo-RL recipe" if not chain else f"`defaults` of {chain[-1].name}:", OldBooleans)
+    what = f"`defaults` of {chain[-1].name}:" if chain else "NeMo-RL recipe"
+    try:
+        values = OmegaConf.create(read_text(path, what, FILE_LIMIT_BYTES))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {_first_line(error)}.") from error
+    if not isinstance(values, DictConfig):
+        raise ConfigError(f"{what} {path} must hold sections of keys, not a list.")
     parents = values.pop("defaults", None) or []
-    merged: dict[str, Any] = {}
+    merged = OmegaConf.create({})
     for parent in [parents] if isinstance(parents, str) else parents:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
         if problem := problem_with(path.parent / parent):
             message = f"{path} builds on {parent} (`defaults`), and {path.parent / parent} cannot be read: {problem}."
             raise ConfigError(message, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
-        merged = _merge(merged, _with_defaults(path.parent / parent, (*chain, place), files))
-    return _merge(merged, values)
+        merged = _merged(merged, _with_defaults(path.parent / parent, (*chain, place), files))
+    return _merged(merged, values)
 
 
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge deeply; a mapping with `_override_: true` replaces the one below instead."""
-    if over.get("_override_") is True:
-        return {key: value for key, value in over.items() if key != "_override_"}
-    result = dict(under)
-    for key, value in over.items():
-        below = result.get(key)
-        if isinstance(value, Mapping):
-            value = _merge(below if isinstance(below, Mapping) else {}, value)
-        result[key] = value
-    return result
+def _merged(under: DictConfig, over: DictConfig) -> DictConfig:
+    """Return both merged by OmegaConf; a section of the top level with `_override_: true` replaces the one below."""
+    from omegaconf import DictConfig, OmegaConf
 
-
-def _number(name: str, fold: Callable[[list[float]], float]) -> Callable[[list[Any]], Any]:
-    def run(arguments: list[Any]) -> Any:
-        if not all(isinstance(a, int | float) and not isinstance(a, bool) for a in arguments):
-            raise ConfigError(f"${{{name}:...}}: {arguments} are not numbers.")
-        try:
-            value = fold(list(arguments))
-        except (ArithmeticError, ValueError, IndexError) as error:
-            raise ConfigError(f"${{{name}:...}} of {arguments}: {error}") from error
-        if abs(value) > sys.float_info.max:
-            raise ConfigError(f"${{{name}:...}} gives a number that is too large.")
-        whole = all(isinstance(a, int) for a in arguments) and value == value // 1
-        return int(value) if whole else value
-
-    return run
-
-
-RESOLVERS: dict[str, Callable[[list[Any]], Any]] = {
-    "mul": _number("mul", math.prod),
-    "add": _number("add", sum),
-    "sub": _number("sub", lambda a: a[0] - sum(a[1:])),
-    "div": _number("div", lambda a: a[0] / a[1]),
-    "max": _number("max", max),
-    "min": _number("min", min),
-    "oc.env": lambda a: _variable(*a),
-    "oc.decode": lambda a: _decoded(*a),
-}
-"""Resolvers of NeMo-RL, which registers the arithmetic ones, and of OmegaConf."""
-SELECT = "oc.select"
-"""The resolver that looks a key up, with a value for where there is none."""
-
-
-def _variable(name: Any, *otherwise: Any) -> Any:
-    if len(otherwise) > 1:
-        raise ConfigError(f"${{oc.env:...}} takes a name and a default, and has {len(otherwise) + 1} arguments.")
-    if str(name) not in os.environ and not otherwise:
-        raise ConfigError(f"the environment variable {name} is not set.")
-    return os.environ.get(str(name), *otherwise)
-
-
-def _decoded(text: Any, *more: Any) -> Any:
-    """Return the value that a text spells, such as the number of an environment variable, whose default may already
-    be a value."""
-    if more or isinstance(text, list | Mapping):
-        raise ConfigError(f"${{oc.decode:...}} takes one text, and has {', '.join(map(str, (text, *more)))}.")
-    return parse_value(text) if isinstance(text, str) else text
-
-
-class Absent(ConfigError):
-    """A reference leads to a key that the recipe does not have."""
-
-
-class TooMuch(ConfigError):
-    """A recipe asks for more than any recipe has."""
-
-
-class _Root(dict[str, Any]):
-    """The top level of a recipe, in which references are looked up."""
-
-    followed = 0
-    """Number of references that were followed so far: each may lead to several others."""
-
-
-def _resolved(value: Any, root: _Root, at: tuple[str, ...], depth: int = 0) -> Any:
-    if depth > 50:
-        raise ConfigError("it refers back to itself.")
-    if isinstance(value, Mapping):
-        return {key: _resolved(item, root, (*at, str(key)), depth) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_resolved(item, root, at, depth) for item in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    end = _closing(value, 0) if value.startswith("${") else -1
-    if end == len(value) - 1:
-        return _evaluate(value[2:-1], root, at, depth + 1)
-    return _interpolated(value, root, at, depth)
-
-
-def _interpolated(text: str, root: _Root, at: tuple[str, ...], depth: int) -> str:
-    start = text.find("${")
-    while start >= 0:
-        if len(text) > TEXT_LIMIT:
-            raise TooMuch(f"`{'.'.join(at)}`: its references stand for more than {TEXT_LIMIT:,} characters.")
-        end = _closing(text, start)
-        inner = str(_evaluate(text[start + 2 : end], root, at, depth + 1))
-        text = text[:start] + inner + text[end + 1 :]
-        start = text.find("${", start + len(inner))
-    return text
-
-
-def _closing(text: str, start: int) -> int:
-    """Return the index of the brace that closes the `${` at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += text.startswith("${", index)
-        if text[index] == "}":
-            depth -= 1
-            if depth == 0:
-                return index
-    raise ConfigError("a `${` is never closed.")
-
-
-def _evaluate(inner: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
-    """Return the value of a reference, or of a resolver with its arguments, that stands between `${` and `}`."""
-    root.followed += 1
-    if root.followed > VALUE_LIMIT:
-        raise TooMuch(f"`{'.'.join(at)}`: the references of the recipe lead to more than {VALUE_LIMIT:,} others.")
-    match = re.match(r"([A-Za-z_][\w.]*):(.*)", inner, re.DOTALL)
-    if match is None:
-        return _lookup(inner.strip(), root, at, depth)
-    name, arguments = match.group(1), [part.strip() for part in _split(match.group(2))]
-    values = [_resolved(parse_value(a) if "${" not in a else a, root, at, depth) for a in arguments]
-    if name == SELECT:
-        return _selected(values, root, at, depth)
-    if name not in RESOLVERS:
-        raise ConfigError(f"unknown resolver `{name}`; rlctl knows {', '.join((*RESOLVERS, SELECT))}.")
-    return RESOLVERS[name](values)
-
-
-def _selected(arguments: list[Any], root: _Root, at: tuple[str, ...], depth: int) -> Any:
-    """Return the value of the key that the first argument names, and the second where there is no such key."""
-    if len(arguments) not in (1, 2):
-        raise ConfigError(f"${{{SELECT}:...}} takes a key and a default, and has {len(arguments)} arguments.")
-    try:
-        return _lookup(str(arguments[0]), root, at, depth)
-    except Absent:
-        return arguments[1] if len(arguments) == 2 else None
-
-
-def _split(text: str) -> list[str]:
-    """Split arguments at the commas outside of nested braces."""
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(text):
-        depth += (char == "{") - (char == "}")
-        if char == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    return [*parts, text[start:]]
-
-
-def _lookup(path: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
-    """Look up `a.b.c` (or `a[b].c`) from the top, or `.c` / `..c` from where the reference stands."""
-    path = path.replace("[", ".").replace("]", "")
-    dots = len(path) - len(path.lstrip("."))
-    base = list(at[: len(at) - dots]) if dots else []
-    keys = [*base, *(part for part in path.lstrip(".").split(".") if part)]
-    value: Any = root
-    if depth > 50:
-        raise ConfigError("it refers back to itself.")
-    for index, key in enumerate(keys):
-        if isinstance(value, str) and (other := re.fullmatch(r"\$\{([\w.\[\]]+)\}", value)):
-            # The way leads through another reference; what is behind it may refer back to here.
-            rest = ".".join(keys[index:])
-            return _lookup(f"{other.group(1)}.{rest}", root, tuple(keys[:index]), depth + 1)
-        if isinstance(value, list) and key.isdigit() and int(key) < len(value):
-            value = value[int(key)]
-        elif isinstance(value, Mapping) and key in value:
-            value = value[key]
-        else:
-            raise Absent(f"it refers to `{path}`, which the recipe does not have.")
-    return _resolved(value, root, tuple(keys), depth)
+    for key in list(over):
+        if OmegaConf.is_missing(over, key) or OmegaConf.is_interpolation(over, key):
+            continue
+        if OmegaConf.is_dict(over[key]) and over[key].pop("_override_", False):
+            under.pop(key, None)
+    merged = OmegaConf.merge(under, over)
+    assert isinstance(merged, DictConfig)  # as both are
+    return merged
