@@ -1,0 +1,98 @@
+"""NeMo-RL's recipes that rlctl plans, by version and kind, and why it does not plan the others.
+
+    python benchmarks/recipes.py path/to/RL
+    python benchmarks/recipes.py --git path/to/RL/.git --ref v0.3.0 --ref v0.7.0 --reasons 20
+
+A recipe counts as planned where its keys are imported, nothing in it stops a run, and a layout fits the machine it asks
+for (H100s, or `--gpu`). Models that are not in rlctl's catalog have no facts without the hub, and are counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlctl.config.load import resolve
+from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
+from rlctl.errors import RlctlError
+from rlctl.models.catalog import lookup
+from rlctl.planner.from_config import plan_from_config
+
+KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
+"""Sections that say what a recipe is for, the most particular first."""
+PLANNED = "planned"
+
+
+def recipes(root: Path) -> Iterator[Path]:
+    """Yield the recipes below a checkout of NeMo-RL."""
+    for path in sorted(root.rglob("*.yaml")):
+        if "quant_configs" not in path.parts and is_nemo_rl(read_recipe(path)):
+            yield path
+
+
+def kind_of(path: Path) -> str:
+    """Return what a recipe is for: the section of its algorithm, or `images or sound`."""
+    foreign = import_recipe(path).foreign
+    if foreign is not None and "images" in foreign:
+        return "images or sound"
+    sections = read_recipe(path)
+    return next((name for name in KINDS if name in sections), "other")
+
+
+def outcome(path: Path, gpu: str) -> str:
+    """Return `PLANNED`, or the reason why a recipe has no plan."""
+    try:
+        resolved = resolve(files=[path], environment={})
+        resolved.require_supported()
+        facts = lookup(resolved.config.model.name or "")
+        if facts is None:
+            return f"{resolved.config.model.name} is not in the catalog"
+        plan = plan_from_config(resolved.config, facts, assume=gpu)
+        return PLANNED if plan.runnable else "no plan that runs"
+    except RlctlError as error:
+        lines = error.message.splitlines()
+        return (
+            lines[-1] if len(lines) == 2 else lines[0] if len(lines) == 1 else f"{lines[1]} (and {len(lines) - 2} more)"
+        )
+
+
+def checkouts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the folder of each version."""
+    for place in arguments.checkouts:
+        yield place.name, place
+    for ref in arguments.ref:
+        place = folder / ref
+        place.mkdir(parents=True)
+        archive = subprocess.run(
+            ["git", f"--git-dir={arguments.git}", "archive", ref, "examples"], check=True, capture_output=True
+        )
+        subprocess.run(["tar", "-x", "-C", str(place)], input=archive.stdout, check=True)
+        yield ref, place
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", type=Path, help="checkouts of NeMo-RL")
+    parser.add_argument("--git", type=Path, help="a git directory of NeMo-RL")
+    parser.add_argument("--ref", action="append", default=[], help="a version of --git (repeatable)")
+    parser.add_argument("--gpu", default="h100", help="the GPU to plan for")
+    parser.add_argument("--reasons", type=int, default=10, help="how many reasons to show for each version")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        for version, place in checkouts(arguments, Path(folder)):
+            found = [(kind_of(path), outcome(path, arguments.gpu)) for path in recipes(place)]
+            planned = Counter(kind for kind, told in found if told == PLANNED)
+            print(f"{version}: {planned.total()} of {len(found)} recipes are planned")
+            for kind, count in sorted(Counter(kind for kind, _ in found).items()):
+                print(f"  {kind:16} {planned[kind]:4} of {count}")
+            reasons = Counter(told for _, told in found if told != PLANNED)
+            for reason, count in reasons.most_common(arguments.reasons):
+                print(f"  {count:5} {reason}")
+
+
+if __name__ == "__main__":
+    main()
