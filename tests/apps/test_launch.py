@@ -197,6 +197,7 @@ def test_a_dry_run_imports_no_engine_and_starts_no_process(files, tiny_llama):
     )
     done = subprocess.run([sys.executable, "-c", program, *looks], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-2:] == ["0", "set()"], done.stderr
+    assert done.stderr == ""
 
 
 def test_a_dry_run_looks_at_the_place_of_the_run(files, tiny_llama, capsys):

@@ -67,6 +67,8 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
         ("train grpo --preset laptop --max-staleness 4", ["--max-staleness is for --async", "Add --async."]),
         ("plan --preset laptop --max-staleness 4", ["--max-staleness is for --async"]),
         ("train grpo --preset laptop --async --max-staleness 4 --set rollouts.mode=sync", ["is for --async"]),
+        ("train grpo --preset laptop --prompt-field question", ["--prompt-field has no effect", "has no columns"]),
+        ("plan --model Qwen/Qwen3-8B --gpu 4090", ["--gpu 4090", "Did you mean rtx4090?", "h100, "]),
         ("train grpo --steps three", ["--steps", "`rlctl train grpo -h`"]),
     ],
 )

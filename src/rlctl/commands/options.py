@@ -14,6 +14,7 @@ import typer
 from rlctl.commands import completion
 from rlctl.commands.output import want_json
 from rlctl.commands.parsing import LORA, LORA_RANK
+from rlctl.data.prompt_rows import GYM_PREFIX
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -247,6 +248,12 @@ def resolve_config(
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )
+    if resolved.config.data.name and resolved.config.data.name.startswith(GYM_PREFIX):
+        for name in ("prompt_field", "answer_field"):
+            if name in given:
+                raise InputError(
+                    f"{flag(name)} has no effect: {resolved.config.data.name} has no columns.", "Leave it out."
+                )
     # A run that goes on has the mode of its manifest, and a comparison may have both modes.
     elsewhere = params.get("resume") or params.get("compare")
     if "max_staleness" in given and resolved.config.rollouts.mode == "sync" and not elsewhere:

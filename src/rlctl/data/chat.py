@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,11 +237,16 @@ def tokenizers_alone() -> None:
     tokenizers and then ends: it loads no model of transformers afterwards."""
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would say that it found no torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] - so imports find none
     try:
         from transformers import AutoTokenizer  # noqa: F401
     finally:
         del sys.modules["torch"]
+        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        if advice is not None:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
 
 
 def require_directory(tokenizer: str | None) -> None:

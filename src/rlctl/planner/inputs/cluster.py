@@ -172,7 +172,7 @@ def device_named(name: str) -> Device:
     if key in DEVICES:
         return DEVICES[key]
     inside = [known for known in DEVICES if key in known or known in key]
-    meant = (inside or difflib.get_close_matches(key, DEVICES, 1, 0.6))[:1]
+    meant = (inside or difflib.get_close_matches(key, DEVICES, 1, 0.8))[:1]
     hint = f"Did you mean {meant[0]}? " if meant else ""
     raise InputError(f"--gpu {name}: no such device in the table.", f"{hint}Known: {', '.join(DEVICES)}, cpu, auto.")
 
