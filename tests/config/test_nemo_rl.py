@@ -269,7 +269,6 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3", "fp8_multi_head_attention": True}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "target_modules": ["linear_qkv"]}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "dropout": 0.1}),
-        ("policy__precision", "float16"),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
         ("grpo__adv_estimator__name", "gdpo"),

@@ -9,12 +9,12 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlctl.backends.base import PolicySpec
+from rlctl.backends.base import Dtype, PolicySpec
 from rlctl.backends.batch import (
     LogprobColumn,
     LogprobStats,
@@ -44,7 +44,7 @@ class Case:
 
     kind: str = "llama"
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     packing: bool = True
     dynamic: bool = False
     share_prompts: bool = True

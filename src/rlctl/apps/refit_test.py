@@ -30,6 +30,7 @@ from rlctl.rl.agreement import precision_of
 LOGPROB_LIMITS = {
     "float32": LogprobLimit(1e-4, 1e-3),
     "bfloat16": LogprobLimit(0.05, 0.3),
+    "float16": LogprobLimit(0.0125, 0.1),
     "float8": LogprobLimit(0.2, 1.2),
 }
 MAX_LENGTH = 256

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from rlctl.weights.transfer_plan import World
 
 Device = Literal["cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Device) -> Dtype:
+def resolve_dtype(dtype: Literal["auto"] | Dtype, device: Device) -> Dtype:
     """`auto` is float32 on a CPU and bfloat16 on a GPU."""
     if dtype != "auto":
         return dtype

@@ -157,6 +157,18 @@ class AdvantageEstimate(Protocol):
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """How much of the optimizer's work is seen in the weights that are computed with, where these are not float32."""
+
+    changed_step: float
+    """Share of the weights that the step has changed."""
+    changed: float
+    """Share of the weights that differ from those that the process began to train with."""
+    carried: float
+    """Share of the float32 weights' movement since then that the weights have made."""
+
+
+@dataclass(frozen=True)
 class MinibatchResult:
     """One optimizer step, summed over all ranks."""
 
@@ -167,6 +179,10 @@ class MinibatchResult:
     """Before clipping; not finite where `skipped`."""
     skipped: bool
     """The gradient was not finite and the step was not taken."""
+    loss_scale: float | None = None
+    """The factor of the loss, in float16."""
+    rounded: Rounded | None = None
+    """None: all is float32, or adapters are trained."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import datetime
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,10 +28,12 @@ from rlctl.backends.batch import (
     MinibatchResult,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
+from rlctl.backends.movement import Movement
 from rlctl.backends.results import StepOutcome, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.backends.rows import PackedRow, add_taught, fetch_rows, taught_by_group
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.cluster.progress import report
+from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, WorkerError
 from rlctl.transport.collective import ServedStore
 
@@ -62,6 +65,7 @@ class PolicyRank(ABC):
             )
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self.master_addr = master_addr
+        self.rounding: Rounding = spec.optimizer.rounding
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self._shard = BatchShard({}, ())
@@ -70,6 +74,7 @@ class PolicyRank(ABC):
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
+        self.movement: Movement | None = None
 
     # --- what a backend does
 
@@ -154,6 +159,11 @@ class PolicyRank(ABC):
         self._host_memory = self._host_memory or HostMemory()
         return self._host_memory
 
+    def new_movement(self) -> Movement | None:
+        """Return what follows the weights of a new optimizer; None: they are float32, frozen, or adapters."""
+        narrow = self.spec.dtype != "float32" and not self.spec.lora.rank and self.spec.teaches is None
+        return Movement(getattr(torch, self.spec.dtype), self.rounding) if narrow else None
+
     # --- batches
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
@@ -212,6 +222,8 @@ class PolicyRank(ABC):
         found = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
         report(len(rows), len(rows))
         outcome = self.take_step(lr, weight_decay)
+        if self.movement is not None and not outcome.skipped:
+            outcome = replace(outcome, rounded=self.movement.total(self.device))
         return self._result(minibatch_result(found, outcome, self.data_group) if found else None)
 
     def counted(self, rows: list[PackedRow]) -> Iterator[PackedRow]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import AdvantageEstimate, LogprobColumn, LogprobStats, LossOutput, MinibatchResult
+from rlctl.backends.batch import AdvantageEstimate, LogprobColumn, LogprobStats, LossOutput, MinibatchResult, Rounded
 from rlctl.backends.rows import PackedRow
 
 
@@ -21,6 +21,24 @@ class StepOutcome:
     """Before clipping, over all ranks."""
     skipped: bool
     """The gradient was not finite, and nothing was changed."""
+    loss_scale: float | None = None
+    """The factor of the loss, in float16."""
+    rounded: Rounded | None = None
+
+
+class LossScale:
+    """The factor that losses are multiplied by in float16, where small gradients would be zero, and that gradients are
+    divided by. It changes as torch's GradScaler's does, which cannot hear from other ranks that a gradient was not
+    finite: it is halved after a step that was skipped, and doubled after 2000 that were not."""
+
+    def __init__(self) -> None:
+        self.value, self._taken = 2.0**16, 0
+
+    def update(self, *, skipped: bool) -> None:
+        """Hear how a step ended."""
+        self._taken = 0 if skipped else self._taken + 1
+        if skipped or self._taken == 2000:
+            self.value, self._taken = self.value * (0.5 if skipped else 2.0), 0
 
 
 NORM_CHUNK = 1 << 16
@@ -107,6 +125,8 @@ def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> Min
         maxima={name: max(rank["maxima"].get(name, 0.0) for rank in ranks) for name in names["maxima"]},
         grad_norm=outcome.grad_norm,
         skipped=outcome.skipped,
+        loss_scale=outcome.loss_scale,
+        rounded=outcome.rounded,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from rlctl.checkpoints.rounding import narrowed
+from rlctl.config.schema import Rounding
 from rlctl.errors import RlctlError
 from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
 from rlctl.weights.transfer_plan import Copy
@@ -27,20 +29,31 @@ def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
     return torch.as_strided(memory, view.shape, view.strides, memory.storage_offset() + view.offset)
 
 
-def transformed(values: torch.Tensor, copy: Copy, read: Read | None = None) -> torch.Tensor:
-    """`values`, a box of the source, after the copy's transforms; casts are left to the copy into the destination.
+def transformed(
+    values: torch.Tensor, copy: Copy, read: Read | None = None, rounding: Rounding = "unbiased"
+) -> torch.Tensor:
+    """`values`, a box of the source, after the copy's transforms; casts that lose nothing are left to the copy into the
+    destination, others are made by `rounding`.
 
     `read` gives further source params (FP8 scales, adapters) whole, where a transform asks for them.
     """
     for transform in copy.transforms:
         if not isinstance(transform, Cast):
             values = _apply(transform, values, copy, read)
+        elif not transform.exact:
+            values = narrowed(values, dtype_of(transform.target), rounding)
     return values
 
 
-def execute(copy: Copy, source: torch.Tensor, destination: torch.Tensor, read: Read | None = None) -> None:
+def execute(
+    copy: Copy,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    read: Read | None = None,
+    rounding: Rounding = "nearest",
+) -> None:
     """One copy between two contiguous params of this process."""
-    values = transformed(strided(source, copy.source_view), copy, read)
+    values = transformed(strided(source, copy.source_view), copy, read, rounding)
     strided(destination, copy.destination_view).copy_(values)
 
 
@@ -59,9 +72,13 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
         return _dequantize(values, read(transform.scale), transform.block_size, copy)
     if isinstance(transform, MergeLora):
         rows, columns = (_indices(span) for span in copy.tensor_box)
-        delta = read(transform.b)[rows].float() @ read(transform.a)[:, columns].float()
-        return values.float() + transform.scale * delta
+        return with_adapter(values, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
     raise RlctlError(f"{copy.tensor}: rlctl cannot apply `{transform.name}` here.")
+
+
+def with_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """weight + scale * (b @ a), in float32."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 def _dequantize(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], copy: Copy) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.checkpoints.megatron.megatron_directory import find
+from rlctl.checkpoints.megatron.megatron_directory import computed_in, find, is_of_run
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights.layout import Layout
@@ -29,26 +29,30 @@ def load_rank(
     facts: ModelFacts | None = None,
     *,
     critic: bool = False,
+    masters: bool = False,
 ) -> int:
     """Stream a model directory into the live params of one rank; returns bytes read.
 
     `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
-    (proven beforehand). Each rank reads only what it holds. `facts` are the policy's: a Megatron checkpoint is checked
-    against them, a Hugging Face directory against its own configuration. `critic`: it is a critic's checkpoint, all but
-    the head of which is read.
+    (proven beforehand). Each rank reads only what it holds. Weights that a run has trained are rounded as in the run.
+    `facts` are the policy's: a Megatron checkpoint is checked against them, a Hugging Face directory against its own
+    configuration. `critic`: it is a critic's checkpoint, all but the head of which is read. `masters`: the optimizer's
+    float32 weights are read, where a checkpoint has them apart.
 
     Raises InputError for a damaged directory or one of another model, and for a param of the layout that the policy
     does not have, or has in another shape.
     """
     from rlctl.checkpoints.plan_execution import execute, fill
 
-    stored, opened, order = _open(directory, facts, critic)
+    stored, opened, order = _open(directory, facts, critic, masters)
+    found = find(directory)
+    rounding = computed_in(found)[1] if found is not None and is_of_run(found) else "nearest"
     plan = receive_plan(stored, world, rank).prove()
     check_params(plan.layout, params)
     fill(plan.fills, params, plan.layout.params)
     read = 0
     for copy in sorted(plan.copies, key=lambda c: order[c.source_param]):
-        execute(copy, opened.read(copy.source_param), params[copy.destination_param], opened.read)
+        execute(copy, opened.read(copy.source_param), params[copy.destination_param], opened.read, rounding)
         opened.drop(copy.source_param)
         read += copy.elements * params[copy.destination_param].element_size()
     return read
@@ -78,7 +82,7 @@ def load_moments(
     `moments` are, for `exp_avg` and `exp_avg_sq`, contiguous float32 tensors of the trained params under the names of
     `world.layout(rank)`. Raises as `load_rank` does, and VerificationError where the checkpoint has no moments of one.
     """
-    from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
+    from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
     from rlctl.checkpoints.plan_execution import execute, fill
 
     found = find(require_policy(directory))
@@ -89,7 +93,8 @@ def load_moments(
         params = {param: replace(own.params[param], dtype="float32") for param in tensors}
         pieces = tuple(replace(piece, transforms=()) for piece in own.pieces if piece.param in tensors)
         fills = tuple(one for one in own.fills if one.param in tensors)
-        stored, blocks = checkpoint.moments(name)
+        stored, chunks = checkpoint.moments(name)
+        blocks = Blocks(checkpoint.reader, chunks)
         wanted = SingleWorld(Layout(0, params, pieces, fills))
         plan = receive_plan(SingleWorld(stored), wanted, 0).prove()
         fill(plan.fills, tensors, params)
@@ -100,7 +105,8 @@ def load_moments(
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """The adapters of a policy checkpoint, whole, by published tensor: A [rank, inputs] and B [outputs, rank]."""
+    """The adapters of a policy checkpoint as the optimizer updates them, whole, by published tensor: A [rank, inputs]
+    and B [outputs, rank]."""
 
     weights: Pairs
     moments: dict[str, Pairs]
@@ -112,7 +118,7 @@ def load_adapters(directory: Path, facts: ModelFacts) -> StoredAdapters:
     """Read the adapters of a policy checkpoint and their optimizer's states, whichever backend saved it. Raises
     InputError where it holds none, or another model's."""
     from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters
-    from rlctl.checkpoints.megatron.megatron_model import steps_of
+    from rlctl.checkpoints.megatron.megatron_model import MASTERS, steps_of
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
     reader = TorchDistReader.open(require_policy(directory))
@@ -123,24 +129,28 @@ def load_adapters(directory: Path, facts: ModelFacts) -> StoredAdapters:
         return read_adapters(reader, facts, prefix=prefix).pairs
 
     moments = {name: read(f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
-    return StoredAdapters(read(""), moments, steps_of(reader))
+    held = any(key.startswith(MASTERS) for key in reader.shapes)
+    return StoredAdapters(read(MASTERS if held else ""), moments, steps_of(reader))
 
 
 def load_value_head(directory: Path) -> dict[str, torch.Tensor]:
     """Read the head of a critic's checkpoint, [1, H], whichever backend saved it: `weight`, and Adam's moments of it by
     name. Raises InputError where it holds none."""
-    from rlctl.checkpoints.megatron.megatron_model import VALUE_HEADS
+    from rlctl.checkpoints.megatron.megatron_model import MASTERS, VALUE_HEADS
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
     reader = TorchDistReader.open(require_policy(directory))
     key = next((key for key in VALUE_HEADS if key in reader.shapes), None)
     if key is None or reader.shapes[key].shape[0] != 1:
         raise InputError(f"{directory} holds no head of a critic.", "Copy the checkpoint again.")
-    names = {"weight": key} | {name: f"optimizer.state.{name}.{key}" for name in ("exp_avg", "exp_avg_sq")}
+    names = {name: f"optimizer.state.{name}.{key}" for name in ("exp_avg", "exp_avg_sq")}
+    names["weight"] = MASTERS + key if MASTERS + key in reader.shapes else key
     return {name: reader.whole(key) for name, key in names.items()}
 
 
-def _open(directory: Path, facts: ModelFacts | None, critic: bool) -> tuple[World, ParamReader, dict[str, int]]:
+def _open(
+    directory: Path, facts: ModelFacts | None, critic: bool, masters: bool
+) -> tuple[World, ParamReader, dict[str, int]]:
     """A directory's world and params, and where each param lies: files are read front to back."""
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 
@@ -152,8 +162,11 @@ def _open(directory: Path, facts: ModelFacts | None, critic: bool) -> tuple[Worl
     from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
 
     checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, critic=critic)
-    order = {name: i for i, name in enumerate(checkpoint.blocks)}
-    return checkpoint.world, Blocks(checkpoint.reader, checkpoint.blocks), order
+    world, blocks = checkpoint.world, checkpoint.blocks
+    if masters:
+        layout, blocks = checkpoint.masters()
+        world = SingleWorld(layout)
+    return world, Blocks(checkpoint.reader, blocks), {name: i for i, name in enumerate(blocks)}
 
 
 def check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:

@@ -83,7 +83,7 @@ SIMILAR = {
     "--pipeline-model-parallel-size": "Use --set training.pp=N, or leave it to the planner.",
     "--gradient-checkpointing": "The planner decides it; --set training.recompute=full pins it.",
     "--bf16": "Use --set model.dtype=bfloat16, the default on GPUs.",
-    "--fp16": "Use --set model.dtype=bfloat16: float16 is not trained in.",
+    "--fp16": "Use --set model.dtype=float16.",
     "--lora-alpha": "Use --set training.lora.alpha=VALUE.",
     "--resume-from-checkpoint": "Use --resume --run-dir DIR: a run goes on from its newest checkpoint.",
     "--gpus": "Use --gpus-per-node and --nodes; --gpu names the type.",

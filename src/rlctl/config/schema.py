@@ -67,8 +67,9 @@ class ModelConfig(Section):
     """Directory or hub name of a tokenizer to use instead of the model's own."""
     chat_template: PathText | None = None
     """Jinja chat template to use instead of the model's own: a file, or the text itself."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU. float16 is eight times as
+    fine as bfloat16, and its losses are scaled."""
     convert: bool = True
     """Convert the model once into the checkpoint directory, from which every run with Megatron starts; false: start
     from its own files, as dtensor always does."""
@@ -611,6 +612,9 @@ class RefitConfig(Section):
     processors, where buffers that fit the cache are fastest, and 256 between GPUs, where fewer rounds are."""
 
 
+Rounding = Literal["unbiased", "nearest"]
+
+
 class OptimizerConfig(PassThrough):
     """Adam. Further keys are fields of Megatron's OptimizerConfig."""
 
@@ -626,6 +630,9 @@ class OptimizerConfig(PassThrough):
     """Weight decay; by default it is decoupled from the gradient (AdamW)."""
     clip_grad: NonNegativeNumber = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+    rounding: Rounding = "unbiased"
+    """How the optimizer's float32 weights become those that the policy and the engines compute with, in bfloat16 and
+    float16: so that their mean is kept, or to the nearest number, which hides steps that are small next to a weight."""
 
 
 class SchedulerConfig(Section):

@@ -189,7 +189,7 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
     """
     fp8, recipe = config.megatron.passed.get("fp8"), config.megatron.passed.get("fp8_recipe")
     if not fp8:
-        named: dict[str, Precision] = {"float32": "float32", "bfloat16": "bf16"}
+        named: dict[str, Precision] = {"float32": "float32", "bfloat16": "bf16", "float16": "bf16"}
         return named.get(config.model.dtype)
     device = cluster.device
     for wrong, why, what in (
@@ -197,7 +197,8 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
         (device.fp8 <= device.bf16, f"{device.name.upper()} has no units for it", "Remove it."),
         (recipe == "mxfp8" and not device.fp4, f"{device.name.upper()} has no units for its recipe mxfp8",
          "Set megatron.fp8_recipe to blockwise or tensorwise."),
-        (config.model.dtype == "float32", "the other weights are bfloat16, and model.dtype is float32",
+        (config.model.dtype in ("float32", "float16"),
+         f"the other weights are bfloat16, and model.dtype is {config.model.dtype}",
          "Set model.dtype to bfloat16 or auto."),
         (config.training.lora.rank > 0, "adapters (training.lora) are on layers without it", "Remove one of the two."),
     ):  # fmt: skip

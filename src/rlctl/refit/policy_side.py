@@ -21,6 +21,7 @@ import torch
 from rlctl.checkpoints.plan_execution import transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
+from rlctl.config.schema import Rounding
 from rlctl.errors import WorkerError
 from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exchange
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent, TableRow
@@ -79,6 +80,8 @@ class RefitSender(ABC):
     rank: int
     stored_alone: frozenset[str] = frozenset()
     """Names in `parameters()` of tensors that no training changes."""
+    rounding: Rounding = "unbiased"
+    """How weights become narrower ones of an engine."""
     _refit: SenderState | None = None
     _refit_made: dict[int, Staging] | None = None
     """Staging memory that this rank made, by channel."""
@@ -146,7 +149,7 @@ class RefitSender(ABC):
         if not own and not inside:
             return plan.problems()
         message = not inside or sends_messages(link.mover)
-        packer = Packer(rounds, own, message=message, who=f"policy rank {self.rank}")
+        packer = Packer(rounds, own, message=message, who=f"policy rank {self.rank}", rounding=self.rounding)
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             made = (self._refit_made or {}).get(channel.index)
@@ -249,7 +252,7 @@ class RefitSender(ABC):
         for copy, values in self._boxes(wanted):
             row = state.rows[copy.tensor]
             starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
-            values = transformed(values, copy).to(getattr(torch, row.dtype))
+            values = transformed(values, copy, rounding=self.rounding).to(getattr(torch, row.dtype))
             value = fingerprint(values, row.shape, starts, steps)
             sums[copy.tensor] = combine([sums.get(copy.tensor, 0), value])
         return sums
@@ -271,7 +274,10 @@ class RefitSender(ABC):
 
     def refit_values(self, tensor: str) -> list[tuple[list[tuple[int, int, int]], np.ndarray]]:
         return [
-            ([(s.start, s.count, s.step) for s in copy.tensor_box], transformed(values, copy).float().cpu().numpy())
+            (
+                [(s.start, s.count, s.step) for s in copy.tensor_box],
+                transformed(values, copy, rounding=self.rounding).float().cpu().numpy(),
+            )
             for copy, values in self._boxes({tensor})
         ]
 

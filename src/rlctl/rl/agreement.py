@@ -16,7 +16,7 @@ from rlctl.errors import ConfigError, DivergenceError
 # worst case. The error stands where token probabilities are wrong by 1% and by half: no rounding does that. float8
 # rounds what products take 16 times as coarsely as bfloat16, and nothing else; its warning is four times as high, which
 # was never measured.
-LIMITS = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 0.5), "float8": (0.2, 0.5)}
+LIMITS = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 0.5), "float16": (0.0125, 0.5), "float8": (0.2, 0.5)}
 
 
 def precision_of(config: RlctlConfig, dtype: str) -> str:

@@ -11,6 +11,9 @@ from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
 from rlctl.telemetry.conditions import NO_SIGNAL
 
+MOST_HIDDEN = 0.5
+"""Share of the optimizer's movement below which the weights do not have enough of it."""
+
 
 class Health:
     """Counts steps in a row in which nothing was learned."""
@@ -18,6 +21,7 @@ class Health:
     def __init__(self, checks: ChecksConfig) -> None:
         self.checks = checks
         self._skipped = self._without_signal = 0
+        self._hides = False
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         """Return the sentences to tell the user after `step` (counted from 1).
@@ -25,7 +29,9 @@ class Health:
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
-        said = [text for told in (self._signal, _not_full, _cut_off, _dropped) for text in told(step, metrics)]
+        said = [
+            text for told in (self._signal, self._hidden, _not_full, _cut_off, _dropped) for text in told(step, metrics)
+        ]
         if critic := metrics.get("critic", {}):
             said += _critic(step, critic)
         if "loss" not in metrics and critic:  # it warms up
@@ -56,6 +62,17 @@ class Health:
         return [
             f"step {step}: in the last {self._without_signal} step(s) {NO_SIGNAL.said} (mean reward "
             f"{metrics['reward_mean']:.3g}). {NO_SIGNAL.advice}"
+        ]
+
+    def _hidden(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+        carried = metrics.get("rounding", {}).get("carried", 1.0)
+        if self._hides or carried >= MOST_HIDDEN:
+            return []
+        self._hides = True
+        return [
+            f"Warning, step {step}: only {carried:.0%} of what the optimizer has moved its weights by has reached the "
+            "weights that the policy and the engines compute with; rounding hides the rest. "
+            "optimizer.rounding=unbiased hides nothing on average."
         ]
 
 

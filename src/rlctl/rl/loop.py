@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -355,4 +355,6 @@ def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
         "grad_norm": taken[-1].grad_norm,
         "skipped_steps": sum(result.skipped for result in results),
         "optimizer_steps": len(results),
+        **({"loss_scale": results[-1].loss_scale} if results[-1].loss_scale is not None else {}),
+        **({"rounding": asdict(taken[-1].rounded)} if taken[-1].rounded is not None else {}),
     }

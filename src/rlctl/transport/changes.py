@@ -160,7 +160,8 @@ class ChangePacker:
 
     def _values(self, copy: Copy) -> torch.Tensor:
         """The values that a copy would send, as a vector."""
-        return transformed(self.packer.source(copy), copy).to(dtype_of(copy.destination_dtype)).reshape(-1)
+        values = transformed(self.packer.source(copy), copy, rounding=self.packer.rounding)
+        return values.to(dtype_of(copy.destination_dtype)).reshape(-1)
 
     def _places(self, copy: Copy, chunk: Chunk, index: torch.Tensor) -> torch.Tensor:
         """Where elements `index` of a copy lie in the receiver's parameter, of which a chunk is a contiguous run."""

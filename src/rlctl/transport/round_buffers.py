@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
+from rlctl.config.schema import Rounding
 from rlctl.errors import WorkerError
 from rlctl.transport.rounds import ALIGNMENT, Chunk, MessagePart, Rounds, message_bytes
 from rlctl.weights.layout import ITEM_BYTES
@@ -59,19 +60,23 @@ class _Bound:
     changed: list[tuple[Copy, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     computed: list[tuple[Copy, torch.Tensor]] = field(default_factory=list)
 
-    def run(self, source_of: Callable[[Copy], torch.Tensor]) -> None:
+    def run(self, source_of: Callable[[Copy], torch.Tensor], rounding: Rounding) -> None:
         copy_all(self.targets, self.sources)
         for copy, source, target in self.changed:
-            target.copy_(transformed(source, copy))
+            target.copy_(transformed(source, copy, rounding=rounding))
         for copy, target in self.computed:
-            target.copy_(transformed(source_of(copy), copy))
+            target.copy_(transformed(source_of(copy), copy, rounding=rounding))
 
 
 class Packer:
     """Makes the copies of one rank for one channel, round by round. Views are kept while memory stays where it is."""
 
-    def __init__(self, rounds: Rounds, copies: Sequence[Copy], *, message: bool, who: str) -> None:
+    def __init__(
+        self, rounds: Rounds, copies: Sequence[Copy], *, message: bool, who: str, rounding: Rounding = "unbiased"
+    ) -> None:
+        """`rounding`: how the weights are made narrower, where the engine's are."""
         self.rounds, self.message, self.who = rounds, message, who
+        self.rounding: Rounding = rounding
         self.copies = by_round(copies, rounds)
         self.parts = [message_parts(own) if message else () for own in self.copies]
         self.bytes = [sum(copy.elements * ITEM_BYTES[copy.destination_dtype] for copy in own) for own in self.copies]
@@ -94,7 +99,7 @@ class Packer:
         key = (index, buffer.data_ptr())
         if key not in self._bound:
             self._bound[key] = self._bind(index, buffer)
-        self._bound[key].run(self.source)
+        self._bound[key].run(self.source, self.rounding)
 
     def source(self, copy: Copy) -> torch.Tensor:
         return source_view(copy, self.parameters, self.who)
@@ -106,7 +111,7 @@ class Packer:
                 bound.computed.append((copy, target))
                 continue
             source = self.source(copy)
-            if any(not isinstance(transform, Cast) for transform in copy.transforms):
+            if any(not (isinstance(transform, Cast) and transform.exact) for transform in copy.transforms):
                 bound.changed.append((copy, source, target))
             else:
                 bound.targets.append(target)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
-from rlctl.backends.lora import Adapted, first_a, merged, require_kind, takes_adapter
+from rlctl.backends.lora import Adapted, first_a, require_kind, takes_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_path
+from rlctl.checkpoints.plan_execution import with_adapter
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 from rlctl.models.matrices import Role
@@ -161,16 +162,21 @@ def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def merges(inner: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """For the weight of each adapted layer what makes this rank's part of W'. Collective: gathers A, of which FSDP2 has
-    given each rank some rows."""
+def merges(inner: nn.Module, narrow: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """For the weight of each adapted layer what makes this rank's part of W', in float32, from what the model computes
+    with (`narrow`). Collective: gathers A, of which FSDP2 has given each rank some rows."""
     gathered, found = dict[str, Tensor](), {}
     for name, layer in adapted_layers(inner).items():
         if layer.shared not in gathered:
             gathered[layer.shared] = _all_rows(layer.lora_a.detach())
         parts = local_part(layer.weight), gathered[layer.shared], local_part(layer.lora_b)
-        found[f"{name}.weight"] = partial(merged, *parts, layer.scale)
+        found[f"{name}.weight"] = partial(_merged, parts, layer.scale, narrow)
     return found
+
+
+def _merged(parts: tuple[Tensor, Tensor, Tensor], scale: float, narrow: Callable[[Tensor], Tensor]) -> Tensor:
+    weight, a, b = (narrow(part.detach()) for part in parts)
+    return with_adapter(weight, a, b, scale)
 
 
 def _all_rows(a: Tensor) -> Tensor:

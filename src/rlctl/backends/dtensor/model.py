@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -21,12 +21,15 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
 from rlctl.backends.dtensor.experts import Replay, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
+from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_alike, gather_tokens, local_part
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import body_path, fill_buffers, head_of, layers_of, meta_model
+from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import Rounding
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import BUFFER_ROLES, Role
@@ -34,6 +37,8 @@ from rlctl.weights.dtensor import DTensorWorld
 
 ATTENTION = "rlctl_rows"
 """The name under which transformers finds `row_attention`. It has no mask function there, so no mask is made."""
+COMPUTE = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The dtype that modules compute in, by `model.dtype`; None: that of the parameters, float32."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +231,11 @@ def build_model(
     model.divide(world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
     if groups.experts is not None:
         spread(model.inner, world, groups.experts.get_group("ep"))
-    if spec.dtype == "bfloat16":
-        _compute_narrowly(model.inner, world)
+    if compute := COMPUTE[spec.dtype]:
+        _compute_narrowly(model.inner, world, compute, spec.optimizer.rounding)
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
-        _shard(model, groups, spec.dtype)
+        _shard(model, groups, spec)
     model.to_empty(device=device)
     _widen_buffers(model.inner, world)
     if not isinstance(model, FSDPModule) and kind is not ValueModel:
@@ -255,21 +260,29 @@ def _widen_buffers(inner: Any, world: DTensorWorld) -> None:
             inner.get_submodule(module)._buffers[own] = buffer.float() if buffer.is_floating_point() else buffer
 
 
-def _compute_narrowly(inner: Any, world: DTensorWorld) -> None:
-    """Have modules compute in bfloat16 with the stored buffers that have no dtype of their own, as FSDP2 does with
+def _compute_narrowly(inner: Any, world: DTensorWorld, dtype: torch.dtype, rounding: Rounding) -> None:
+    """Have modules compute in `dtype` with the stored buffers that have no dtype of their own, as FSDP2 does with
     parameters."""
     own = {matrix.tensor for matrix in weights_of(world.facts).matrices if matrix.dtype or matrix.role != Role.STORED}
     names = [piece.param for piece in world.modules.pieces if piece.tensor not in own]
     for path in {name.rpartition(".")[0] for name in names}:
         module = inner.get_submodule(path)
         leaves = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == path]
-        module.forward = partial(_narrowly, module, module.forward, leaves)
+        narrow = partial(narrowed, dtype=dtype, rounding=rounding)
+        module.forward = partial(_narrowly, module, module.forward, leaves, narrow)
 
 
-def _narrowly(module: nn.Module, forward: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
-    """`forward` of a module whose buffers called `names` are bfloat16 for that moment."""
+def _narrowly(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    names: list[str],
+    narrow: Callable[[Tensor], Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`forward` of a module whose buffers called `names` are narrow for that moment."""
     held = {name: module._buffers[name] for name in names}
-    module._buffers.update({name: None if value is None else value.bfloat16() for name, value in held.items()})
+    module._buffers.update({name: None if value is None else narrow(value) for name, value in held.items()})
     try:
         return forward(*args, **kwargs)
     finally:
@@ -314,11 +327,10 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     )
 
 
-def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
+def _shard(model: PolicyModel, groups: Groups, spec: PolicySpec) -> None:
     """A group of parameters for each layer; embedding, last norm and head are the root's, which is gathered once for
     a pass however many chunks of log-probs it has. Gradients are summed over the ranks, never averaged."""
-    compute = torch.bfloat16 if dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    policy = mixed_precision(COMPUTE[spec.dtype], spec.optimizer.rounding)
     mesh = _fsdp(groups.sharding)
     for layer in layers_of(model.inner):
         if groups.experts is not None:
@@ -337,7 +349,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 PROBED = 8
 """Tokens of each of the two rollouts that `require_causal` makes up."""
-MOVED = {"float32": 1e-4, "bfloat16": 0.05}
+MOVED = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Log-probs and entropies may differ by this between two computations of the same tokens."""
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.dtensor.backend import optimizer_values
 from rlctl.backends.dtensor.tensor_parallel import local_part
-from rlctl.backends.results import StepOutcome, squared_norm
+from rlctl.backends.results import LossScale, StepOutcome, squared_norm
 
 STATE_SPACE = ("A_log", "dt_bias", "D")
 """Parameters of state-space layers that say how fast states fade. Mamba's own training does not decay them."""
@@ -44,20 +44,32 @@ def _is_plain(name: str, parameter: Tensor) -> bool:
     return parameter.dim() == 1 or name.endswith("bias") or name.rpartition(".")[2] in STATE_SPACE
 
 
-def take_step(spec: PolicySpec, optimizer: torch.optim.AdamW, lr: float, weight_decay: float | None) -> StepOutcome:
+def take_step(
+    spec: PolicySpec,
+    optimizer: torch.optim.AdamW,
+    lr: float,
+    weight_decay: float | None,
+    loss_scale: LossScale | None = None,
+) -> StepOutcome:
     """One step at learning rate `lr` and `weight_decay` (None: that of the optimizer's configuration); none at all when
-    the gradient is not finite (the state stays as it was). Collective."""
+    the gradient is not finite (the state stays as it was). `loss_scale`: what the loss was multiplied by. Collective.
+    """
     gradients = [_reduced(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    scale = loss_scale.value if loss_scale is not None else None
+    if scale is not None:
+        torch._foreach_div_([local_part(gradient) for gradient in gradients], scale)
     norm, clip = total_norm(gradients), spec.optimizer.clip_grad
+    if loss_scale is not None:
+        loss_scale.update(skipped=not math.isfinite(norm))
     if not math.isfinite(norm):
-        return StepOutcome(norm, skipped=True)
+        return StepOutcome(norm, skipped=True, loss_scale=scale)
     if 0 < clip < norm:
         torch._foreach_mul_([local_part(gradient) for gradient in gradients], clip / (norm + 1e-6))
     decay = spec.optimizer.weight_decay if weight_decay is None else weight_decay
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, decay * group["decays"]
     optimizer.step()
-    return StepOutcome(norm, skipped=False)
+    return StepOutcome(norm, skipped=False, loss_scale=scale)
 
 
 def _reduced(parameter: Tensor) -> Tensor:

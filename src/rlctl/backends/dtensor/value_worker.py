@@ -50,7 +50,7 @@ class ValueWorker(ValueRank, DTensorWorker):
         from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
 
         world, stored = self.layouts(), load_value_head(directory)
-        self.load_weights(directory, saved_critic=True)
+        self.load_weights(directory, critic=True, masters=True)
         moments = moments_of(self.saved(), self._trainer())
         heads = {name: own.pop(HEAD) for name, own in moments.items()} | {"weight": local_part(self.saved()[HEAD])}
         for name, head in heads.items():

@@ -19,10 +19,11 @@ from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
 from rlctl.backends.policy_rank import LossOf, Save
 from rlctl.backends.rank_with_critic import RankWithCritic
-from rlctl.backends.results import StepOutcome
+from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
+from rlctl.checkpoints.rounding import narrowed
 from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.vector_math import warm_up
@@ -69,6 +70,8 @@ class DTensorWorker(RankWithCritic):
         self._buffers = [name for name, role in world.roles.items() if role in BUFFER_ROLES]
         self.stored_alone = frozenset(name for name, role in world.roles.items() if role is Role.STORED)
         self._state_memory = HostMemory()
+        self._loss_scale = LossScale() if spec.dtype == "float16" else None
+        self.movement = self.new_movement()
 
     @property
     def _kind(self) -> type[PolicyModel]:
@@ -89,7 +92,10 @@ class DTensorWorker(RankWithCritic):
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the live weights: what this rank holds of each. Adapted ones are merged when they are asked for."""
         live = self._live()
-        return MergedParameters(live, merges(self.model.inner)) if self.spec.lora.rank else live
+        if not self.spec.lora.rank:
+            return live
+        dtype = getattr(torch, self.spec.dtype)
+        return MergedParameters(live, merges(self.model.inner, lambda part: narrowed(part, dtype, self.rounding)))
 
     def _live(self) -> dict[str, Tensor]:
         """This rank's part of each weight of the layout, a view of the live memory; not collective."""
@@ -115,10 +121,10 @@ class DTensorWorker(RankWithCritic):
             module.reshard()
 
     @torch.no_grad()
-    def load_weights(self, directory: Path, *, saved_critic: bool = False) -> None:
-        """`saved_critic`: the directory is a critic's checkpoint."""
+    def load_weights(self, directory: Path, *, critic: bool = False, masters: bool = False) -> None:
+        """`critic`: the directory is a critic's checkpoint; `masters`: its optimizer's weights are read."""
         world = self.layouts()
-        load_rank(directory, world, self.rank, self._live(), world.facts, critic=saved_critic)
+        load_rank(directory, world, self.rank, self._live(), world.facts, critic=critic, masters=masters)
         if world.facts.unpacked:
             self._probe()
         if self.optimizer is not None:
@@ -196,7 +202,16 @@ class DTensorWorker(RankWithCritic):
         from rlctl.backends.dtensor.optimizer import take_step
 
         with self._states_here():
-            return take_step(self.spec, self._trainer(), lr, weight_decay)
+            movement = self.movement
+            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            if movement is not None:
+                for name, parameter in trained:
+                    movement.before(name, local_part(parameter.detach()))
+            outcome = take_step(self.spec, self._trainer(), lr, weight_decay, self._loss_scale)
+            if movement is not None:
+                for name, parameter in trained:
+                    movement.after(name, local_part(parameter.detach()))
+            return outcome
 
     def _trainer(self) -> torch.optim.AdamW:
         assert self.optimizer is not None  # nobody asks a teacher
@@ -215,7 +230,7 @@ class DTensorWorker(RankWithCritic):
                 module.set_is_last_backward(last)
             loss, found = loss_of(row, self.model(row))
             if not forward_only:
-                loss.backward()
+                (loss * self._loss_scale.value if self._loss_scale else loss).backward()
             collected.append(found)
         return collected
 
@@ -254,7 +269,7 @@ class DTensorWorker(RankWithCritic):
         from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
 
         world = self.layouts()
-        self.load_weights(directory)
+        self.load_weights(directory, masters=True)
         moments = moments_of(self._named(), self._trainer())
         set_steps(self._trainer(), load_moments(directory, world, self.rank, moments, world.facts))
 

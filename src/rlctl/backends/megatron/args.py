@@ -68,6 +68,11 @@ def optimizer_values(spec: PolicySpec) -> dict[str, Any]:
         "use_distributed_optimizer": True,
         "overlap_param_gather": spec.ddp.get("overlap_param_gather", False),
         "bf16": spec.dtype == "bfloat16",
+        "fp16": spec.dtype == "float16",
+        # As torch's GradScaler: Megatron's own begins at 2^32, and would skip the first steps of every run.
+        "initial_loss_scale": 2.0**16,
+        "loss_scale_window": 2000,
+        "hysteresis": 1,
         "params_dtype": spec.dtype,
     }
 
@@ -141,6 +146,7 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
         "params_dtype": spec.dtype,
         "pipeline_dtype": spec.dtype,
         "bf16": spec.dtype == "bfloat16",
+        "fp16": spec.dtype == "float16",
         "calculate_per_token_loss": True,  # gradients are summed over ranks, not averaged
         "use_cpu_initialization": not cuda,
         "transformer_impl": "transformer_engine" if te else "local",

@@ -21,6 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlctl.backends.host_memory import HostMemory, pairs
+from rlctl.backends.megatron.masters import RoundingOptimizer
 from rlctl.errors import ConfigError
 from rlctl.planner.inputs.constants import OPTIMIZER_PART_BYTES
 
@@ -32,7 +33,7 @@ PAIRS = (("model_float16_groups", "shard_fp32_from_float16_groups"), ("model_fp3
 def keep_on_host(inner: Any, memory: HostMemory) -> None:
     """Turn one of Megatron's optimizers into a `HostedOptimizer`; its float32 weights leave the device at once. Raises
     ConfigError where its states are not those of Adam as Megatron shards them."""
-    if type(inner) is not DistributedOptimizer:
+    if type(inner) not in (DistributedOptimizer, RoundingOptimizer):
         raise ConfigError(
             f"training.optimizer_offload does not go with optimizer.optimizer = {inner.config.optimizer}.",
             "Remove one of the two.",
@@ -65,7 +66,7 @@ class StatePart:
 class HostStates:
     """Where the states of one optimizer are, and the parts in which they visit the device."""
 
-    def __init__(self, owner: DistributedOptimizer, memory: HostMemory) -> None:
+    def __init__(self, owner: RoundingOptimizer, memory: HostMemory) -> None:
         self._owner, self._memory = owner, memory
         self._masters = {id(param) for group in owner.shard_fp32_from_float16_groups for param in group}
         self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -157,8 +158,9 @@ class HostStates:
         counts = self._counts()
         for part in self.parts:
             with self.visit(part):
+                RoundingOptimizer.look(self._owner)
                 self._step_once(counts)
-                DistributedOptimizer._copy_main_params_to_model_params(self._owner)
+                self._owner.copy_weights()
 
     def _counts(self) -> dict[int, Any]:
         """TransformerEngine counts the steps of a param group. Here by the identity of the group."""
@@ -184,10 +186,13 @@ class HostStates:
                     param.grad = None
 
 
-class HostedOptimizer(DistributedOptimizer):
+class HostedOptimizer(RoundingOptimizer):
     """Megatron's distributed optimizer where it reads or writes states: `keep_on_host` makes one of an existing one."""
 
     host_states: HostStates
+
+    def look(self) -> None:
+        """Every part of the step does so."""
 
     def _copy_main_params_to_model_params(self) -> None:
         """Every part of the step has done so."""

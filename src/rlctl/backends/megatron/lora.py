@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlctl.backends.lora import Adapted, first_a, merged, require_kind, takes_adapter
 from rlctl.backends.megatron.modules import normed_output
-from rlctl.config.schema import LoraConfig
+from rlctl.config.schema import LoraConfig, Rounding
 
 
 class AdaptedParallel(Adapted):
@@ -28,9 +28,9 @@ class AdaptedParallel(Adapted):
     split: ClassVar[dict[str, int]]
     """Parameter -> the dimension that is split over tensor-parallel ranks."""
 
-    def merged(self) -> Tensor:
+    def merged(self, rounding: Rounding) -> Tensor:
         """This rank's part of W'."""
-        return merged(self.weight, self.lora_a, self.lora_b, self.scale)  # type: ignore[attr-defined]
+        return merged(self.weight, self.lora_a, self.lora_b, self.scale, rounding)  # type: ignore[attr-defined]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """As the base layer's, with the adapters split as they are."""

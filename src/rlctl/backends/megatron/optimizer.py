@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
@@ -19,13 +20,14 @@ from rlctl.backends.host_memory import HostMemory, Offloaded, refill_with_zeros,
 from rlctl.backends.megatron.args import ddp_values, optimizer_values
 from rlctl.backends.megatron.compat import make_config
 from rlctl.backends.megatron.host_states import keep_on_host
+from rlctl.backends.megatron.masters import round_weights
 from rlctl.backends.results import StepOutcome
 
 
 def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
     """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks; those of a
     teacher without any."""
-    if spec.dtype == "bfloat16":
+    if spec.dtype != "float32":
         from megatron.core.transformer.module import Float16Module
 
         models = [_keep_router_bias(Float16Module(config, model)) for model in models]
@@ -58,11 +60,13 @@ def _overlap(config: Any, ddp: Any, chunks: list[Any]) -> None:
 def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
     """Megatron's AdamW with its weight-decay exclusions (biases and norms)."""
     config = make_config(OptimizerConfig, optimizer_values(spec), spec.optimizer.passed, "optimizer")
-    if not spec.optimizer_offload:
+    # With offload the float32 weights need as much room before they leave as gradients do.
+    with without_gradients(chunks) if spec.optimizer_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(config, chunks)
-    else:
-        with without_gradients(chunks):  # the float32 weights need as much room before they leave as gradients do
-            optimizer = get_megatron_optimizer(config, chunks)
+        for inner in inner_optimizers(optimizer) if spec.dtype != "float32" else ():
+            round_weights(inner, spec.optimizer)
+        share_loss_scale(inner_optimizers(optimizer))
+        if spec.optimizer_offload:
             memory = HostMemory()
             for inner in inner_optimizers(optimizer):
                 keep_on_host(inner, memory)
@@ -76,6 +80,26 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
 
+class SharedScaler(DynamicGradScaler):
+    """Megatron's loss scale, for dense and expert optimizer together: each would change its own in the middle of the
+    step, when its own gradients are not finite."""
+
+    def update(self, found_inf: bool) -> None:
+        """Do nothing: each optimizer calls this."""
+
+    def settle(self, skipped: bool) -> None:
+        """Hear how the step ended."""
+        super().update(skipped)
+
+
+def share_loss_scale(inners: list[Any]) -> None:
+    """Have all optimizers of a rank multiply by one loss scale, where they have any."""
+    for inner in inners:
+        if isinstance(inner.grad_scaler, DynamicGradScaler):
+            inner.grad_scaler = inners[0].grad_scaler
+            inner.grad_scaler.__class__ = SharedScaler
+
+
 def fuse_adam(optimizer: Any) -> None:
     """torch's fused kernel, where TransformerEngine's is absent: one pass over memory a parameter, not about eight."""
     for inner in inner_optimizers(optimizer):
@@ -87,8 +111,8 @@ def fuse_adam(optimizer: Any) -> None:
 
 @torch.no_grad()
 def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], steps: float) -> None:
-    """Give the optimizers the moments of their parameters, which are those of the rank's model: each data-parallel rank
-    keeps its own range of them."""
+    """Give the optimizers the moments of their parameters, which are those of the rank's model, and under `param` their
+    float32 weights: each data-parallel rank keeps its own range of them."""
     for inner in inner_optimizers(optimizer):
         inner._init_optimizer_states_with_dummy_values()
         for parameter in inner.model_param_group_index_map:
@@ -150,16 +174,22 @@ def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> S
         group["lr"] = lr
         # Megatron excludes biases and norms from weight decay by this factor, and leaves applying it to the scheduler.
         group["weight_decay"] = decay * group.get("wd_mult", 1.0)
+    inners = inner_optimizers(optimizer)
+    scaler = next((inner.grad_scaler for inner in inners if inner.config.fp16), None)
+    scale = float(scaler.scale) if scaler is not None else None
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if overflow or not math.isfinite(norm):
-        return StepOutcome(norm, skipped=True)
-    for inner in inner_optimizers(optimizer):
+    skipped = overflow or not math.isfinite(norm)
+    if scaler is not None:
+        scaler.settle(skipped)
+    if skipped:
+        return StepOutcome(norm, skipped=True, loss_scale=scale)
+    for inner in inners:
         if 0 < inner.config.clip_grad < norm:
             decoupled = getattr(inner.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
             clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
-    return StepOutcome(norm, skipped=False)
+    return StepOutcome(norm, skipped=False, loss_scale=scale)
 
 
 def buffers_of(chunks: list[Any]) -> Iterator[Any]:

@@ -37,11 +37,11 @@ class ValueWorker(ValueRank, MegatronWorker):
         return ValueModel
 
     @torch.no_grad()
-    def load_weights(self, directory: Path, *, saved_critic: bool = False) -> None:
-        """Fill all but the head, which stays 0. `saved_critic`: the directory is a critic's checkpoint."""
+    def load_weights(self, directory: Path) -> None:
+        """Fill all but the head, which stays 0."""
         world = replace(self.layouts(), head=False)
         params = {name: value.data for name, value in self._named() if name != HEAD}
-        load_rank(directory, world, self.rank, params, world.facts, critic=saved_critic)
+        load_rank(directory, world, self.rank, params, world.facts)
         self.weights_changed()
 
     def read_moments(self, directory: Path, world: MegatronWorld, moments: dict[str, dict[str, Tensor]]) -> float:
@@ -53,8 +53,8 @@ class ValueWorker(ValueRank, MegatronWorker):
             others[moment] = {name: value for name, value in own.items() if name != HEAD}
         return load_moments(directory, world, self.rank, others, world.facts, critic=True)
 
-    @torch.no_grad()
-    def read_saved(self, directory: Path) -> None:
-        if (head := dict(self._named()).get(HEAD)) is not None:
-            head.data.copy_(load_value_head(directory)["weight"])
-        self.load_weights(directory, saved_critic=True)
+    def read_masters(self, directory: Path, world: MegatronWorld, masters: dict[str, Tensor]) -> None:
+        if HEAD in masters:
+            masters[HEAD].copy_(load_value_head(directory)["weight"])
+        others, world = {name: value for name, value in masters.items() if name != HEAD}, replace(world, head=False)
+        load_rank(directory, world, self.rank, others, world.facts, critic=True)

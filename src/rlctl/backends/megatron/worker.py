@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +25,7 @@ from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.adapters import fill_layer
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
+from rlctl.checkpoints.rounding import narrow_into
 from rlctl.errors import InputError
 from rlctl.weights.layout import Piece
 from rlctl.weights.megatron import MegatronWorld
@@ -85,6 +88,9 @@ class MegatronWorker(RankWithCritic):
         if spec.teaches is None:
             self.optimizer = optimizer.build_optimizer(spec, self.chunks)
             self.config.grad_scale_func = self.optimizer.scale_loss
+            self.movement = self.new_movement()
+            for inner in optimizer.inner_optimizers(self.optimizer):
+                inner.movement = self.movement
 
     @property
     def _kind(self) -> type[PolicyModel]:
@@ -113,7 +119,8 @@ class MegatronWorker(RankWithCritic):
         plain = {name: value.data for name, value in self._named()}
         if not self.spec.lora.rank:
             return plain
-        return MergedParameters(plain, {name: module.merged for name, module in self._adapted().items()})
+        merges = {name: partial(module.merged, self.rounding) for name, module in self._adapted().items()}
+        return MergedParameters(plain, merges)
 
     def _adapted(self) -> dict[str, AdaptedParallel]:
         """Adapted layers by the names of their weights."""
@@ -270,29 +277,34 @@ class MegatronWorker(RankWithCritic):
             load(directory, self.chunks, self.optimizer)
 
     def _load_of_modules(self, directory: Path) -> None:
-        """Read what the dtensor backend saved. In bfloat16 the optimizer's weights begin as those of the model."""
+        """Read what the dtensor backend saved: the float32 weights, from which the model gets its own, and moments."""
         from rlctl.backends.megatron.optimizer import set_moments
 
         if self.spec.lora.rank:
             self._load_adapters(directory)
             return
-        world = self.layouts()
-        trained = {name: value for name, value in self._named() if value.requires_grad}
-        moments = {
-            moment: {name: torch.zeros_like(value, dtype=torch.float32) for name, value in trained.items()}
-            for moment in ("exp_avg", "exp_avg_sq")
+        world, named = self.layouts(), dict(self._named())
+        trained = {name: value for name, value in named.items() if value.requires_grad}
+        found: dict[str, dict[str, Tensor]] = {
+            what: {name: torch.zeros_like(value, dtype=torch.float32) for name, value in own.items()}
+            for what, own in (("param", named), ("exp_avg", trained), ("exp_avg_sq", trained))
         }
-        steps = self.read_moments(directory, world, moments)
-        set_moments(self.optimizer, {trained[name]: {m: moments[m][name] for m in moments} for name in trained}, steps)
-        self.read_saved(directory)  # last: making room for moments takes a step of its own, which decays weights
+        masters = found.pop("param")
+        self.read_masters(directory, replace(world, dtype="float32"), masters)
+        steps = self.read_moments(directory, world, found)
+        for name, value in named.items():
+            narrow_into(value.data, masters[name], self.rounding)
+        self.weights_changed()
+        states = {name: {"param": masters[name]} | {what: own[name] for what, own in found.items()} for name in trained}
+        set_moments(self.optimizer, {trained[name]: own for name, own in states.items()}, steps)
 
     def read_moments(self, directory: Path, world: MegatronWorld, moments: dict[str, dict[str, Tensor]]) -> float:
         """Read Adam's moments that the dtensor backend saved; return the steps that were taken."""
         return load_moments(directory, world, self.rank, moments, world.facts)
 
-    def read_saved(self, directory: Path) -> None:
-        """Read the weights that the dtensor backend saved."""
-        self.load_weights(directory)
+    def read_masters(self, directory: Path, world: MegatronWorld, masters: dict[str, Tensor]) -> None:
+        """Read the weights that the dtensor backend saved, in float32."""
+        load_rank(directory, world, self.rank, masters, world.facts)
 
     @torch.no_grad()
     def _load_adapters(self, directory: Path) -> None:
@@ -305,17 +317,17 @@ class MegatronWorker(RankWithCritic):
         for piece in world.layout(self.rank).pieces:
             if piece.param in pieces:
                 pieces[piece.param].append(piece)
-        moments: dict[Tensor, dict[str, Tensor]] = {}
+        states: dict[Tensor, dict[str, Tensor]] = {}
         for name, layer in adapted.items():
-            own = [torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b) * 2]
-            for (moment, pairs), a, b in zip(stored.moments.items(), own[::2], own[1::2], strict=True):
+            for state, pairs in (("param", stored.weights), *stored.moments.items()):
+                a, b = (torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b))
                 fill_layer(pairs, pieces[name], a, b)
-                moments.setdefault(layer.lora_a, {})[moment] = a
-                moments.setdefault(layer.lora_b, {})[moment] = b
-        set_moments(self.optimizer, moments, stored.steps)
-        for name, layer in adapted.items():  # last: making room for moments takes a step of its own
-            fill_layer(stored.weights, pieces[name], layer.lora_a.data, layer.lora_b.data)
+                states.setdefault(layer.lora_a, {})[state] = a
+                states.setdefault(layer.lora_b, {})[state] = b
+        for part, own in states.items():
+            narrow_into(part.data, own["param"], self.rounding)
         self.weights_changed()
+        set_moments(self.optimizer, states, stored.steps)
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.backends.base import Device, EngineSpec, resolve_dtype
+from rlctl.backends.base import Device, Dtype, EngineSpec, resolve_dtype
 from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_has_kernel, cpu_head_sizes, packs_latent_attention
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
@@ -39,7 +39,7 @@ def engine_spec(
     model_dir: Path | str,
     *,
     device: Device,
-    dtype: Literal["auto", "float32", "bfloat16"] | None = None,
+    dtype: Literal["auto"] | Dtype | None = None,
     max_length: int | None = None,
     tp: int | None = None,
     threads: int | None = None,

@@ -14,9 +14,10 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
-from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, is_of_run
+from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, computed_in, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -39,6 +40,8 @@ class Exported:
     world: World
     source: ParamReader
     dtype: str
+    """The dtype that the run computed in, or else that of the checkpoint."""
+    rounding: Rounding = "unbiased"
 
 
 def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: Callable[[str], None]) -> Exported:
@@ -48,8 +51,8 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
     Raises InputError for a damaged checkpoint, and where the model that adapters belong to is not found.
     """
     reader = TorchDistReader.open(found.shards)
-    if own := adapter_keys(reader.shapes):
-        return _merged(found, reader, config_from, reader.shapes[own[0]].dtype)
+    if adapter_keys(reader.shapes):
+        return _merged(found, reader, config_from)
     companions = config_from or found.huggingface()
     if companions is None:
         hint = "Name the Hugging Face model it was made from with --config-from."
@@ -70,8 +73,8 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
 def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
     config = read_config(companions)
     model = open_megatron_model(found, facts_in(companions))
-    blocks = Blocks(model.reader, model.blocks)
-    return Exported(companions, config, model.facts, model.world, blocks, model.dtype)
+    blocks, (dtype, rounding) = Blocks(model.reader, model.blocks), computed_in(found)
+    return Exported(companions, config, model.facts, model.world, blocks, dtype or model.dtype, rounding)
 
 
 def _of_base(base: Base, dtype: str) -> Exported:
@@ -81,12 +84,14 @@ def _of_base(base: Base, dtype: str) -> Exported:
     return Exported(base.directory, model.config, model.facts, model.world, model.source, dtype)
 
 
-def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path | None, dtype: str) -> Exported:
-    base = base_of(found, config_from)
+def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path | None) -> Exported:
+    base, (computed, rounding) = base_of(found, config_from), computed_in(found)
+    dtype = computed or reader.shapes[adapter_keys(reader.shapes)[0]].dtype
     under = _of_base(base, dtype)
-    adapters = read_adapters(reader, under.facts, scale_of(base))
+    adapters = read_adapters(reader, under.facts, scale_of(base)).computed_in(dtype, rounding)
     world = SingleWorld(adapters.onto(under.world.layout(0)))
-    return replace(under, world=world, source=_Beside(under.source, adapters, adapters.params), dtype=dtype)
+    source = _Beside(under.source, adapters, adapters.params)
+    return replace(under, world=world, source=source, dtype=dtype, rounding=rounding)
 
 
 def _with_untrained(own: Exported, base: Exported, facts: ModelFacts) -> Exported:

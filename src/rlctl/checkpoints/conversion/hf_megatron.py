@@ -151,7 +151,7 @@ def megatron_to_hf(
         writer = WholeWriter(aside, part) if part else SafetensorsWriter(aside, target.params, options.shard_bytes)
         shapes = weights_of(model.facts).tensors
         put = lambda n, v: writer.write(rows[n].key, v)  # noqa: E731
-        done = stream(plan, shapes, model.source, rows, put, options.progress)
+        done = stream(plan, shapes, model.source, rows, put, options.progress, model.rounding)
         writer.finish()
         files = part.at(aside) if part else SafetensorsDirectory.open(aside)
         if options.verify:

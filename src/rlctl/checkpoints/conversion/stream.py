@@ -16,6 +16,7 @@ import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
+from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.vector_math import warm_up
 from rlctl.weights.layout import Fill, ParamSpec, Shape
@@ -60,8 +61,10 @@ def stream(
     order: Iterable[str],
     write: Callable[[str, torch.Tensor], None],
     progress: Progress,
+    rounding: Rounding = "nearest",
 ) -> Streamed:
-    """Make every destination param in `order` and hand it to `write`, a few of them side by side.
+    """Make every destination param in `order` and hand it to `write`, a few of them side by side. `rounding`: how
+    trained weights are made narrower; what was published is rounded to nearest, as by everyone.
 
     Memory holds one for each thread, one that is written, and what they are made of. `shapes` are those of the tensors.
     """
@@ -81,9 +84,9 @@ def stream(
         parts: dict[str, int] = {}
         for copy in by_param[name]:
             target = strided(values, copy.destination_view)
-            values_read = transformed(strided(locked.read(copy.source_param), copy.source_view), copy, locked.read)
-            target.copy_(values_read)
-            _refuse_overflow(copy.tensor, values_read, target)
+            source_box = strided(locked.read(copy.source_param), copy.source_view)
+            target.copy_(transformed(source_box, copy, locked.read, rounding))
+            _refuse_overflow(copy.tensor, source_box, target)
             locked.drop(copy.source_param)
             if copy.primary:
                 _add(parts, copy, target, shapes)

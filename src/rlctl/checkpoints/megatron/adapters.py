@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlctl.checkpoints.megatron.megatron_directory import Base
+from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -59,6 +60,17 @@ class Adapters:
             for name, value in self.params.items()
         }
         return Layout(layout.rank, layout.params | own, tuple(pieces), layout.fills)
+
+    def computed_in(self, dtype: str, rounding: Rounding) -> Adapters:
+        """These adapters as a model that computes in `dtype` multiplies by them."""
+        from rlctl.checkpoints.plan_execution import dtype_of
+        from rlctl.checkpoints.rounding import narrowed
+
+        narrow = {
+            tensor: (narrowed(a, dtype_of(dtype), rounding), narrowed(b, dtype_of(dtype), rounding))
+            for tensor, (a, b) in self.pairs.items()
+        }
+        return replace(self, pairs=narrow)
 
     @cached_property
     def params(self) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -101,6 +102,19 @@ class Base:
 def is_of_run(found: MegatronDirectory) -> bool:
     """Whether a checkpoint is one that a run saved: RUN/checkpoints/step_N/policy."""
     return found.shards.name == "policy"
+
+
+def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
+    """The dtype that the run of a checkpoint computed in (None: no manifest says), and how it rounded to it."""
+    try:
+        manifest = json.loads((found.shards.absolute().parents[2] / "manifest.json").read_text())
+        config, precision = manifest["config"], manifest["plan"]["training"]["precision"]
+        dtype = config["model.dtype"]["value"]
+        rounding = config.get("optimizer.rounding", {"value": "nearest"})["value"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return None, "unbiased"
+    planned = "float32" if precision == "float32" else "bfloat16"
+    return planned if dtype == "auto" else dtype, rounding
 
 
 def base_of(found: MegatronDirectory, named: Path | None = None) -> Base:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.dtensor import module_layout
-from rlctl.weights.layout import Layout
+from rlctl.weights.layout import Layout, Piece
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ VALUE_HEADS = ("output_layer.weight", "value_head.weight")
 """The head of a critic: Megatron's key, and the dtensor backend's."""
 STEP = "optimizer.step"
 """The number of optimizer steps, where the dtensor backend saved."""
+MASTERS = "optimizer.state.param."
+"""How the keys of Megatron's float32 weights begin."""
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", *MODULE_PREFIXES)
 
 
@@ -50,18 +52,30 @@ class MegatronModel:
     def world(self) -> World:
         return SingleWorld(self.layout)
 
-    def moments(self, name: str) -> tuple[Layout, Blocks]:
-        """One of Adam's moments (`exp_avg`, `exp_avg_sq`) of what was trained: it lies like the weights."""
+    def moments(self, name: str) -> tuple[Layout, dict[str, keys.Chunk]]:
+        """One of Adam's moments (`exp_avg`, `exp_avg_sq`) of what was trained, and its blocks: it lies like the
+        weights."""
         prefix, shapes = f"optimizer.state.{name}.", self.reader.shapes
-        pieces = [
+        return self._in_blocks(
             replace(piece, param=prefix + piece.param, transforms=())
             for piece in self.whole.pieces
             if prefix + piece.param in shapes
-        ]
-        params = {piece.param: shapes[piece.param] for piece in pieces}
+        )
+
+    def masters(self) -> tuple[Layout, dict[str, keys.Chunk]]:
+        """The optimizer's float32 weights, and their blocks: those of the model where it updates these themselves, or
+        where they are not trained."""
+        own = {piece.param: MASTERS + piece.param for piece in self.whole.pieces}
+        return self._in_blocks(
+            replace(piece, param=own[piece.param]) if own[piece.param] in self.reader.shapes else piece
+            for piece in self.whole.pieces
+        )
+
+    def _in_blocks(self, pieces: Iterable[Piece]) -> tuple[Layout, dict[str, keys.Chunk]]:
+        pieces = tuple(pieces)
+        params = {piece.param: self.reader.shapes[piece.param] for piece in pieces}
         blocks = [chunk for key in params for chunk in self.reader.chunks(key)]
-        layout = keys.chunked(Layout(0, params, tuple(pieces)), blocks)
-        return layout, Blocks(self.reader, {chunk.name: chunk for chunk in blocks})
+        return keys.chunked(Layout(0, params, pieces), blocks), {chunk.name: chunk for chunk in blocks}
 
     @property
     def steps(self) -> float:
@@ -196,6 +210,7 @@ def common_values(facts: ModelFacts, dtype: str) -> dict[str, Any]:
         num_experts=facts.moe.experts if facts.moe else None,
         params_dtype=dtype,
         bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         iteration=0,

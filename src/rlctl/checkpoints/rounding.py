@@ -1,0 +1,151 @@
+"""Float32 weights rounded to bfloat16 and float16 without bias, by one rule that training, refits and exports share.
+
+A weight lies between two neighbors of the narrower grid, in a *cell*. Each cell has a threshold, and a weight takes the
+outer neighbor (the one of greater size) where it lies above the threshold, else the inner one. The thresholds of
+successive cells are successive multiples of the golden ratio, modulo 1. Any run of cells therefore has them evenly
+spread (Knuth, The Art of Computer Programming, volume 3, section 6.4), so that a share of the weights in proportion to
+their distance takes the outer neighbor and the mean is kept. The rule needs no state and no place: the result follows
+from the weight alone, whatever process holds it. A weight on the grid stays where it is, and a weight that moves
+changes once, when it crosses its threshold.
+
+Rounding to nearest gives every cell the threshold one half. Steps that are small against the grid are then lost in all
+weights alike, where training begins with weights on the grid, as it does with published ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_char
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.config.schema import Rounding
+
+NARROW = (torch.bfloat16, torch.float16)
+GOLDEN = 40502
+"""0.618 of 2^16. It is even, so that a weight and its negative have one threshold, and so that the cell of the largest
+bit patterns has none: a value that is not a number stays one."""
+LARGEST_FLOAT16, INFINITE_FLOAT16 = 0x477FE000, 0x477FF000
+"""float32 patterns of 65504, float16's largest number, and of 65520, from where nearest gives infinity."""
+THREADED = 1 << 22
+"""Elements from which several threads of a processor share the work."""
+
+
+def narrowed(values: Tensor, dtype: torch.dtype, rounding: Rounding = "unbiased") -> Tensor:
+    """Return `values` in `dtype`: by the rule where that is bfloat16 or float16 and another dtype is rounded to it."""
+    if values.dtype == dtype or dtype not in NARROW or rounding == "nearest":
+        return values.to(dtype)
+    found = torch.empty(values.shape, dtype=dtype, device=values.device)
+    narrow_into(found, values, rounding)
+    return found
+
+
+@torch.no_grad()
+def narrow_into(target: Tensor, source: Tensor, rounding: Rounding = "unbiased") -> None:
+    """Copy `source` into `target`, of the same shape, rounded as `narrowed` does."""
+    if target.dtype == source.dtype or target.dtype not in NARROW or rounding == "nearest":
+        target.copy_(source)
+        return
+    bits = source.detach().to(torch.float32).contiguous().view(torch.int32)
+    if source.device.type != "cpu":
+        target.copy_(_compiled(target.dtype)(bits).view(target.dtype))
+        return
+    whole = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+    _on_processor(bits.view(-1), whole.detach().view(-1).view(torch.int16), target.dtype)
+    if whole is not target:
+        target.copy_(whole)
+
+
+def bfloat16_bits(bits: Tensor) -> Tensor:
+    """int16 patterns of bfloat16 from int32 patterns of float32."""
+    threshold = (((bits >> 16) + 1) * GOLDEN) & 0xFFFF
+    return ((bits + threshold) >> 16).to(torch.int16)
+
+
+def float16_bits(bits: Tensor) -> Tensor:
+    """int16 patterns of float16 from int32 patterns of float32.
+
+    Above 2^-14 a cell is 2^13 patterns of float32. Below, where float16's grid is even, sizes are counted in 2^-37, so
+    that a cell is 2^13 of these.
+    """
+    size = bits & 0x7FFFFFFF
+    exponent = size >> 23
+    fraction = (size & 0x7FFFFF) | 0x800000
+    even = fraction >> (113 - exponent).clamp(0, 31)
+    fine = torch.where(exponent > 112, size - (112 << 23), even)
+    threshold = ((((fine >> 13) + 1) * GOLDEN) & 0xFFFF) >> 3
+    found = (fine + threshold) >> 13
+    found = torch.where(size >= LARGEST_FLOAT16, 0x7BFF, found)
+    found = torch.where(size >= INFINITE_FLOAT16, 0x7C00, found)
+    found = torch.where(size > 0x7F800000, 0x7E00, found)
+    return (found | ((bits >> 31) << 15)).to(torch.int16)
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """One kernel for what is several operations of torch."""
+    return torch.compile(bfloat16_bits if dtype == torch.bfloat16 else float16_bits, dynamic=True)
+
+
+def _on_processor(bits: Tensor, found: Tensor, dtype: torch.dtype) -> None:
+    """As `bfloat16_bits` and `float16_bits`, of vectors, in one pass over memory; on as many threads as torch uses."""
+    kernel, threads = _kernel(dtype), torch.get_num_threads()
+    source, target = _memory(bits, np.uint32), _memory(found, np.uint16)
+    if threads == 1 or len(source) < THREADED:
+        kernel(source, target)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(kernel, np.array_split(source, threads), np.array_split(target, threads)))
+
+
+def _memory(values: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
+    """The memory of a contiguous tensor, which must live longer. After `numpy()` a storage could not be emptied, as
+    those of weights are while they wait in host memory."""
+    if not len(values):
+        return np.empty(0, dtype)
+    memory: Any = (c_char * values.nbytes).from_address(values.data_ptr())
+    return np.frombuffer(memory, dtype)
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> Any:
+    """The loop that numba compiles when it is first called. Torch's operations, one after the other, take four times as
+    long as a copy."""
+    import numba
+
+    uint16: Any = numba.uint16
+    uint32: Any = numba.uint32
+    golden, largest, infinite = uint32(GOLDEN), uint32(LARGEST_FLOAT16), uint32(INFINITE_FLOAT16)
+
+    def to_bfloat16(source: Any, target: Any) -> None:
+        for index in range(source.size):
+            bits = source[index]
+            threshold = (((bits >> uint32(16)) + uint32(1)) * golden) & uint32(0xFFFF)
+            target[index] = uint16((bits + threshold) >> uint32(16))
+
+    def to_float16(source: Any, target: Any) -> None:
+        for index in range(source.size):
+            bits = source[index]
+            size = bits & uint32(0x7FFFFFFF)
+            exponent = size >> uint32(23)
+            if exponent > uint32(112):
+                fine = uint32(size - uint32(112 << 23))
+            else:
+                shift = min(uint32(uint32(113) - exponent), uint32(31))
+                fine = uint32(((size & uint32(0x7FFFFF)) | uint32(0x800000)) >> shift)
+            threshold = ((((fine >> uint32(13)) + uint32(1)) * golden) & uint32(0xFFFF)) >> uint32(3)
+            found = uint32((fine + threshold) >> uint32(13))
+            if size >= largest:
+                found = uint32(0x7BFF)
+            if size >= infinite:
+                found = uint32(0x7C00)
+            if size > uint32(0x7F800000):
+                found = uint32(0x7E00)
+            target[index] = uint16(found | ((bits >> uint32(16)) & uint32(0x8000)))
+
+    return numba.njit(nogil=True)(to_bfloat16 if dtype == torch.bfloat16 else to_float16)
