@@ -19,7 +19,8 @@ DOCS = SOURCE.parents[1] / "docs"
 PAGES = (*(page for page in DOCS.glob("*.md") if page.name != "coming_from.md"), SOURCE.parents[1] / "README.md")
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlctlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
 FILES_AND_MODULES = (
-    "model.safetensors", "data.jsonl", "run.yaml", "refit.session", "megatron.core", "training.md", "refit.md", "cluster.md",
+    "model.safetensors", "data.jsonl", "run.yaml", "refit.session", "megatron.core", "training.md", "refit.md",
+    "cluster.md",
 )  # fmt: skip
 """Names that look like keys."""
 
