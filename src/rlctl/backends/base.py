@@ -240,6 +240,11 @@ class PolicyWorker(Protocol):
         collective (an all-gather that overlaps is completed): to be called on all ranks."""
         ...
 
+    def device_used(self) -> tuple[int, int] | None:
+        """Bytes of this rank's GPU that are in use, by whatever process, and all that it has; None on a CPU. Not
+        collective."""
+        ...
+
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...

@@ -117,6 +117,11 @@ class PolicyClient(Generic[W_co]):
     def wake(self) -> None:
         self.group.call(PolicyWorker.wake)
 
+    def device_used(self) -> tuple[int, int] | None:
+        """Return (bytes in use, all bytes) of the GPU with the least left; None without GPUs."""
+        found = [one for one in self.group.call(PolicyWorker.device_used) if one is not None]
+        return max(found, key=lambda one: one[0] - one[1], default=None)
+
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters, of any rank, with a value that is not finite."""
         return sorted({name for part in self.group.call(PolicyWorker.parameters_not_finite) for name in part})

@@ -154,6 +154,12 @@ class PolicyRank(ABC):
         if self._host_memory is not None:
             self._host_memory.rewind()
 
+    def device_used(self) -> tuple[int, int] | None:
+        if self.spec.device != "cuda":
+            return None
+        left, size = torch.cuda.mem_get_info()
+        return size - left, size
+
     def host_memory(self) -> HostMemory:
         """Where tensors wait during `sleep`."""
         self._host_memory = self._host_memory or HostMemory()
