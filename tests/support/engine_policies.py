@@ -72,7 +72,7 @@ class WholeTensorPolicy(RefitSender):
         engine.call(EngineWorker.refit_open, {"table": self.rows(), "receive": receive})
         needs, place = engine.call(EngineWorker.refit_needs), self.refit_place()
         channels = plan_channels("shared-memory", needs, [place], staging_bytes=staging_bytes, timeout_s=60.0)
-        addresses = self.refit_make(channels, "127.0.0.1").addresses
+        addresses = self.refit_make(channels, (place,), "127.0.0.1").addresses
         weakref.finalize(self, _unlink, list(addresses.values()))  # also when the tests are interrupted
         channels = tuple(replace(c, connection=replace(c.connection, address=addresses[c.index])) for c in channels)
         assert self.refit_connect(SenderSetup(self.table, (place,), channels)) == ()
