@@ -251,7 +251,7 @@ def test_ranks_with_nothing_to_send_stay_out_of_a_group(stage: Stage) -> None:
                            mover="collective")  # fmt: skip
     groups = [channel.connection.group for channel in session.setup.channels]
     members = [group.names for group in groups if group is not None]
-    assert members == [("policy rank 0", "engine 0 worker 0"), ("policy rank 1", "engine 0 worker 1")]
+    assert members == [("policy rank 0", "engine 0 worker 0"), ("policy rank 1", "engine 1 worker 0")]
     assert [channel.senders for channel in session.setup.channels] == [(0,), (1,)]
     refit_twice(session)
     session.close()
