@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -91,7 +92,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
     def __init__(self, play: Play, **engine: Any) -> None:
         super().__init__(**engine)
         self._play, self._loop = play, asyncio.new_event_loop()
-        self._calls = 0
+        self._calls = count(1)
         self._begun = self._over = 0
         """Episodes that were begun since none was under way, and those of them that have ended."""
         self._asked: list[SampleRequest] = []
@@ -201,10 +202,10 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
 
     def _episodes(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Episode]]:
         """Return the episodes of each group."""
-        self._calls += 1
+        call = next(self._calls)
         groups = [
             [
-                Episode(self, f"{self._calls}.{row}.{index}", request.prompt_tokens, seed, sampling)
+                Episode(self, f"{call}.{row}.{index}", request.prompt_tokens, seed, sampling)
                 for index, seed in enumerate(request.seeds)
             ]
             for row, request in enumerate(requests)
@@ -251,7 +252,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         try:
             self.add_samples(asked)
         except Exception as error:  # noqa: BLE001 - it is raised where the samples are awaited
-            self._fail(error)
+            self._fail(error, [one.key for one in asked])
 
     def _decode(self) -> None:
         """Decode until the engine is closed, and hand on what is finished. Errors end all episodes."""
@@ -270,11 +271,12 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         if self._begun:
             report(self._over, self._begun)
 
-    def _fail(self, error: Exception) -> None:
-        self.drop_samples(list(self._awaited))
-        for awaiting in self._awaited.values():
-            if not awaiting.done():
-                awaiting.set_exception(error)
+    def _fail(self, error: Exception, keys: Sequence[str] | None = None) -> None:
+        """Raise an error where the samples called `keys` are awaited; None: where any is."""
+        failed = [key for key in (self._awaited if keys is None else keys) if not self._awaited[key].done()]
+        self.drop_samples(failed)
+        for key in failed:
+            self._awaited[key].set_exception(error)
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
