@@ -309,24 +309,10 @@ def test_an_override_replaces_a_section_instead_of_merging_it(tmp_path: Path) ->
     assert found["policy"] == {"a": 1, "x": {"b": 2, "_override_": True, "c": 3}}  # NeMo-RL heeds it at the top alone
 
 
-@pytest.mark.parametrize("word", ["yes", "On", "TRUE"])
-def test_booleans_are_those_of_yaml_1_1(tmp_path: Path, word: str) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"defaults: {RECIPES / 'base.yaml'}\npolicy: {{megatron_cfg: {{enabled: {word}}}}}\n")
-    assert import_recipe(path).values["training.backend"] == "megatron"
-
-
 def test_a_text_in_place_of_a_boolean_stops_a_run(tmp_path: Path) -> None:
     result = recipe(tmp_path, policy__megatron_cfg__enabled="true", policy__megatron_cfg__env_vars={"FLAG": "true"})
     assert status(result, "policy.megatron_cfg.enabled") == "not yet"
     assert status(recipe(tmp_path, logger={"wandb": {"name": "on"}}), "logger.wandb.name") != "not yet"
-
-
-def test_what_a_merge_key_brings_in_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("x: &x {seed: 1, max_num_steps: 7}\ngrpo: {<<: *x, seed: 2}\n")
-    values = import_recipe(path).values
-    assert (values["run.seed"], values["run.steps"]) == (2, 7)
 
 
 def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
@@ -520,33 +506,10 @@ def test_a_model_that_takes_images_is_for_text_where_the_data_are(model: str, tm
     assert result.values["model.name"] == model
 
 
-def test_a_prompt_template_keeps_its_order(tmp_path: Path) -> None:
-    (tmp_path / "think.txt").write_text("Think, and answer inside \\boxed{{}}.\n{}\n\nGo on.")
-    result = recipe(tmp_path, data__prompt_file="think.txt")
-    assert result.values["data.prompt_template"] == "Think, and answer inside \\boxed{}.\n{prompt}\n\nGo on."
-
-
-def test_braces_of_a_prompt_template_stay_text(tmp_path: Path) -> None:
-    (tmp_path / "think.txt").write_text("Write <answer>{{answer}}</answer>.\n{}")
-    template = recipe(tmp_path, data__prompt_file="think.txt").values["data.prompt_template"]
-    assert PromptTemplate(template).render({"prompt": "2 + 3?"}, "row 0") == "Write <answer>{answer}</answer>.\n2 + 3?"
-
-
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_prompt_in_place_of_its_file_stops_a_run(key: str) -> None:
     result = import_recipe(None, [Override(f"data.{key}", "Think step by step. " * 20)])
     assert any(line.startswith(f"data.{key} = Think") for line in result.unsupported)
-
-
-@pytest.mark.parametrize("text", ["No place for the question.", "{} and {}"])
-def test_a_template_without_one_place_for_the_question_stops_a_run(tmp_path: Path, text: str) -> None:
-    (tmp_path / "think.txt").write_text(text)
-    assert any("data.prompt_file" in line for line in recipe(tmp_path, data__prompt_file="think.txt").unsupported)
-
-
-def test_a_system_prompt_file_is_the_system_prompt(tmp_path: Path) -> None:
-    (tmp_path / "system.txt").write_text("Be brief.")
-    assert recipe(tmp_path, data__system_prompt_file="system.txt").values["data.system_prompt"] == "Be brief."
 
 
 def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> None:
@@ -560,13 +523,6 @@ def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> N
     allowed = asked.allowing_differences()
     allowed.require_supported()
     assert sum(line.startswith("left out: ") for line in allowed.notes) == 3
-
-
-def test_a_dtensor_recipe_runs_on_megatron_when_that_is_asked_for() -> None:
-    resolved = resolve(files=[RECIPES / "base.yaml"], flags={"training.backend": "megatron"}, environment={})
-    resolved.require_supported()
-    config = resolved.config
-    assert (config.training.backend, config.training.tp, config.optimizer.lr) == ("megatron", 1, 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -732,18 +688,6 @@ def test_no_chat_template_joins_the_messages(tmp_path: Path, template: str | Non
     assert found == expected
 
 
-def test_other_yaml_is_not_taken_for_a_recipe(tmp_path: Path) -> None:
-    assert not is_nemo_rl({"run": {"steps": 3}, "training": {"tp": 2}})
-    path = tmp_path / "mine.yaml"
-    path.write_text("run: { steps: 3 }\n")
-    assert resolve(files=[path], environment={}).config.run.steps == 3
-
-
-def test_flags_and_set_win_over_a_recipe() -> None:
-    resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "run.steps=2"], environment={})
-    assert (resolved.config.training.tp, resolved.config.run.steps) == (1, 2)
-
-
 def test_a_list_of_sources_settles_what_a_recipe_s_data_set_stands_for(tmp_path: Path) -> None:
     path = recipe(tmp_path, data__dataset_name="clevr").path
     assert resolve(files=[path], environment={}).refusals
@@ -877,12 +821,82 @@ def overridden(*texts: str, **more: Any) -> Resolved:
     return resolve(files=[FORM], overrides=texts, environment={}, **more)
 
 
-def test_overrides_of_a_recipe_are_applied_before_references_are_resolved() -> None:
-    resolved = overridden("policy.max_total_sequence_length=2048", "policy.generation.max_new_tokens=1024")
-    assert resolved.config.training.micro_batch_tokens == 2048  # the product of it
-    assert resolved.config.generation.max_new_tokens == 1024
-    assert resolved.origin["generation.max_new_tokens"] == "override policy.generation.max_new_tokens"
-    assert resolved.origin["training.micro_batch_tokens"].startswith("file ")
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["policy.max_total_sequence_length=2048", "policy.generation.max_new_tokens=1024"],
+         {"training.micro_batch_tokens": 2048, "generation.max_new_tokens": 1024}),  # a reference is their product
+        (["~policy.generation.stop_token_ids"], {"generation.stop_token_ids": []}),
+        (["+policy.generation.vllm_kwargs.max_num_seqs=64"], {"generation.max_concurrent": 64}),
+        (["+policy.generation.vllm_kwargs={max_num_seqs: 64}"], {"generation.max_concurrent": 64}),
+        (["policy.megatron_cfg={tensor_model_parallel_size: 2}"],
+         {"training.backend": "megatron", "training.tp": 2, "training.pp": 2}),
+        (["training.tp=2", "+run.seed=7", "data.shuffle=false"],
+         {"training.tp": 2, "run.seed": 7, "data.shuffle": False}),
+        (["grpo.max_num_steps=3"], {"run.steps": 3}),  # stronger than flags and the environment
+        (["policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true"], {"training.backend": "dtensor"}),
+        (["policy.megatron_cfg.apply_rope_fusion=false"], {"megatron.apply_rope_fusion": False}),
+        (["++policy.megatron_cfg.recompute_num_layers=2"], {"megatron.recompute_num_layers": 2}),
+        (["++policy.megatron_cfg.model_overrides.masked_softmax_fusion=false"],
+         {"megatron.masked_softmax_fusion": False}),
+    ],
+)  # fmt: skip
+def test_overrides_of_a_recipe_hold(texts: list[str], values: dict[str, Any]) -> None:
+    resolved = overridden(*texts, flags={"run.steps": 4} if "run.steps" in values else {})
+    found = dict(resolved.leaves())
+    assert {key: found[key] for key in values} == values
+    if "generation.max_new_tokens" in values:
+        assert resolved.origin["generation.max_new_tokens"] == "override policy.generation.max_new_tokens"
+        assert resolved.origin["training.micro_batch_tokens"].startswith("file ")
+
+
+def test_overrides_and_sets_win_over_a_recipe_and_need_none() -> None:
+    resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "run.steps=2"], environment={})
+    assert (resolved.config.training.tp, resolved.config.run.steps) == (1, 2)
+    assert resolve(overrides=["run.steps=9", "policy.model_name=x/y"], environment={}).config.model.name == "x/y"
+    base = resolve(files=[RECIPES / "base.yaml"], flags={"training.backend": "megatron"}, environment={})
+    base.require_supported()
+    assert (base.config.training.backend, base.config.optimizer.lr) == ("megatron", 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("run: {steps: 3}\n", {"run.steps": 3}),  # no recipe
+        ("x: &x {seed: 1, max_num_steps: 7}\ngrpo: {<<: *x, seed: 2}\n", {"run.seed": 2, "run.steps": 7}),
+        *((f"defaults: {RECIPES / 'base.yaml'}\npolicy: {{megatron_cfg: {{enabled: {word}}}}}\n",
+           {"training.backend": "megatron"}) for word in ("yes", "On", "TRUE")),  # booleans are those of YAML 1.1
+    ],
+)  # fmt: skip
+def test_a_file_is_read_as_nemo_rl_reads_it(text: str, values: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    found = dict(resolve(files=[path], environment={}).leaves())
+    assert {key: found[key] for key in values} == values
+    assert is_nemo_rl(yaml.safe_load(text)) == ("run:" not in text)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("prompt_file", "Think, and answer inside \\boxed{{}}.\n{}\n\nGo on.",
+         "Think, and answer inside \\boxed{}.\n2 + 3?\n\nGo on."),
+        ("prompt_file", "Write <answer>{{answer}}</answer>.\n{}", "Write <answer>{answer}</answer>.\n2 + 3?"),
+        ("prompt_file", "No place for the question.", None),
+        ("prompt_file", "{} and {}", None),
+        ("system_prompt_file", "Be brief.", "Be brief."),
+    ],
+)  # fmt: skip
+def test_files_of_prompts_are_the_prompts(key: str, text: str, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "think.txt").write_text(text)
+    result = recipe(tmp_path, **{f"data__{key}": "think.txt"})
+    if expected is None:
+        assert any(line.startswith(f"data.{key}") for line in result.unsupported)
+    elif key == "system_prompt_file":
+        assert result.values["data.system_prompt"] == expected
+    else:
+        template = PromptTemplate(result.values["data.prompt_template"])
+        assert template.render({"prompt": "2 + 3?"}, "row 0") == expected
 
 
 def test_an_override_names_rlctl_s_key_once() -> None:
@@ -892,29 +906,6 @@ def test_an_override_names_rlctl_s_key_once() -> None:
     assert lines == [
         "note: grpo.num_prompts_per_step is rlctl's batch.prompts; policy.model_name is rlctl's model.name"
     ]
-
-
-def test_an_override_is_stronger_than_flags_and_the_environment() -> None:
-    resolved = resolve(
-        files=[FORM],
-        overrides=["grpo.max_num_steps=3"],
-        flags={"run.steps": 4},
-        environment={"RLCTL_RUN__STEPS": "5"},
-    )
-    assert resolved.config.run.steps == 3
-
-
-def test_a_key_is_taken_out_or_added() -> None:
-    assert overridden("~policy.generation.stop_token_ids").config.generation.stop_token_ids == ()
-    added = overridden("+policy.generation.vllm_kwargs.max_num_seqs=64").config
-    assert added.generation.max_concurrent == 64
-
-
-def test_a_mapping_is_merged_into_the_section_that_it_overrides() -> None:
-    merged = overridden("policy.megatron_cfg={tensor_model_parallel_size: 2}").config
-    assert (merged.training.backend, merged.training.tp, merged.training.pp) == ("megatron", 2, 2)
-    added = overridden("+policy.generation.vllm_kwargs={max_num_seqs: 64}").config
-    assert added.generation.max_concurrent == 64
 
 
 def test_a_mapping_may_be_in_hydra_s_form() -> None:
@@ -939,11 +930,6 @@ def test_an_override_under_a_name_that_both_have_is_followed_by_references(tmp_p
     path.write_text(yaml.safe_dump({"defaults": str(FORM), "policy": {"generation": {"colocated": own}}}))
     resolved = resolve(files=[path], overrides=["cluster.gpus_per_node=4"], environment={})
     assert (resolved.config.cluster.gpus_per_node, resolved.config.generation.devices) == (4, 4)
-
-
-def test_overrides_of_rlctl_s_own_keys_are_set() -> None:
-    assert overridden("training.tp=2", "+run.seed=7", "data.shuffle=false").config.training.tp == 2
-    assert resolve(overrides=["run.steps=9", "policy.model_name=x/y"], environment={}).config.model.name == "x/y"
 
 
 @pytest.mark.parametrize(
@@ -1035,19 +1021,6 @@ def test_what_is_computed_again_is_what_the_command_line_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("text", "passed"),
-    [
-        ("policy.megatron_cfg.apply_rope_fusion=false", ("apply_rope_fusion", False)),
-        ("++policy.megatron_cfg.recompute_num_layers=2", ("recompute_num_layers", 2)),
-        ("++policy.megatron_cfg.model_overrides.masked_softmax_fusion=false", ("masked_softmax_fusion", False)),
-    ],
-)
-def test_what_megatron_s_configuration_has_reaches_it(text: str, passed: tuple[str, Any]) -> None:
-    config = overridden(text).config
-    assert config.megatron.passed[passed[0]] == passed[1]
-
-
-@pytest.mark.parametrize(
     "text",
     ["policy.megatron_cfg.pipeline_dtype=float32", "++policy.megatron_cfg.layernorm_epsilon=1e-6",
      "policy.megatron_cfg.optimizer.use_distributed_optimizer=false", "++policy.megatron_cfg.num_layers=2",
@@ -1065,12 +1038,6 @@ def test_a_misspelt_argument_of_a_scheduler_stops_a_run(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": {"scheduler": schedules}}))
     wrong = Override.parse("policy.scheduler.0.kwargs.total_itrs=9")
     assert any("total_itrs" in line for line in import_recipe(path, [wrong]).unsupported)
-
-
-def test_an_override_settles_what_stopped_a_run() -> None:
-    asked = resolve(files=[RECIPES / "base.yaml"], overrides=["policy.megatron_cfg.enabled=true"], environment={})
-    asked.require_supported()
-    assert asked.config.training.backend == "megatron"
 
 
 def test_lines_with_one_reason_are_one_line(tmp_path: Path) -> None:
