@@ -145,7 +145,7 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
     trainings = search.training_candidates(other, devices, best.colocated, request.budget, reject)
     if not trainings:
         return f"{OTHER} cannot: {rejected[0] if rejected else 'no layout divides the devices'}."
-    fastest = trainings[0] if best.teacher is None else trainings[0].taught_by(best.teacher)
+    fastest = trainings[0] if best.teacher is None else trainings[0].with_teacher(best.teacher)
     plan = assemble(other, fastest, best.generation, best.colocated, best.engine_devices)
     if because := refusal(plan):
         return f"{OTHER} cannot: {because.rstrip('.')}."

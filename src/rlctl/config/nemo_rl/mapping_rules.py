@@ -519,8 +519,9 @@ def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None
 def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> str | None:
     """Return the line on where the two blocks of a recipe say different things; `other` holds what the block of the
     backend that does not train says."""
-    names = ("Megatron", MEGATRON, "policy") if megatron_on(leaves) else ("DTensor", "policy", MEGATRON)
-    backend, block, others = names
+    backend, block, others = (
+        ("Megatron", MEGATRON, "policy") if megatron_on(leaves) else ("DTensor", "policy", MEGATRON)
+    )
     told = [
         f"{key} is {result.values[key]} ({result.source[key]}), not {value} ({other.source[key]})"
         for key, value in other.values.items()
@@ -536,11 +537,9 @@ def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> st
 def _schedule(values: Mapping[str, Any], steps: Any) -> tuple[Any, ...]:
     """Return what a schedule does, without the keys that have no effect in it."""
     warmup, decay = values.get("scheduler.warmup_steps", 0), values.get("scheduler.decay", "constant")
-    rises = (warmup, values.get("scheduler.init_lr", 0)) if warmup else (0,)
-    falls = (
-        (values.get("scheduler.decay_steps", steps), values.get("scheduler.min_lr", 0)) if decay != "constant" else ()
-    )
-    return (*rises, decay, *falls)
+    rises = values.get("scheduler.init_lr", 0) if warmup else None
+    falls = (values.get("scheduler.decay_steps", steps), values.get("scheduler.min_lr", 0))
+    return warmup, rises, decay, falls if decay != "constant" else None
 
 
 def learning_rate(found: Found) -> tuple[str, Any]:

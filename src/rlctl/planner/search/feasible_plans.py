@@ -18,7 +18,7 @@ from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.policy_search import Request
 from rlctl.planner.search.rules import not_runnable, on_one_node
-from rlctl.planner.search.teacher_search import with_teacher
+from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
 
 
@@ -84,7 +84,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if cluster.is_cpu and request.workload.rollouts:
         budget = cluster.nodes and budget - _least_cpu_engine(request)
     trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
-    trainings = with_teacher(request, trainings, devices, budget, log.add("training"))
+    trainings = with_teachers(request, trainings, devices, budget, log.add("training"))
     log.fitted |= {"training"} if trainings else set()
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
@@ -182,7 +182,7 @@ def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
     trainings = search.training_candidates(
         sides.policy, sides.policy_devices, False, budget - least, log.add("training")
     )
-    trainings = with_teacher(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
+    trainings = with_teachers(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
     plans = []
     for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), KEEP_SPLIT):
         left = budget
@@ -320,9 +320,9 @@ def _host_memory(
     if training is not None and not request.cluster.is_cpu:
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
-        taught = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
+        teacher = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
         ranks = max(1, request.cluster.gpus_per_node)
-        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * taught
+        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * teacher
     engine = 0.0
     if generation is not None:
         per_node = max(1, generation.gpus // request.cluster.nodes)
@@ -388,8 +388,8 @@ def policy_asleep(request: Request, training: search.TrainingCandidate) -> float
     those of a teacher's."""
     if request.cluster.is_cpu:
         return 0.0
-    taught = training.teacher.asleep if training.teacher is not None else 0.0
-    return mem.runtime_bytes(request.cluster, training.choice, request.constants) + 0.5 * GIB + taught
+    teacher = training.teacher.asleep if training.teacher is not None else 0.0
+    return mem.runtime_bytes(request.cluster, training.choice, request.constants) + 0.5 * GIB + teacher
 
 
 def _teacher_bytes(request: Request, training: search.TrainingCandidate) -> float:
