@@ -6,15 +6,12 @@ four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
 import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -23,14 +20,13 @@ from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_config, write_companions
+from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_directory
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
 from rlctl.child import call_in_child
-from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -127,7 +123,7 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
     what = f"{source.label} {TAKES_MORE}"
     place = conversion_directory(source.directory, TEXT)
     if not _is_there(place, record.text_wanted(source.directory)):
-        directory = _without_weights(source.directory, json.dumps(text_config(source.directory)))
+        directory = text_directory(source.directory)
         try:
             facts = facts_in(directory)
         except InputError as error:
@@ -139,16 +135,6 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
         _copy_text_part(source, place)
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
     return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", whole=source.directory)
-
-
-@cache
-def _without_weights(directory: Path, config: str) -> Path:
-    """A folder with the configuration and the tokenizer of the text part of a model, until this process ends."""
-    folders = ExitStack()
-    atexit.register(folders.close)
-    folder = folders.enter_context(temporary_folder(TEXT))
-    write_companions(directory, folder, json.loads(config))
-    return folder
 
 
 def require_seen(source: ModelSource, nodes: int) -> None:
