@@ -306,8 +306,7 @@ def _write_under_lock(
     dtype = Counter(spec.dtype for spec in specs.values()).most_common(1)[0][0]
     with locked(destination, options.tell) as waited:
         begun = time.perf_counter()
-        made = _record(destination) if waited or options.reuse else None
-        if made is not None and made.get("wanted") == json.loads(json.dumps(wanted)):
+        if (waited or options.reuse) and (made := record.complete(destination, wanted)):
             options.tell(f"reusing {destination}" + (", which another process has just finished" if waited else ""))
             return Report(**{**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True})
         if options.reuse and not options.force and destination.exists() and any_content(destination):
@@ -319,22 +318,6 @@ def _write_under_lock(
             report = Report(len(specs), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
             record.write(aside, wanted, report.__dict__, done.fingerprints, published)
             return report
-
-
-def _record(destination: Path) -> dict[str, Any] | None:
-    """The record that a conversion wrote next to its result.
-
-    None: there is none, files of the result are not whole, or the checkpoint to load was trained from the conversion.
-    """
-    try:
-        checkpoint = find(destination)
-        if checkpoint is not None and checkpoint.shards.name != RELEASE:
-            return None
-        TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
-    except (OSError, ValueError, RecursionError):
-        return None
-    made = record.read(destination)
-    return None if made is None or record.damage(destination, made) else made
 
 
 def _source_order(plan: TransferPlan, source: PublishedFiles) -> list[str]:

@@ -128,10 +128,10 @@ def _parameters_without_memory() -> Iterator[None]:
 
     register = nn.Module.register_parameter
 
-    def on_meta(module: Any, name: str, parameter: Any) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = on_meta
     try:

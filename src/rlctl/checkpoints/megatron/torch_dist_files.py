@@ -146,7 +146,7 @@ class TorchDistReader:
             shapes = {
                 key: ParamSpec(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
                 for key, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata) and _is_regular(entry)
+                if isinstance(entry, TensorStorageMetadata)
             }
             _check_items(directory, metadata)
         except (AttributeError, TypeError) as error:  # an object that lacks what its class has
@@ -212,16 +212,6 @@ def _check_backend(directory: Path) -> None:
     if backend != "torch_dist":
         hint = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."
         raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", hint)
-
-
-def _is_regular(entry: TensorStorageMetadata) -> bool:
-    """True where blocks have as many axes as their tensor and a dtype is one; TypeError says what is not so."""
-    axes = len(entry.size)
-    if not isinstance(entry.properties.dtype, torch.dtype):
-        raise TypeError(f"{entry.properties.dtype!r} is no dtype")
-    if any(len(chunk.offsets) != axes or len(chunk.sizes) != axes for chunk in entry.chunks):
-        raise TypeError(f"a block of a tensor of {axes} axes has another number of them")
-    return True
 
 
 def _check_items(directory: Path, metadata: Metadata) -> None:
