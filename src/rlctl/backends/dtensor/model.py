@@ -26,7 +26,7 @@ from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
-from rlctl.checkpoints.hf.transformers_model import body_path, fill_buffers, head_of, layers_of, meta_model
+from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
 from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import Rounding
@@ -236,13 +236,15 @@ def build_model(
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
         _shard(model, groups, spec)
+    computed = computed_buffers(model.inner)
     model.to_empty(device=device)
     _widen_buffers(model.inner, world)
     if not isinstance(model, FSDPModule) and kind is not ValueModel:
         model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
-    fill_buffers(model.inner)
     generator = torch.Generator(device).manual_seed(spec.seed)
     with torch.no_grad():
+        for name, values in computed.items():
+            model.inner.get_buffer(name).copy_(values)
         for parameter in model.parameters():
             local_part(parameter).normal_(std=0.02, generator=generator)
         if isinstance(model, ValueModel):
@@ -293,7 +295,7 @@ def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
     if spec.model_dir is None:
         raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
-    inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless)
+    inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless, buffers=True)
     inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
     if any(hasattr(layer, "altup") for layer in layers_of(inner)):
         inner.get_input_embeddings().register_forward_hook(_finite_at_zero)
