@@ -422,19 +422,19 @@ CHANGED = {
 def test_a_run_may_change_its_backend_and_change_back(
     pools: Pools, published: Published, case: Case, tmp_path: Path
 ) -> None:
-    """The next steps agree within rounding: weights and moments come through the layouts."""
+    """The weights are the same, and so are the loss and the gradients of the next step; the moments start from zero."""
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
     ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
-    second, third, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(4))
-    for ours, theirs in ((changed, second), (back, third)):
-        assert abs(ours.loss - theirs.loss) <= TOLERANCE
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-    for _, (straight, ours) in ranks:
-        for name, value in straight.items():
-            assert (ours[name] - value).abs().max() < 1e-6, name
+    straight, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(3))
+    for ours in (changed, back):
+        assert abs(ours.loss - straight.loss) <= TOLERANCE
+        assert ours.grad_norm == pytest.approx(straight.grad_norm, rel=1e-5)
+    for _, (saved, read) in ranks:
+        assert saved.keys() == read.keys()
+        assert all(torch.equal(read[name], value) for name, value in saved.items())
 
 
 @pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -139,20 +139,19 @@ CHANGED = {
 def test_a_run_with_adapters_may_change_its_backend(
     pools: Pools, published: Published, name: str, tmp_path: Path
 ) -> None:
-    """Adapters and their moments are the same in both: the next steps agree within rounding."""
+    """Adapters are the same in both, and so are the loss and the gradients of the next step."""
     case, places = replace(CHANGED[name], lora=LORA), [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
     ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
-    second, third, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(4))
-    for ours, theirs in ((changed, second), (back, third)):
-        assert abs(ours.loss - theirs.loss) <= TOLERANCE
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-    for _, (straight, ours) in ranks:
-        assert straight.keys() == ours.keys()
-        for tensor, value in straight.items():
-            assert (ours[tensor] - value).abs().max() < TOLERANCE, tensor
+    straight, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(3))
+    for ours in (changed, back):
+        assert abs(ours.loss - straight.loss) <= TOLERANCE
+        assert ours.grad_norm == pytest.approx(straight.grad_norm, rel=1e-5)
+    for _, (saved, read) in ranks:
+        assert saved.keys() == read.keys()
+        assert all(torch.equal(read[tensor], value) for tensor, value in saved.items())
 
 
 def saved_run(pools: Pools, base: Path, case: Case, run: Path) -> dict[tuple[int, int], Tensor]:

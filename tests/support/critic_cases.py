@@ -14,7 +14,7 @@ from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import MinibatchResult, WeightedRollout
 from rlctl.backends.clients import only_result
 from rlctl.backends.megatron.worker import MegatronWorker
-from rlctl.backends.rank_with_critic import RankWithCritic
+from rlctl.backends.policy_rank import PolicyRank
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
@@ -165,7 +165,7 @@ def require_columns_and_steps(
 
 
 def step_both(
-    worker: RankWithCritic, case: Case, batch: dict[int, RolloutColumns], rank: int
+    worker: PolicyRank, case: Case, batch: dict[int, RolloutColumns], rank: int
 ) -> tuple[MinibatchResult | None, MinibatchResult | None]:
     """Train the critic and then the policy on the batch."""
     worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)

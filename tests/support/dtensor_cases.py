@@ -138,28 +138,28 @@ def run_checkpoint(
 def run_changed(
     rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
 ) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    """The third step of Megatron's, and of a run that goes on with FSDP2 after one and with Megatron after two; and
-    the weights behind it, by transformers' names in FSDP2's case."""
-    load = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    straight = make_megatron(rank, case, weights)
-    straight.load_batch(load, list)
-    straight.train_minibatch(0, Loss(), Optim().lr)
-    straight.save_begin(places[0])
-    straight.save_finish()
-    results: list[Any] = [straight.train_minibatch(0, Loss(), Optim().lr)]
-    results.append(straight.train_minibatch(0, Loss(), Optim().lr))
-    adapted = bool(case.lora.rank)  # a checkpoint of adapters is read onto the model that the run began with
-    changed = make_worker(rank, case, directory, load=adapted)
-    changed.load_saved(places[0])
-    changed.load_batch(load, list)
-    results.append(changed.train_minibatch(0, Loss(), Optim().lr))
-    changed.save_begin(places[1])
-    changed.save_finish()
-    back = make_megatron(rank, case, weights if adapted else None)
-    back.load_saved(places[1])
-    back.load_batch(load, list)
-    results.append(back.train_minibatch(0, Loss(), Optim().lr))
-    return results, [dict(straight.parameters()), dict(back.parameters())]
+    """The second step of Megatron's, of FSDP2 that goes on after its first, and of Megatron that goes on with what FSDP2
+    has saved before a step; and what Megatron held when it saved and when it went on."""
+    load, adapted = plan_of(case, batch).shards[case.parallel.data_rank(rank)], bool(case.lora.rank)
+    workers: list[Any] = [make_megatron(rank, case, weights)]
+    workers[0].load_batch(load, list)
+    workers[0].train_minibatch(0, Loss(), Optim().lr)
+    held, results = list[dict[str, Tensor]](), list[Any]()
+    for number, place in enumerate([*places, None]):
+        worker = workers[-1]
+        if number != 1:
+            held.append({name: value.clone() for name, value in worker.parameters().items()})
+        if place is not None:
+            worker.save_begin(place)
+            worker.save_finish()
+        worker.load_batch(load, list)
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        if place is not None:  # a checkpoint of adapters is read onto the model that the run began with
+            back = number == 1
+            workers.append(make_megatron(rank, case, weights if adapted else None) if back
+                           else make_worker(rank, case, directory, load=adapted))  # fmt: skip
+            workers[-1].load_saved(place)
+    return results, held
 
 
 def run_asleep(rank: int, case: Case, directory: Path, batch: Batch) -> tuple:

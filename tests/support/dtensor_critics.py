@@ -12,7 +12,7 @@ from torch import Tensor
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import MinibatchResult
 from rlctl.backends.dtensor.tensor_parallel import local_part
-from rlctl.backends.dtensor.value_worker import HEAD as SAVED_HEAD
+from rlctl.backends.dtensor.worker import HEAD as SAVED_HEAD
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
 from support.critic_cases import CLIP, COLUMNS, CONFIG, HEAD, head_of, named_for, rewarded, step_both
@@ -124,8 +124,8 @@ def run_critic_checkpoint(
 def run_critic_changed(
     rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
 ) -> list[Any]:
-    """(critic's, policy's) result of Megatron's second and third step, of a second one that the dtensor backend takes
-    after Megatron's first, and of a third that Megatron takes after that."""
+    """(critic's, policy's) result of the second step of Megatron's, of the dtensor backend that goes on after the first,
+    and of Megatron that goes on with what that has saved before its step."""
     for place in places:
         place.mkdir(exist_ok=True)
     torch.distributed.barrier()
@@ -133,12 +133,12 @@ def run_critic_changed(
     step_both(straight, case, batch, rank)
     straight.save_begin(places[0])
     straight.save_finish()
-    results: list[Any] = [step_both(straight, case, batch, rank), step_both(straight, case, batch, rank)]
+    results: list[Any] = [step_both(straight, case, batch, rank)]
     changed = make_critic(rank, case, directory, offload=False, load=False)
     changed.load_saved(places[0])
-    results.append(step_both(changed, case, batch, rank))
     changed.save_begin(places[1])
     changed.save_finish()
+    results.append(step_both(changed, case, batch, rank))
     back = make_megatron(rank, case, None)
     back.load_saved(places[1])
     return [*results, step_both(back, case, batch, rank)]

@@ -12,7 +12,7 @@ from rlctl.backends.base import Teaching
 from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss, MinibatchResult
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.megatron.worker import MegatronWorker
-from rlctl.backends.rank_with_critic import RankWithCritic
+from rlctl.backends.policy_rank import PolicyRank
 from rlctl.data.rollouts import RolloutColumns
 from support.dtensor_cases import make_worker as make_module_worker
 from support.dtensor_cases import wholes
@@ -98,7 +98,7 @@ def run_student(
 
 
 def _learn(
-    worker: RankWithCritic,
+    worker: PolicyRank,
     rank: int,
     case: Case,
     batch: dict[int, RolloutColumns],

@@ -110,17 +110,15 @@ def fuse_adam(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], steps: float) -> None:
-    """Give the optimizers the moments of their parameters, which are those of the rank's model, and under `param` their
-    float32 weights: each data-parallel rank keeps its own range of them."""
+def set_masters(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
+    """Give the optimizers the float32 weights of their parameters, of which each data-parallel rank keeps a range."""
+    make_states(optimizer)
     for inner in inner_optimizers(optimizer):
-        inner._init_optimizer_states_with_dummy_values()
         for parameter in inner.model_param_group_index_map:
             span = inner._get_model_param_range_map(parameter)["param"]
-            own = {name: values.flatten()[span.start : span.end] for name, values in moments[parameter].items()}
-            others = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
-            inner._set_main_param_and_optimizer_states(parameter, others | own)
-    set_count(optimizer, steps)
+            states = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
+            own = {"param": masters[parameter].flatten()[span.start : span.end]}
+            inner._set_main_param_and_optimizer_states(parameter, states | own)
 
 
 def make_states(optimizer: Any) -> None:
