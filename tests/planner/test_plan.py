@@ -16,6 +16,7 @@ from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import Adapters, TrainingChoice
+from rlctl.planner.costs.memory import host_memory
 from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
@@ -584,6 +585,20 @@ def test_a_pinned_mover_is_in_the_plan_and_in_its_seconds() -> None:
         make_plan(model("Qwen3-0.6B"), CPU, Workload(), {"refit.mover": "cuda-ipc"})
     with pytest.raises(ConfigError, match="devices of their own"):
         make_plan(facts, cluster, Workload(), {"refit.mover": "cuda-ipc", "generation.colocated": False})
+    with pytest.raises(ConfigError, match="NCCL takes one process of each GPU"):
+        make_plan(facts, cluster, Workload(), {"refit.mover": "collective"})
+    apart = make_plan(facts, cluster, Workload(), {"refit.mover": "collective", "generation.colocated": False})
+    assert apart.mover == "collective"
+
+
+def test_sleeping_engines_are_planned_with_graphs_and_their_copies_of_weights() -> None:
+    """7 GiB on the device (vLLM's issue 47654), and pinned copies of the weights of up to twice their size."""
+    plan = make_plan(model("Qwen3-8B"), make_cluster("h100", 1, 8), Workload())
+    assert plan.memory["training"].parts["engine asleep"] == 7 * GIB
+    assert plan.memory["training"].total < 75.3 * GIB
+    facts, choice = model("Llama-3.1-8B"), TrainingChoice(ParallelSpec(dp=8))
+    with_engines, without = (host_memory(facts, choice, make_cluster("h100", 1, 8), True, size) for size in (GIB, 0.0))
+    assert with_engines - without == 8 * 2 * GIB
 
 
 def test_goals_change_what_is_chosen() -> None:
@@ -629,13 +644,13 @@ def test_engines_on_devices_of_their_own_share_none_with_the_policy_in_a_refit()
 
 
 def test_the_smallest_machine_whose_plan_runs_is_named_beside_the_smallest() -> None:
-    facts = model("Qwen2.5-72B")
+    facts, constants = model("Qwen2.5-72B"), replace(DEFAULTS, engine_asleep_bytes=1.2 * GIB)
     with pytest.raises(
         NoPlanError, match=r"that fits is 4 x 8 A10G.*need several nodes.*with a plan that runs, 6 x 8 A10G"
     ):
-        make_plan(facts, make_cluster("a10g", 1), Workload())
-    assert not make_plan(facts, make_cluster("a10g", 4), Workload()).runnable
-    assert make_plan(facts, make_cluster("a10g", 6), Workload()).runnable
+        make_plan(facts, make_cluster("a10g", 1), Workload(), constants=constants)
+    assert not make_plan(facts, make_cluster("a10g", 4), Workload(), constants=constants).runnable
+    assert make_plan(facts, make_cluster("a10g", 6), Workload(), constants=constants).runnable
 
 
 def test_a_split_step_takes_the_sum_of_both_sides_and_an_asynchronous_one_the_longer_side() -> None:

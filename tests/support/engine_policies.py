@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlctl.backends.base import EngineWorker
+from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.refit.channels import plan_channels
@@ -123,7 +123,7 @@ def requests(samples: int = 4, base: int = 0) -> list[GroupRequest]:
 
 def generate(engine: Any, sampling: Sampling, wanted: list[GroupRequest] | None = None) -> list[Any]:
     """Groups as (result, columns, texts)."""
-    results = engine.call(EngineWorker.generate, wanted or requests(), sampling, 60.0)
+    results = engine.call(EpisodeWorker.generate, wanted or requests(), sampling, 60.0)
     return [(result, result.columns, result.texts) for result in results]
 
 

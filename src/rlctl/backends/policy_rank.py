@@ -257,6 +257,12 @@ class PolicyRank(ABC):
         if self.critic is not None and not self._takes_turns:
             self.critic.wake()
 
+    def device_used(self) -> tuple[int, int] | None:
+        if self.spec.device != "cuda":
+            return None
+        left, size = torch.cuda.mem_get_info()
+        return size - left, size
+
     def host_memory(self) -> HostMemory:
         """Where tensors wait during `sleep`."""
         self._host_memory = self._host_memory or HostMemory()

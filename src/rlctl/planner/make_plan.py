@@ -223,6 +223,12 @@ def _check_mover(request: Request) -> None:
     if mover == "cuda-ipc" and apart:
         why = "refit.mover = cuda-ipc, but with generation.colocated = false engines have devices of their own."
         raise ConfigError(why, "Use auto or collective.")
+    shared = not apart and not request.cluster.is_cpu and bool(request.workload.rollouts)
+    if mover == "collective" and shared:
+        why = (
+            "refit.mover = collective, but engines share GPUs with the policy, and NCCL takes one process of each GPU."
+        )
+        raise ConfigError(why, "Use auto or cuda-ipc, or give the engines GPUs: --set generation.colocated=false.")
     if mover == "shared-memory" and apart and request.cluster.nodes > 1:
         why = "refit.mover = shared-memory, but with generation.colocated = false engines have nodes of their own."
         raise ConfigError(why, "Use auto or collective.")

@@ -304,6 +304,7 @@ def host_memory(
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
     weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
-    asleep = weights + engine_weights if colocated else 0.0
+    # vLLM pins the memory that its weights wait in, and torch rounds what it pins up to a power of two.
+    asleep = weights + engine_weights * (1 if cluster.is_cpu else 2) if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
     return ranks * (offloaded + asleep + process) + 10 * GIB
