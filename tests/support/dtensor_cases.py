@@ -138,8 +138,8 @@ def run_checkpoint(
 def run_changed(
     rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
 ) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    """The second step of Megatron's, of FSDP2 that goes on after its first, and of Megatron that goes on with what FSDP2
-    has saved before a step; and what Megatron held when it saved and when it went on."""
+    """The second step of Megatron's, of FSDP2 that goes on after its first, and of Megatron that goes on with what it
+    saved before a step; and what Megatron held when it saved and when it went on."""
     load, adapted = plan_of(case, batch).shards[case.parallel.data_rank(rank)], bool(case.lora.rank)
     workers: list[Any] = [make_megatron(rank, case, weights)]
     workers[0].load_batch(load, list)

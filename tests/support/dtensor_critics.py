@@ -124,8 +124,8 @@ def run_critic_checkpoint(
 def run_critic_changed(
     rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
 ) -> list[Any]:
-    """(critic's, policy's) result of the second step of Megatron's, of the dtensor backend that goes on after the first,
-    and of Megatron that goes on with what that has saved before its step."""
+    """(critic's, policy's) result of Megatron's second step, of the dtensor backend's that goes on after the first, and
+    of Megatron's that goes on with what the dtensor backend saved before its step."""
     for place in places:
         place.mkdir(exist_ok=True)
     torch.distributed.barrier()
