@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
+from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part, zigzag
 from rlctl.backends.dtensor.experts import Replay, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
-from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_alike, gather_tokens, local_part
+from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
@@ -98,7 +98,7 @@ def row_attention(
     assert row is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if row.context.size() > 1:
-        k, v = GatherContext.apply(k, row.context), GatherContext.apply(v, row.context)
+        k, v = Gather.apply(k, row.context), Gather.apply(v, row.context)
     out = attend(q, k, v, row.attention, scale=scaling, window=sliding_window, sinks=s_aux, cap=softcap)
     return out.view(1, q.shape[0], q.shape[1], -1), None
 
@@ -157,9 +157,8 @@ class PolicyModel(nn.Module):
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
         """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the last hidden states."""
-        if self._tensor.size() > 1:
-            hidden_1TH = gather_tokens(hidden_1TH, self._tensor)
-        hidden_U = hidden_1TH[0].index_select(0, part.sources_U)
+        hidden_TH = Gather.apply(hidden_1TH[0], self._tensor) if self._tensor.size() > 1 else hidden_1TH[0]
+        hidden_U = hidden_TH.index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
         return chunked_logprobs(
             hidden_U, part.inverse_R, part.targets_R, self._head, vocab, self._temperature, self._chunk,

@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from rlctl.backends.context_parallel import GatherContext
+from rlctl.backends.context_parallel import Gather, ShareOut
 from rlctl.backends.lora import is_adapter
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
@@ -29,49 +28,6 @@ from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
 KEYS_AND_VALUES = frozenset({Role.K, Role.V, Role.K_BIAS, Role.V_BIAS})
 GATE_AND_UP_APART = 4
 """The axes of experts' `gate_up_proj` in the layout, where transformers has three."""
-
-
-class ShareOut(torch.autograd.Function):
-    """Sums [T, H] over the ranks and gives each its part of the tokens; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        out = x_TH.new_empty((x_TH.shape[0] // group.size(), *x_TH.shape[1:]))
-        torch.distributed.reduce_scatter_tensor(out, x_TH.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = grad.new_empty((grad.shape[0] * ctx.group.size(), *grad.shape[1:]))
-        torch.distributed.all_gather_into_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-class GatherValues(torch.autograd.Function):
-    """The values of the tokens of all ranks. Each rank computes the same from them, and keeps the gradient of its own
-    tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, values_T: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        out = values_T.new_empty(values_T.shape[0] * group.size())
-        torch.distributed.all_gather_into_tensor(out, values_T.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-def gather_tokens(x_1TH: Tensor, group: Any) -> Tensor:
-    """The tokens of all ranks; backward sums and scatters."""
-    return GatherContext.apply(x_1TH[0], group)[None]
-
-
-def share_out(x_1TH: Tensor, group: Any) -> Tensor:
-    return ShareOut.apply(x_1TH[0], group)[None]
 
 
 View = Callable[[Any], Tensor]
@@ -175,7 +131,7 @@ def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
     local = tokens_1T - group.rank() * weight.shape[0]
     outside = (local < 0) | (local >= weight.shape[0])
     found = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
-    shared = share_out(found, group)
+    shared = ShareOut.apply(found[0], group)[None]
     scale = getattr(module, "embed_scale", None)  # Gemma's
     return shared if scale is None else shared * scale.to(shared.dtype)
 
@@ -183,8 +139,10 @@ def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
 def _on_whole_rows(forward: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     """`forward` of attention or an MLP on the tokens of all ranks; its output is this rank's part of the sum."""
     if args:
-        args = (gather_tokens(args[0], group), *args[1:])
+        args = (Gather.apply(args[0][0], group)[None], *args[1:])
     else:
-        kwargs["hidden_states"] = gather_tokens(kwargs["hidden_states"], group)
+        kwargs["hidden_states"] = Gather.apply(kwargs["hidden_states"][0], group)[None]
     out = forward(*args, **kwargs)
-    return (share_out(out[0], group), *out[1:]) if isinstance(out, tuple) else share_out(out, group)
+    hidden_1TH, *others = out if isinstance(out, tuple) else (out,)
+    shared = ShareOut.apply(hidden_1TH[0], group)[None]
+    return (shared, *others) if isinstance(out, tuple) else shared

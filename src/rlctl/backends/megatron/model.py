@@ -30,9 +30,9 @@ from rlctl.backends.megatron.modules import (
     RMSNorm,
     RowParams,
     RowRotary,
-    attention_factor,
     normed_output,
     own_angles,
+    rotary_of,
 )
 from rlctl.backends.megatron.routing import Replay, hand_out
 from rlctl.backends.policy_rank import LossOf
@@ -258,7 +258,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
 def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
     """Have cosines and sines multiplied by YaRN's attention factor, which Megatron reads from an attribute that is no
     field, as 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`)."""
-    factor = attention_factor(facts.rope)
+    _, factor = rotary_of(facts.rope, facts.head_dim)
     if factor < 1 or (factor > 1 and facts.mla is not None):
         raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
     if factor > 1:
