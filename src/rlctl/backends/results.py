@@ -87,7 +87,11 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
     are 0."""
     counted = [row.columns_R["advantages"][row.columns_R["token_weights"] != 0].double() for row in rows]
     own = torch.cat(counted) if counted else torch.zeros(0)
-    parts = [part for part in _all_ranks(_moments(own), group) if part[0]]
+    moments = (0, 0.0, 0.0, 0.0, 0.0)  # number, mean, sum of squares around it, smallest and largest value
+    if len(own):
+        square = (own - own.mean()).square().sum()
+        moments = len(own), float(own.mean()), float(square), float(own.min()), float(own.max())
+    parts = [part for part in _all_ranks(moments, group) if part[0]]
     if not parts:
         return
     tokens = sum(count for count, *_ in parts)
@@ -97,15 +101,6 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
     scale = 0.0 if equal else 1 / (variance**0.5 + WHITENING_EPSILON)
     for row in rows:
         row.columns_R["advantages"] = (row.columns_R["advantages"] - mean) * scale
-
-
-def _moments(values: Tensor) -> tuple[int, float, float, float, float]:
-    """Number, mean, sum of squares around it, smallest and largest value."""
-    if not len(values):
-        return 0, 0.0, 0.0, 0.0, 0.0
-    mean = values.mean()
-    square = (values - mean).square().sum()
-    return len(values), float(mean), float(square), float(values.min()), float(values.max())
 
 
 def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:

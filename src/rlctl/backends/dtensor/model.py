@@ -22,7 +22,7 @@ from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, c
 from rlctl.backends.dtensor.experts import Replay, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
-from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part
+from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
@@ -266,26 +266,9 @@ def _compute_narrowly(inner: Any, world: DTensorWorld, dtype: torch.dtype, round
     names = [piece.param for piece in world.modules.pieces if piece.tensor not in own]
     for path in {name.rpartition(".")[0] for name in names}:
         module = inner.get_submodule(path)
-        leaves = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == path]
-        narrow = partial(narrowed, dtype=dtype, rounding=rounding)
-        module.forward = partial(_narrowly, module, module.forward, leaves, narrow)
-
-
-def _narrowly(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    names: list[str],
-    narrow: Callable[[Tensor], Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`forward` of a module whose buffers called `names` are narrow for that moment."""
-    held = {name: module._buffers[name] for name in names}
-    module._buffers.update({name: None if value is None else narrow(value) for name, value in held.items()})
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        module._buffers.update(held)
+        leaves = [leaf for leaf in module._buffers if f"{path}.{leaf}" in names]
+        views = dict.fromkeys(leaves, partial(narrowed, dtype=dtype, rounding=rounding))
+        module.forward = partial(with_views, module, module.forward, views, "buffers")
 
 
 def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:

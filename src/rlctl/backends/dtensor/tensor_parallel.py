@@ -51,7 +51,7 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
             module.forward = lookup
         elif own and (group.size() > 1 or any(map(world.is_expert, own.values()))):
             views = {name: _view(world, full_name, group) for name, full_name in own.items()}
-            module.forward = partial(with_views, module, module.forward, views)
+            module.forward = partial(with_views, module, module.forward, views, "parameters")
     for layer in inner.model.layers if group.size() > 1 else ():
         for module in (layer.self_attn, layer.mlp):
             module.forward = partial(_on_whole_rows, module.forward, group)
@@ -62,7 +62,9 @@ def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in tuple(module.named_parameters(recurse=False)):
         tensor = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    module.forward = partial(with_views, module, module.forward, dict.fromkeys(module._parameters, _local))
+    module.forward = partial(
+        with_views, module, module.forward, dict.fromkeys(module._parameters, _local), "parameters"
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -114,15 +116,16 @@ def _one_head(start: int, rows: int, parameter: Any) -> Tensor:
 
 
 def with_views(
-    module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], kind: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` of a module whose parameters are, for that moment, what `views` make of them."""
-    owned = {name: module._parameters[name] for name in views}
-    module._parameters.update({name: views[name](value) for name, value in owned.items()})  # type: ignore[arg-type]
+    """`forward` of a module whose parameters (or buffers: `kind`) are, for that moment, what `views` make of them."""
+    own = getattr(module, f"_{kind}")
+    owned = {name: own[name] for name in views}
+    own.update({name: views[name](value) for name, value in owned.items()})
     try:
         return forward(*args, **kwargs)
     finally:
-        module._parameters.update(owned)
+        own.update(owned)
 
 
 def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:

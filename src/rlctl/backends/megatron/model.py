@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
@@ -228,17 +229,11 @@ def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | N
             if config.qk_layernorm and getattr(attention, name, None) is not None:
                 setattr(attention, name, RMSNorm)
         if config.multi_latent_attention:
-            _replicate_down_projections(attention)
+            # Column-parallel ones get a wrong gradient for the key's rotary part under tensor parallelism.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     if not use_te:
         spec.layer_norm = RMSNorm
     return spec
-
-
-def _replicate_down_projections(attention: Any) -> None:
-    """Column-parallel down-projections get a wrong gradient for the key's rotary part under tensor parallelism."""
-    from megatron.core.post_training.modelopt.layers import Linear
-
-    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 
 def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
