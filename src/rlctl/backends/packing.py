@@ -96,7 +96,7 @@ def plan_batch(
         ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
     shards = []
     for rank in range(dp):
-        minis = tuple(tuple(map(_in_batch_order, rows[rank])) for rows in ranks)
+        minis = tuple(tuple(_micro_batch(units) for units in rows[rank]) for rows in ranks)
         groups = sorted({rollout.position for rows in minis for micro in rows for rollout in micro})
         shards.append(BatchShard({group: columns[group] for group in groups}, minis, share, dynamic))
     unshared = sum(rollout.tokens for rollouts in minibatches for rollout in rollouts)
@@ -209,7 +209,7 @@ def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[list[PackingUni
     return ranks
 
 
-def _in_batch_order(units: list[PackingUnit]) -> MicroBatch:
+def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
     ordered = sorted(units, key=lambda unit: (unit.rollouts[0].position, unit.rollouts[0].sample))
     return tuple(rollout for unit in ordered for rollout in unit.rollouts)
 

@@ -410,7 +410,7 @@ class PolicyRank(ABC):
         return damaged_files(Path(directory), {name: digests[name] for name in names})
 
     def load_saved(self, directory: Path | str) -> None:
-        """Of a checkpoint that the other backend saved the weights alone are read, and the optimizer starts afresh."""
+        """The weights alone are read of a checkpoint that the other backend saved; the optimizer starts afresh."""
         directory = require_policy(Path(directory))
         if names_modules(directory) == self.saves_modules:
             self.load_checkpoint(directory)

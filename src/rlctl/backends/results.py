@@ -105,9 +105,8 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
 
 def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
     """Return sums and maxima over the micro-batches of all data-parallel ranks. Collective over them (`group`)."""
-    local: dict[str, Any] = {"loss": 0.0, "sums": {}, "maxima": {}}
+    local: dict[str, Any] = {"loss": sum(float(micro["loss"]) for micro in found), "sums": {}, "maxima": {}}
     for micro in found:
-        local["loss"] += float(micro["loss"])
         for name, value in micro["sums"].items():
             local["sums"][name] = local["sums"].get(name, 0.0) + float(value)
         for name, value in micro["maxima"].items():

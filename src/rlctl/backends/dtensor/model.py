@@ -129,13 +129,12 @@ class PolicyModel(nn.Module):
         """With router replay, the routers that are told a row's experts."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        return self._packed(row) if self._packs else self._outputs(self._rectangle(row), row)
-
-    def _rectangle(self, row: PackedRow) -> Tensor:
-        """[1, T, H]: the last hidden states of a row whose units are all of one length, each a sequence of its own as
-        transformers computes one. The padding is behind all tokens of a rollout, which never see it."""
-        tokens_BL = row.tokens_T.view(len(row.units), -1)
-        return self._layers(input_ids=tokens_BL).flatten(0, 1)[None]
+        if self._packs:
+            return self._packed(row)
+        # All units are of one length, each a sequence of its own as transformers computes one. The padding is behind
+        # all tokens of a rollout, which never see it.
+        found = self._layers(input_ids=row.tokens_T.view(len(row.units), -1))
+        return self._outputs(found.flatten(0, 1)[None], row)
 
     def _layers(self, **given: Any) -> Tensor:
         return self.inner.get_submodule(self._body)(use_cache=False, **given).last_hidden_state
@@ -165,10 +164,6 @@ class PolicyModel(nn.Module):
             part.further_RK, self._top,
         )  # fmt: skip
 
-    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
-        """Divide the model over the ranks of `mesh` (tp), and its experts over `experts` (ep, tp)."""
-        divide(self.inner, world, mesh, experts)
-
 
 class ValueHead(nn.Module):
     """A value of each hidden state, in float32: 0 everywhere before training."""
@@ -196,11 +191,6 @@ class ValueModel(PolicyModel):
             values_T = GatherValues.apply(values_T, self._tensor)
         return values_T[part.sources_U][part.inverse_R][None]
 
-    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
-        super().divide(world, mesh, experts)
-        if mesh.size() > 1:
-            divide_alike(self.head, mesh)
-
 
 def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of `fully_shard`: with two axes it shards along the last."""
@@ -227,7 +217,10 @@ def build_model(
         adapt(model.inner, world, spec.lora)
     if spec.router_replay:
         model.replays = install_replay(model.inner, world)
-    model.divide(world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
+    tp = groups.sharding["tp"]
+    divide(model.inner, world, tp, groups.experts["ep", "tp"] if groups.experts else None)
+    if isinstance(model, ValueModel) and tp.size() > 1:
+        divide_alike(model.head, tp)
     if groups.experts is not None:
         spread(model.inner, world, groups.experts.get_group("ep"))
     if compute := COMPUTE[spec.dtype]:

@@ -3,7 +3,6 @@ parallelism. A save takes a snapshot, then writes it in the background while tra
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +37,9 @@ class MegatronSave(Save):
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])
         if not torch.cuda.is_available():  # from a device everything is copied to the host below
-            _copy_live_tensors(state)
+            for leaf in nested_values(state):
+                if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
+                    leaf.data = leaf.data.detach().clone()
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
         self._request = call_known(
@@ -67,13 +68,6 @@ class MegatronSave(Save):
             step()
 
 
-def _copy_live_tensors(state: dict[str, Any]) -> None:
-    """The state refers to the parameters and the optimizer's states themselves."""
-    for leaf in nested_values(state):
-        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
-            leaf.data = leaf.data.detach().clone()
-
-
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     """Reads what `save_begin` and `save_finish` wrote; random state only under the parallelism it was saved with.
 
@@ -89,7 +83,7 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     wanted = _sharded_state(chunks, optimizer)
     for leaf in nested_values(wanted):
         if isinstance(leaf, ShardedTensorFactory):  # its parts are views, and are read into the parameter itself
-            leaf.merge_fn = functools.partial(_as_read, leaf.data)
+            leaf.merge_fn = lambda _, live=leaf.data: live
     if same_layout := common.get("layout") == _layout():
         wanted["random"] = _random_state_of_rank()
     found = cast(dict[str, Any], dist_checkpointing.load(wanted, str(directory)))
@@ -103,10 +97,6 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     set_count(optimizer, steps_in(common["optimizer"]))
     if same_layout:
         _set_random_state(found["random"])
-
-
-def _as_read(live: Tensor, parts: Any) -> Tensor:
-    return live
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:

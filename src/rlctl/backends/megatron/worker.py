@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from rlctl.backends.host_memory import Offloaded
 from rlctl.backends.lora import MergedParameters, is_adapter
 from rlctl.backends.megatron import compat, cpu
 from rlctl.backends.megatron.args import has_transformer_engine
-from rlctl.backends.megatron.backend import policy_world
+from rlctl.backends.megatron.backend import layouts
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
@@ -136,13 +136,8 @@ class MegatronWorker(PolicyRank):
 
         return global_name(core, name) if len(self.chunks) > 1 else name
 
-    @property
-    def layer_spec(self) -> Literal["local", "te"]:
-        """The library that the policy's layers come from: Megatron itself, or TransformerEngine."""
-        return "te" if self.config.transformer_impl == "transformer_engine" else "local"
-
     def layouts(self) -> MegatronWorld:
-        world = policy_world(self.spec, self.layer_spec)
+        world = layouts(self.spec)
         return replace(world, head=False) if self.is_critic else world
 
     @torch.no_grad()
