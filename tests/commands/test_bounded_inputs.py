@@ -78,15 +78,9 @@ def test_a_configuration_file_out_of_bounds(
     assert len(said) < 15_000
 
 
-DOUBLING = [f"v0: {'x' * 100_000}", *(f"v{i}: ${{v{i - 1}}}${{v{i - 1}}}" for i in range(1, 8))]
-BRANCHING = ["v0: {x: 1}", *(f"v{i}: {{a: '${{v{i - 1}}}', b: '${{v{i - 1}}}'}}" for i in range(1, 40))]
-
-
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (DOUBLING, "its references stand for more than"),
-        (BRANCHING, "lead to more than 10,000 others"),
         (["defaults: [3]"], "`defaults` names 3, which is no file"),
         (["defaults: /dev/zero"], "/dev/zero cannot be read: it is a device, not a file"),
     ],
@@ -100,12 +94,11 @@ def test_a_recipe_out_of_bounds(tmp_path: Path, refused: Callable[..., str], lin
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("grpo: {seed: '${div:1,0}'}", "${div:...} of [1, 0]: division by zero"),
-        ("grpo: {seed: '${sub:}'}", "${sub:...}"),
-        ("grpo: {seed: '${mul:" + ",".join(["9" * 4000] * 2) + "}'}", "${mul:...} gives a number that is too large"),
+        ("grpo: {seed: '${div:1,0}'}", "grpo.seed = ${div:1,0}: division by zero"),
+        ("grpo: {seed: '${sub:}'}", "grpo.seed = ${sub:}: Unsupported interpolation type sub"),
         ("\n".join(f"k{i}: {i}" for i in range(4000)), "more lines, which --all shows"),
     ],
-    ids=["div", "sub", "mul", "unknown"],
+    ids=["div", "sub", "unknown"],
 )
 def test_a_value_of_a_recipe_that_leads_nowhere_is_a_line_of_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, words: str
