@@ -33,11 +33,11 @@ class HostedEngine:
 
 @pytest.fixture(scope="session")
 def placement() -> Iterator[Any]:
-    """Ray on this machine, with room for a few workers."""
+    """Ray on this machine, with room for a few workers and, by its account, two GPUs."""
     from rlctl.cluster.placement import Placement
     from rlctl.cluster.ray_session import ray_session
 
-    with ray_session():
+    with ray_session(gpus=2):
         yield Placement(4, gpus=False, timeout_s=START_TIMEOUT_S)
 
 

@@ -31,7 +31,7 @@ Loader.yaml_constructors = {
     tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in CORE_TAGS
 }
 INVALID = (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError)
-"""What a document raises that is no YAML, or holds a value that its tag or Python does not take (`!!bool 3`)."""
+"""Errors of a document that is no YAML, or holds a value that its tag or Python does not take (`!!bool 3`)."""
 
 
 def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -45,7 +45,7 @@ class VllmEngine:
         self._routed: dict[str, Sample] = {}
         """The samples of which experts are recorded, with those that they share a beginning with."""
         self._spans: dict[str, list[Span]] = {}
-        """What was recorded of them."""
+        """Records of the experts, of those samples."""
         self._draining = False
         self._version = 0
         self._updating: int | None = None

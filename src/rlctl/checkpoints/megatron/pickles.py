@@ -75,7 +75,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 RESTRICTED = types.SimpleNamespace(Unpickler=RestrictedUnpickler, __name__="restricted")
-"""What `torch.load` uses of the module `pickle`."""
+"""The part of the module `pickle` that `torch.load` uses."""
 
 
 def load_metadata(directory: Path) -> Any:
