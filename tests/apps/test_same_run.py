@@ -178,7 +178,11 @@ def test_both_backends_run_the_same_steps(uninterrupted, here, tiny_llama: Path,
     done = here(resume(ours, *more))
     assert done.returncode == 0, done.stderr
     assert [line.keys() for line in results(ours)] == [line.keys() for line in results(theirs)]
-    same_run(results(theirs), results(ours))
+    half = STEPS // 2
+    same_run(results(theirs)[:half], results(ours)[:half])
+    # The weights move to the other backend, and the optimizer's moments do not: the next step begins as it would have.
+    for name in ("reward_mean", "response_tokens_mean", "entropy"):
+        assert results(ours)[half][name] == pytest.approx(results(theirs)[half][name], rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")

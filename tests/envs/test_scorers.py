@@ -137,6 +137,7 @@ def test_exact_match(answer: object, completion: str, score: float) -> None:
         ("18", "#### 18", 1),
         ("5", r"\boxed{5\text{ cm}}", 1),
         ("10", r"\boxed{10\%}", 1),
+        (r"\Gamma(5)", r"\boxed{\Gamma(5)}", 1),
         ("90", r"\boxed{90^\circ}", 1),
         ("2.5", r"\boxed{\frac{5}{2}}", 1),
         ("2.5", r"\boxed{2\frac{1}{2}}", 1),

@@ -80,7 +80,11 @@ class MathVerify:
     def __init__(self, extraction: Extraction | None) -> None:
         # Imports sympy.
         import math_verify
+        from latex2sympy2_extended.antlr_parser import PSParser
 
+        # OmegaConf needs antlr 4.9, whose grammar has no such atom. The converter asks each percentage whether it is one.
+        if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+            PSParser.AtomContext.FUNC_GAMMA = lambda self: None
         self._math_verify = math_verify
         self._extraction: Extraction | None = extraction
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
