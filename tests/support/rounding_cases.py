@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.backends.megatron.optimizer import inner_optimizers
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.plan_execution import execute
 from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
 from rlctl.data.rollouts import RolloutColumns
+from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
+from rlctl.weights.transfer_plan import SingleWorld, receive_plan
+from support.critic_cases import CLIP, CONFIG, rewarded
+from support.critic_cases import make_critic as make_megatron_critic
 from support.dtensor_cases import make_worker, whole, wholes
+from support.dtensor_critics import make_critic
 from support.parallel_cases import BrokenLoss, Case, Loss, column_by_rollout, plan_of
 from support.parallel_cases import make_worker as make_megatron
 from support.reference import Optim
@@ -113,6 +123,72 @@ def run_changed_backend(
     held = [{name: value.clone() for name, value in one.parameters().items()} for one in (worker, back)]
     masters = [{name: master for name, (_, master) in megatron_weights(one).items()} for one in (worker, back)]
     return [*held, *masters]
+
+
+def run_critic(rank: int, backend: str, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch) -> Any:
+    """What a critic holds after one step, compared as above."""
+    megatron = backend == "megatron"
+    made = make_megatron_critic(rank, case, weights) if megatron else make_critic(rank, case, directory, offload=False)
+    worker: Any = made
+    worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)
+    worker.critic_begin()
+    worker.estimate(TokenAdvantages(CONFIG))
+    result = worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr)
+    if megatron:
+        return result, agreement(megatron_weights(worker.critic))
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda m, _given, path=path: seen.update(
+                {f"{path}.{name}": whole(value) for name, value in m.named_parameters(recurse=False)}
+            )
+        )
+        for path, module in worker.critic.model.named_modules()
+    ]
+    worker.estimate(TokenAdvantages(CONFIG))
+    for hook in hooks:
+        hook.remove()
+    masters = {name: whole(value) for name, value in worker.critic.model.named_parameters()}
+    return result, agreement({name: (own, masters[name]) for name, own in seen.items() if name in masters})
+
+
+def sent(worker: Any, place: Path) -> dict[str, Tensor]:
+    """What a refit would send of a policy of one process, under the names and in the dtypes of a model directory."""
+    layout, held = open_hf_model(place).layout, worker.parameters()
+    found = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in layout.params.items()}
+    for copy in receive_plan(worker.layouts(), SingleWorld(layout), 0).prove().copies:
+        execute(copy, held[copy.source_param], found[copy.destination_param], rounding=worker.rounding)
+    return found
+
+
+def run_export(
+    rank: int, backend: str, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, run: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a refit sends after two steps; and the same of a policy to which the run's checkpoint was given as a model.
+    The checkpoint is exported into `run`."""
+    megatron = backend == "megatron"
+    worker: Any = make_megatron(rank, case, weights) if megatron else make_worker(rank, case, directory)
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    for _ in range(2):
+        worker.train_minibatch(0, Loss(), Optim().lr)
+    policy = run / "checkpoints" / "step_1" / "policy"
+    policy.mkdir(parents=True)
+    worker.save_begin(policy)
+    worker.save_finish()
+    values = {"model.dtype": case.dtype, "training.lora.rank": case.lora.rank, "training.lora.alpha": case.lora.alpha}
+    manifest = {
+        "model": {"directory": str(directory), "fingerprint": model_fingerprint(directory)},
+        "config": {key: {"value": value} for key, value in (values | {"optimizer.rounding": worker.rounding}).items()},
+        "plan": {"training": {"precision": "bf16"}},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    megatron_to_hf(run, run / "exported", config_from=directory)
+    held = sent(worker, run / "exported")
+    if case.lora.rank:
+        return held, held
+    again: Any = make_megatron(rank, case, None) if megatron else make_worker(rank, case, directory, load=False)
+    again.load_model(policy)
+    return held, sent(again, run / "exported")
 
 
 def run_float16(
