@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,24 @@ from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.plan_execution import execute
 from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
-from rlctl.data.rollouts import RolloutColumns
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
 from rlctl.weights.transfer_plan import SingleWorld, receive_plan
-from support.critic_cases import CLIP, CONFIG, rewarded
-from support.critic_cases import make_critic as make_megatron_critic
-from support.dtensor_cases import make_worker, whole, wholes
-from support.dtensor_critics import make_critic
-from support.parallel_cases import BrokenLoss, Case, Loss, column_by_rollout, plan_of
-from support.parallel_cases import make_worker as make_megatron
+from support.critic_cases import CLIP, CONFIG, make_critic, rewarded
+from support.parallel_cases import (
+    Batch,
+    BrokenLoss,
+    Case,
+    Loss,
+    Model,
+    column_by_rollout,
+    load_batch,
+    make_worker,
+    plan_of,
+    whole,
+    wholes,
+)
 from support.reference import Optim
 
-Batch = dict[int, RolloutColumns]
 Found = dict[str, tuple[Tensor, Tensor]]
 """By name: what is computed with, and float32."""
 
@@ -60,6 +68,10 @@ def megatron_weights(worker: Any) -> Found:
 
 
 def dtensor_weights(worker: Any) -> Found:
+    return seen_by(worker, lambda: worker.add_logprobs("old_logprobs"))
+
+
+def seen_by(worker: Any, forward: Callable[[], Any]) -> Found:
     """Every parameter as the model sees it during a forward pass, whole, and its float32 weights, whole."""
     seen: dict[str, Tensor] = {}
 
@@ -69,10 +81,10 @@ def dtensor_weights(worker: Any) -> Found:
 
     hooks = [
         module.register_forward_pre_hook(lambda m, given, path=path: look(m, given, path))
-        for path, module in worker.model.inner.named_modules()
+        for path, module in getattr(worker.model, "inner", worker.model).named_modules()
         if next(module.parameters(recurse=False), None) is not None
     ]
-    worker.add_logprobs("old_logprobs")
+    forward()
     for hook in hooks:
         hook.remove()
     masters = wholes(worker, "data")
@@ -82,25 +94,15 @@ def dtensor_weights(worker: Any) -> Found:
     }
 
 
-def run_megatron(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch) -> list[tuple[bool, int, int]]:
+def run_rounded(rank: int, case: Case, model: Model, batch: Batch) -> list[tuple[bool, int, int]]:
     """Before training, and after each of two steps."""
-    worker = make_megatron(rank, case, weights)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    found = [agreement(megatron_weights(worker))]
+    worker = make_worker(rank, case, model)
+    weights = megatron_weights if case.backend == "megatron" else dtensor_weights
+    load_batch(worker, rank, case, batch)
+    found = [agreement(weights(worker))]
     for _ in range(2):
         worker.train_minibatch(0, Loss(), Optim().lr)
-        found.append(agreement(megatron_weights(worker)))
-    return found
-
-
-def run_dtensor(rank: int, case: Case, directory: Path, batch: Batch) -> list[tuple[bool, int, int]]:
-    """Likewise."""
-    worker = make_worker(rank, case, directory)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    found = [agreement(dtensor_weights(worker))]
-    for _ in range(2):
-        worker.train_minibatch(0, Loss(), Optim().lr)
-        found.append(agreement(dtensor_weights(worker)))
+        found.append(agreement(weights(worker)))
     return found
 
 
@@ -109,47 +111,32 @@ def run_changed_backend(
 ) -> list[dict[str, Tensor]]:
     """What Megatron holds after a step, what it holds when FSDP2 has taken the checkpoint over and handed it back
     without a step, and the float32 weights of both."""
-    worker = make_megatron(rank, case, weights)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    worker = make_worker(rank, case, weights)
+    load_batch(worker, rank, case, batch)
     worker.train_minibatch(0, Loss(), Optim().lr)
     worker.save_begin(places[0])
     worker.save_finish()
-    between = make_worker(rank, case, directory, load=False)
+    between = make_worker(rank, replace(case, backend="dtensor"), directory, load=False)
     between.load_saved(places[0])
     between.save_begin(places[1])
     between.save_finish()
-    back = make_megatron(rank, case, None)
+    back = make_worker(rank, case, None)
     back.load_saved(places[1])
     held = [{name: value.clone() for name, value in one.parameters().items()} for one in (worker, back)]
     masters = [{name: master for name, (_, master) in megatron_weights(one).items()} for one in (worker, back)]
     return [*held, *masters]
 
 
-def run_critic(rank: int, backend: str, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch) -> Any:
-    """What a critic holds after one step, compared as above."""
-    megatron = backend == "megatron"
-    made = make_megatron_critic(rank, case, weights) if megatron else make_critic(rank, case, directory, offload=False)
-    worker: Any = made
+def run_critic(rank: int, case: Case, model: Model, batch: Batch) -> tuple[Any, tuple[bool, int, int]]:
+    """The result of a critic's step, and what it holds after it, compared as above."""
+    worker = make_critic(rank, case, model)
     worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)
     worker.critic_begin()
     worker.estimate(TokenAdvantages(CONFIG))
     result = worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr)
-    if megatron:
+    if case.backend == "megatron":
         return result, agreement(megatron_weights(worker.critic))
-    seen: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda m, _given, path=path: seen.update(
-                {f"{path}.{name}": whole(value) for name, value in m.named_parameters(recurse=False)}
-            )
-        )
-        for path, module in worker.critic.model.named_modules()
-    ]
-    worker.estimate(TokenAdvantages(CONFIG))
-    for hook in hooks:
-        hook.remove()
-    masters = {name: whole(value) for name, value in worker.critic.model.named_parameters()}
-    return result, agreement({name: (own, masters[name]) for name, own in seen.items() if name in masters})
+    return result, agreement(seen_by(worker.critic, lambda: worker.estimate(TokenAdvantages(CONFIG))))
 
 
 def sent(worker: Any, place: Path) -> dict[str, Tensor]:
@@ -162,13 +149,13 @@ def sent(worker: Any, place: Path) -> dict[str, Tensor]:
 
 
 def run_export(
-    rank: int, backend: str, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, run: Path
+    rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, run: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What a refit sends after two steps; and the same of a policy to which the run's checkpoint was given as a model.
     The checkpoint is exported into `run`."""
-    megatron = backend == "megatron"
-    worker: Any = make_megatron(rank, case, weights) if megatron else make_worker(rank, case, directory)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    model = weights if case.backend == "megatron" else directory
+    worker = make_worker(rank, case, model)
+    load_batch(worker, rank, case, batch)
     for _ in range(2):
         worker.train_minibatch(0, Loss(), Optim().lr)
     policy = run / "checkpoints" / "step_1" / "policy"
@@ -186,20 +173,16 @@ def run_export(
     held = sent(worker, run / "exported")
     if case.lora.rank:
         return held, held
-    again: Any = make_megatron(rank, case, None) if megatron else make_worker(rank, case, directory, load=False)
+    again = make_worker(rank, case, None if case.backend == "megatron" else directory, load=False)
     again.load_model(policy)
     return held, sent(again, run / "exported")
 
 
-def run_float16(
-    rank: int, backend: str, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch
-) -> tuple:
+def run_float16(rank: int, case: Case, model: Model, batch: Batch) -> tuple:
     """Log-probs before training by rollout, and the results of a step that is taken, one whose loss is not finite, and
     one more that is taken."""
-    megatron = backend == "megatron"
-    worker: Any = make_megatron(rank, case, weights) if megatron else make_worker(rank, case, directory)
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    worker = make_worker(rank, case, model)
+    shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     losses = (Loss(), BrokenLoss(), Loss())
