@@ -3,13 +3,14 @@ backends."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlctl.backends.base import Dtype
 from rlctl.config.parallel import ParallelSpec
@@ -91,10 +92,13 @@ def test_an_export_is_what_the_engine_held(
     pools: Pools, published: Published, tmp_path: Path, backend: str, dtype: Dtype, rank: int
 ) -> None:
     """Bit for bit, merged adapters too; and so is a policy that generates from the checkpoint."""
-    case = Case("qwen3", dtype=dtype, lora=LoraConfig(rank=rank), backend=backend)
-    ((held, again),) = pools(1).run(
-        run_export, case, published(case.kind), reference_weights(case.kind), make_batch(), tmp_path
-    )
+    case, directory = Case("qwen3", dtype=dtype, lora=LoraConfig(rank=rank), backend=backend), published("qwen3")
+    if backend == "megatron" and rank:  # a run of Megatron's begins with a checkpoint that was converted to its dtype
+        directory = shutil.copytree(directory, tmp_path / "base")
+        weights = load_file(directory / "model.safetensors")
+        narrow = {name: value.to(getattr(torch, dtype)) for name, value in weights.items()}
+        save_file(narrow, directory / "model.safetensors", {"format": "pt"})
+    ((held, again),) = pools(1).run(run_export, case, directory, reference_weights(case.kind), make_batch(), tmp_path)
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert exported.keys() == held.keys() == again.keys()
     assert {value.dtype for value in exported.values()} == {getattr(torch, dtype)}
