@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
+from rlctl.backends.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
 from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
@@ -285,6 +285,16 @@ def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
     told = [text for text in recorder.said if "nothing to learn from" in text]
     assert len(told) == 1
     assert "step 4: in the last 3 step(s) all rollouts" in told[0]
+
+
+def test_rounding_that_hides_what_is_learned_is_told_once() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 4)
+    shares = (0.6, 0.4, 0.3, 0.2)
+    recorder.results = [MinibatchResult(0.5, {}, {}, 1.0, False, rounded=Rounded(0.01, 0.02, one)) for one in shares]
+    run(recorder, 4)
+    assert [line["rounding"]["carried"] for line in recorder.logged] == list(shares)
+    (told,) = [text for text in recorder.said if "rounding hides the rest" in text]
+    assert "step 2: only 40% of what the optimizer" in told
 
 
 def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.backends.megatron.optimizer import inner_optimizers
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.plan_execution import execute
 from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
+from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
+from rlctl.weights.transfer_plan import SingleWorld, receive_plan
+from support.critic_cases import CLIP, CONFIG, make_critic, rewarded
 from support.parallel_cases import (
     Batch,
     BrokenLoss,
@@ -20,6 +29,7 @@ from support.parallel_cases import (
     column_by_rollout,
     load_batch,
     make_worker,
+    plan_of,
     whole,
     wholes,
 )
@@ -58,6 +68,10 @@ def megatron_weights(worker: Any) -> Found:
 
 
 def dtensor_weights(worker: Any) -> Found:
+    return seen_by(worker, lambda: worker.add_logprobs("old_logprobs"))
+
+
+def seen_by(worker: Any, forward: Callable[[], Any]) -> Found:
     """Every parameter as the model sees it during a forward pass, whole, and its float32 weights, whole."""
     seen: dict[str, Tensor] = {}
 
@@ -67,10 +81,10 @@ def dtensor_weights(worker: Any) -> Found:
 
     hooks = [
         module.register_forward_pre_hook(lambda m, given, path=path: look(m, given, path))
-        for path, module in worker.model.inner.named_modules()
+        for path, module in getattr(worker.model, "inner", worker.model).named_modules()
         if next(module.parameters(recurse=False), None) is not None
     ]
-    worker.add_logprobs("old_logprobs")
+    forward()
     for hook in hooks:
         hook.remove()
     masters = wholes(worker, "data")
@@ -111,6 +125,57 @@ def run_changed_backend(
     held = [{name: value.clone() for name, value in one.parameters().items()} for one in (worker, back)]
     masters = [{name: master for name, (_, master) in megatron_weights(one).items()} for one in (worker, back)]
     return [*held, *masters]
+
+
+def run_critic(rank: int, case: Case, model: Model, batch: Batch) -> tuple[Any, tuple[bool, int, int]]:
+    """The result of a critic's step, and what it holds after it, compared as above."""
+    worker = make_critic(rank, case, model)
+    worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)
+    worker.critic_begin()
+    worker.estimate(TokenAdvantages(CONFIG))
+    result = worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr)
+    if case.backend == "megatron":
+        return result, agreement(megatron_weights(worker.critic))
+    return result, agreement(seen_by(worker.critic, lambda: worker.estimate(TokenAdvantages(CONFIG))))
+
+
+def sent(worker: Any, place: Path) -> dict[str, Tensor]:
+    """What a refit would send of a policy of one process, under the names and in the dtypes of a model directory."""
+    layout, held = open_hf_model(place).layout, worker.parameters()
+    found = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in layout.params.items()}
+    for copy in receive_plan(worker.layouts(), SingleWorld(layout), 0).prove().copies:
+        execute(copy, held[copy.source_param], found[copy.destination_param], rounding=worker.rounding)
+    return found
+
+
+def run_export(
+    rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, run: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a refit sends after two steps; and the same of a policy to which the run's checkpoint was given as a model.
+    The checkpoint is exported into `run`."""
+    model = weights if case.backend == "megatron" else directory
+    worker = make_worker(rank, case, model)
+    load_batch(worker, rank, case, batch)
+    for _ in range(2):
+        worker.train_minibatch(0, Loss(), Optim().lr)
+    policy = run / "checkpoints" / "step_1" / "policy"
+    policy.mkdir(parents=True)
+    worker.save_begin(policy)
+    worker.save_finish()
+    values = {"model.dtype": case.dtype, "training.lora.rank": case.lora.rank, "training.lora.alpha": case.lora.alpha}
+    manifest = {
+        "model": {"directory": str(directory), "fingerprint": model_fingerprint(directory)},
+        "config": {key: {"value": value} for key, value in (values | {"optimizer.rounding": worker.rounding}).items()},
+        "plan": {"training": {"precision": "bf16"}},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    megatron_to_hf(run, run / "exported", config_from=directory)
+    held = sent(worker, run / "exported")
+    if case.lora.rank:
+        return held, held
+    again = make_worker(rank, case, None if case.backend == "megatron" else directory, load=False)
+    again.load_model(policy)
+    return held, sent(again, run / "exported")
 
 
 def run_float16(rank: int, case: Case, model: Model, batch: Batch) -> tuple:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from rlctl.checkpoints.rounding import narrowed
+from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.config.schema import Rounding
 from rlctl.errors import RlctlError
 from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
@@ -54,7 +54,7 @@ def execute(
 ) -> None:
     """One copy between two contiguous params of this process."""
     values = transformed(strided(source, copy.source_view), copy, read, rounding)
-    strided(destination, copy.destination_view).copy_(values)
+    narrow_into(strided(destination, copy.destination_view), values, rounding)
 
 
 def fill(fills: Iterable[Fill], params: Mapping[str, torch.Tensor], shapes: Mapping[str, ParamSpec]) -> None:
@@ -72,7 +72,8 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
         return _dequantize(values, read(transform.scale), transform.block_size, copy)
     if isinstance(transform, MergeLora):
         rows, columns = (_indices(span) for span in copy.tensor_box)
-        return with_adapter(values, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
+        base = narrowed(values, dtype_of(transform.dtype), transform.rounding)
+        return with_adapter(base, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
     raise RlctlError(f"{copy.tensor}: rlctl cannot apply `{transform.name}` here.")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlctl.config.schema import Rounding
+
 
 @dataclass(frozen=True, slots=True)
 class Transform:
@@ -75,11 +77,14 @@ class Dequantize(Transform):
 
 @dataclass(frozen=True, slots=True)
 class MergeLora(Transform):
-    """tensor = param + scale * (b @ a): the adapter of a linear layer folded into its weight (arXiv 2106.09685)."""
+    """tensor = param + scale * (b @ a): the adapter of a linear layer folded into its weight (arXiv 2106.09685), which
+    is first rounded to `dtype` by `rounding`, as the run that trained the adapter did."""
 
     a: str
     b: str
     scale: float
+    dtype: str = "float32"
+    rounding: Rounding = "nearest"
     name: ClassVar[str] = "merge_lora"
 
     @property

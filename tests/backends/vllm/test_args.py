@@ -98,3 +98,11 @@ def test_latent_attention_on_a_cpu_can_be_read_back(tiny_llama: Path, monkeypatc
         arguments(amx, "model.dtype=float32")
     monkeypatch.setattr(args, "packs_latent_attention", lambda: False)
     assert "attention_backend" not in arguments()
+
+
+def test_families_whose_activations_overflow_are_refused_in_float16(tmp_path: Path) -> None:
+    facts = FAMILIES["gemma3"]
+    config = RlctlConfig.model_validate({"model": {"dtype": "float16"}})
+    with pytest.raises(ConfigError, match=r"activations of gemma3 overflow in it, and vLLM refuses it"):
+        args.refuse_unsupported(config, facts, "cuda")
+    args.refuse_unsupported(RlctlConfig.model_validate({"model": {"dtype": "bfloat16"}}), facts, "cuda")

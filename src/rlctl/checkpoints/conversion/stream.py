@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transformed
+from rlctl.checkpoints.rounding import narrow_into
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, VerificationError, listed
@@ -85,7 +86,7 @@ def stream(
         for copy in by_param[name]:
             target = strided(values, copy.destination_view)
             source_box = strided(locked.read(copy.source_param), copy.source_view)
-            target.copy_(transformed(source_box, copy, locked.read, rounding))
+            narrow_into(target, transformed(source_box, copy, locked.read, rounding), rounding)
             _refuse_overflow(copy.tensor, source_box, target)
             locked.drop(copy.source_param)
             if copy.primary:

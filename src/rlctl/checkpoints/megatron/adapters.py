@@ -48,10 +48,16 @@ class Adapters:
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scale: float
+    dtype: str = "float32"
+    rounding: Rounding = "nearest"
+    """The dtype in which the adapted layers compute, and how their base is rounded to it."""
 
     def onto(self, layout: Layout) -> Layout:
         """A layout of the base's weights, read with the adapters merged."""
-        merges = {tensor: ReadThrough(MergeLora(tensor + A, tensor + B, self.scale)) for tensor in self.pairs}
+        merges = {
+            tensor: ReadThrough(MergeLora(tensor + A, tensor + B, self.scale, self.dtype, self.rounding))
+            for tensor in self.pairs
+        }
         pieces = (
             replace(p, transforms=(merges[p.tensor], *p.transforms)) if p.tensor in merges else p for p in layout.pieces
         )
@@ -70,7 +76,7 @@ class Adapters:
             tensor: (narrowed(a, dtype_of(dtype), rounding), narrowed(b, dtype_of(dtype), rounding))
             for tensor, (a, b) in self.pairs.items()
         }
-        return replace(self, pairs=narrow)
+        return replace(self, pairs=narrow, dtype=dtype, rounding=rounding)
 
     @cached_property
     def params(self) -> dict[str, torch.Tensor]:
