@@ -307,8 +307,10 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _unknown(key: str, present: Iterable[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
-    ours = key in OTHER_TRAINERS or is_section(key.partition(".")[0])
-    close = [nearest(key)] if ours else _close(key, 0.6, present)
+    ours = nearest(key) if key in OTHER_TRAINERS or is_section(key.partition(".")[0]) else None
+    names = [*_close(key, 0.6, present), *filter(None, [ours])]
+    # Another trainer's key has one counterpart; otherwise the more similar of NeMo-RL's name and ours is meant.
+    close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
     meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
     return ConfigError(f"unknown key `{key}`: {why}.", meant)
 
