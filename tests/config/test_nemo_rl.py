@@ -970,6 +970,16 @@ def test_a_wrong_override_is_named(text: str, said: str) -> None:
         ("logger.wandb_enabld=true", "logger.wandb_enabled"),
         ("cluster.gpu_per_nodes=4", "cluster.gpus_per_node"),
         ("env.math.num_worker=4", "env.math.num_workers"),
+        ("cluster.num_node=4", "cluster.num_nodes"),
+        ("data.max_sample=4", "data.max_samples"),
+        ("data.train.dataset_nam=x", "data.train.dataset_name"),
+        ("data.default.env_nam=x", "data.default.env_name"),
+        ("on_policy_distillation.enable=true", "on_policy_distillation.enabled"),
+        ("teacher.megatron_cfg.peft.dropoutt=0", "teacher.megatron_cfg.peft.dropout"),
+        ("policy.generation.vllm_kwags.seed=3", "policy.generation.vllm_kwargs.seed"),
+        ("policy.scheduler.0.kwargs.T_mx=3", "policy.scheduler.0.kwargs.T_max"),
+        ("policy.scheduler.kwargs.gama=3", "policy.scheduler.kwargs.gamma"),
+        ("policy.megatron_cfg.lr=1e-5", "policy.megatron_cfg.optimizer.lr"),
     ],
 )
 def test_a_misspelt_override_is_refused_with_the_nearest_name(text: str, meant: str, backend: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
     HANDED_ON,
+    MEGATRON,
     OF_THE_ALGORITHM,
     Entry,
     Found,
@@ -64,10 +66,17 @@ ALIKE = {"teacher": "policy", "value": "policy", "generation": "policy.generatio
 
 OPEN = frozenset((
     "automodel_kwargs", "chat_template_kwargs", "default_chat_template_kwargs", "dynamo_cfg", "env_vars",
-    "hf_config_overrides", "mcore_generation_config", "nemo_gym", "on_policy_distillation", "refit_cfg", "sglang_cfg",
-    "sglang_kwargs", "trtllm_cfg", "trtllm_kwargs", "video",
+    "hf_config_overrides", "mcore_generation_config", "megatron_cfg_overrides", "nemo_gym", "refit_cfg", "sglang_cfg",
+    "sglang_kwargs", "teacher_model_by_agent_name", "teacher_overrides", "trtllm_cfg", "trtllm_kwargs", "video",
 ))  # fmt: skip
 """Sections that hold any names: variables, arguments of other libraries, and what belongs to engines without rules."""
+
+SCHEDULER = re.compile(r"policy\.scheduler\.(\d+\.)?")
+IN_SCHEDULER = ("name", "milestones", "kwargs", *(f"kwargs.{name}" for name in (
+    "start_factor", "end_factor", "factor", "total_iters", "T_max", "eta_min", "last_epoch", "gamma", "step_size",
+    "milestones", "T_0", "T_mult", "power",
+)))  # fmt: skip
+"""Keys of torch's schedulers, of which a recipe has one or a list."""
 
 BOOLEAN_TEXTS = ("true", "false", "yes", "no", "on", "off")
 
@@ -125,8 +134,8 @@ def knows(key: str) -> bool:
     section = next((section for section in ALIKE if key.startswith(f"{section}.")), None)
     if key in RULES or key in other_keys() or is_field(key) or not OPEN.isdisjoint(key.split(".")[:-1]):
         return True
-    if key.startswith("policy.scheduler."):  # a list, whose rule looks at torch's arguments
-        return True
+    if scheduler := SCHEDULER.match(key):
+        return key.removeprefix(scheduler[0]) in IN_SCHEDULER
     if section is not None:
         return knows(ALIKE[section] + key.removeprefix(section))
     return any(name.startswith(f"{key}.") for name in (*RULES, *other_keys()))
@@ -256,11 +265,30 @@ def renamed(key: str) -> str:
 
 
 def _close(key: str, cutoff: float, names: Iterable[str] = ()) -> list[str]:
-    """Return the name that is most like `key` among those of NeMo-RL, Megatron's and vLLM's fields, and `names`."""
+    """Return the name that is most like `key` among those of NeMo-RL, Megatron's and vLLM's fields, and `names`: where
+    one part of the key is unknown, the most similar one in the same section, else the most similar key."""
     known = {*names, *other_keys(), *(rule for rule in RULES if not rule.endswith("*"))}
+    sections = {rule.removesuffix(".*") for rule in RULES if rule != f"{MEGATRON}.*"}
+    if scheduler := SCHEDULER.match(key):
+        known.update(scheduler[0] + name for name in IN_SCHEDULER)
     for section, target in HANDED_ON.items():
         if key.startswith(f"{section}."):
             known.update(f"{section}.{field}" for field in TARGETS[target].fields() or ())
+    for section, like in ALIKE.items():
+        if key.startswith(f"{section}."):
+            known.update(section + name.removeprefix(like) for name in sorted(known) if name.startswith(f"{like}."))
+    parts = key.split(".")
+    for count, part in enumerate(parts):
+        section = "".join(f"{each}." for each in parts[:count])
+        inside = {name.removeprefix(section).partition(".")[0] for name in known | sections if name.startswith(section)}
+        if part in inside:
+            continue
+        alike = difflib.get_close_matches(part, sorted(inside), 1, 0.75)
+        meant = [".".join((f"{section}{name}", *parts[count + 1 :])) for name in alike]
+        meant += [name for name in sorted(known) if section and name.startswith(section) and name.endswith(f".{part}")]
+        if meant and (meant[0] in known or knows(meant[0])):
+            return meant[:1]
+        break
     return difflib.get_close_matches(key, sorted(known), 1, cutoff)
 
 
@@ -304,8 +332,10 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _unknown(key: str, present: Iterable[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
-    ours = key in OTHER_TRAINERS or is_section(key.partition(".")[0])
-    close = [nearest(key)] if ours else _close(key, 0.6, present)
+    ours = nearest(key) if key in OTHER_TRAINERS or is_section(key.partition(".")[0]) else None
+    names = [*_close(key, 0.6, present), *filter(None, [ours])]
+    # Another trainer's key has one counterpart; otherwise the more similar of NeMo-RL's name and ours is meant.
+    close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
     meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
     return ConfigError(f"unknown key `{key}`: {why}.", meant)
 
