@@ -82,9 +82,9 @@ class MathVerify:
         import math_verify
         from latex2sympy2_extended.antlr_parser import PSParser
 
-        # OmegaConf needs antlr 4.9, whose grammar has no such atom. The converter asks each percentage whether it is one.
+        # OmegaConf needs antlr 4.9, whose grammar has no such atom. The converter asks it of each percentage.
         if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
-            PSParser.AtomContext.FUNC_GAMMA = lambda self: None
+            PSParser.AtomContext.FUNC_GAMMA = lambda self: None  # type: ignore[attr-defined]
         self._math_verify = math_verify
         self._extraction: Extraction | None = extraction
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
