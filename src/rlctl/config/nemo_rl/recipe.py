@@ -317,7 +317,8 @@ def read_recipe(
     for override in overrides:
         for key in override.leaves():
             if key not in present and not knows(key):
-                raise _unknown(key, present)
+                why = "rlctl has no such key, and NeMo-RL has none"
+                raise _unknown(key, present, *([why] if path is None else []))
         _apply(override, config)
     return {str(key): _resolved(config, key) for key in config}
 
