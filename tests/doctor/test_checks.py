@@ -6,18 +6,13 @@ import http.server
 import os
 import resource
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from packaging.requirements import Requirement
 
@@ -198,11 +193,9 @@ def test_open_files() -> None:
 
 def test_limits_that_end_a_run_are_found_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(host.check_threads(), "ok")
-    expect(host.check_file_size(), "ok")
     monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
     monkeypatch.setattr("os.getuid", lambda: 65534)
     expect(host.check_threads(), "fail", "may be 150 threads here", "ulimit -u")
-    expect(host.check_file_size(), "fail", "Ray keeps its objects in one of", "ulimit -f unlimited")
 
 
 def test_run_directory(tmp_path: Path) -> None:
@@ -321,20 +314,6 @@ def test_locked_memory() -> None:
     expect(host.check_locked_memory(8, 65536), "warn", "memlock=-1")
 
 
-def test_ports(tmp_path: Path) -> None:
-    expect(host.check_ports(), "ok")
-    file = tmp_path / "range"
-    file.write_text("60000\t60100\n")
-    expect(host.check_ports(file=file), "warn", "101 ports", "sysctl")
-
-
-def test_clock() -> None:
-    now = Path(host.__file__).stat().st_mtime + 100
-    expect(host.check_clock(now, now + 5), "ok")
-    expect(host.check_clock(now, now - 500), "warn", "+500 s off")
-    expect(host.check_clock(0.0), "fail", "1970")
-
-
 def test_token(tmp_path: Path) -> None:
     gated = "meta-llama/Llama-3.1-8B"
     expect(network.check_token(gated, {}, stored=False), "warn", "hf auth login")
@@ -386,16 +365,8 @@ def test_ranks_sum_a_tensor() -> None:
     expect(network.check_ranks(0), "ok", "gloo")
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("import sys; sys.exit(3)", "wrong sum"),
-        ("raise SystemExit('no such backend')", "no such backend"),
-        ("import time; time.sleep(60)", "did not end in 1 s"),
-    ],
-)
-def test_ranks_that_do_not_answer(code: str, words: str) -> None:
-    expect(network.check_ranks(0, code=code, limit_s=1.0 if "sleep" in code else 30.0), "fail", words)
+def test_ranks_that_do_not_answer() -> None:
+    expect(network.check_ranks(0, limit_s=0.1), "fail", "sum of two processes over gloo took longer than 0.1 s")
 
 
 def test_ray_directory(tmp_path: Path) -> None:
@@ -412,45 +383,7 @@ def test_ray() -> None:
         expect(network.check_ray(address), "ok", "answers")
     expect(network.check_ray(address), "fail", "does not answer", "ray start --head")
     expect(network.check_ray("nonsense"), "fail", "HOST:PORT")
-
-
-def test_processes_that_listen_to_the_network_are_named() -> None:
-    listen = "import socket, sys; s = socket.create_server((sys.argv[2], 0)); print(flush=True); sys.stdin.read()"
-
-    def check(address: str, name: str = "/ray/_private/monitor.py") -> Check:
-        command = [sys.executable, "-c", listen, name, address]
-        with psutil.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            found = network.check_open_ports([process])
-            process.stdin.close()
-        return found
-
-    expect(check("0.0.0.0"), "warn", "0.0.0.0:", "keep strangers out")
-    expect(check("127.0.0.1"), "ok")
-    expect(check("0.0.0.0", "another/program"), "ok")
-    expect(network.check_loopback("no-such-host.invalid"), "fail", "/etc/hosts")
-
-
-def test_files_of_ray_that_others_can_read_are_named() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where others come to, unlike the folders of tests
-        own = Path(folder)
-        session, token, raylet = (own / name for name in ("session_1", "auth_token", "raylet"))
-        session.mkdir()
-        token.touch()
-        raylet.symlink_to("/bin/sh")
-        command = [str(raylet), "-c", "read line", "sh", f"--session_dir={session}"]
-        with psutil.Popen(command, stdin=subprocess.PIPE) as process:
-            while network.session_of(process) is None and process.is_running():
-                time.sleep(0.01)  # until it is the program that was asked for
-            expect(network.check_ray_files([process], token), "ok")
-            own.chmod(0o755)
-            token.chmod(0o644)
-            session.chmod(0o755)
-            expect(network.check_ray_files([process], token), "warn", str(token), "chmod 600", str(session), "mkdir -m")
-            token.chmod(0o600)
-            session.chmod(0o700)
-            expect(network.check_ray_files([process], token), "ok")
-            process.stdin.close()
+    expect(network.check_ray(host="no-such-host.invalid"), "fail", "/etc/hosts")
 
 
 @pytest.fixture
@@ -490,7 +423,7 @@ def test_nodes(tmp_path: Path) -> None:
     expect(network.compare_clocks(two(time=1500.0)), "warn", "500 s apart", "NTP")
     expect(network.compare_resources(two(), 8), "ok", "16 GPUs")
     expect(network.compare_resources(two(resources={"CPU": 8.0}), 8), "fail", "10.0.0.2 (0)")
-    expect(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl"))[0], "fail", "/proc/rlctl")
+    expect(next(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl"))), "fail", "/proc/rlctl")
 
 
 @pytest.mark.slow
@@ -499,7 +432,7 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
     from rlctl.cluster.ray_session import ray_session
 
     with ray_session():
-        checks = network.check_nodes("auto", tmp_path)
+        checks = list(network.check_nodes("auto", tmp_path))
         names = ["ray-token", "nodes", "node-versions", "node-clocks", "node-resources"]
         assert [check.name for check in checks] == names
         for check in checks:

@@ -141,7 +141,7 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
     """Return (bus bandwidth of an all-reduce, point-to-point bandwidth) between local processes, one on each device.
 
     Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group is
-    not done in `GROUP_TIMEOUT_S`.
+    not done in `GROUP_TIMEOUT_S`, or a rank fails or receives a wrong sum.
     """
     with temporary_folder("calibrate") as folder:
         context = mp.start_processes(
@@ -149,14 +149,17 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
         )
         assert context is not None  # with join=False there always is one
         began = time.monotonic()
-        while not context.join(timeout=1.0):
-            if time.monotonic() - began > GROUP_TIMEOUT_S:
-                for process in filter(None, context.processes):
-                    process.kill()
-                raise MachineError(
-                    f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
-                    "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
-                )
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() - began > GROUP_TIMEOUT_S:
+                    for process in filter(None, context.processes):
+                        process.kill()
+                    raise MachineError(
+                        f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
+                        "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
+                    )
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise MachineError(f"Rank {error.error_index} failed: {str(error).strip().splitlines()[-1]}") from error
         first, second = (folder / "result").read_text().split()
     return float(first), float(second)
 
@@ -170,7 +173,11 @@ def _member(rank: int, processes: int, cuda: bool, folder: str) -> None:
     store = dist.FileStore(os.path.join(folder, "store"), processes)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=processes)
     count = 256 * MIB if cuda else 32 * MIB
-    tensor = torch.zeros(count // 4, device=device)
+    tensor = torch.full((count // 4,), float(rank + 1), device=device)
+    dist.all_reduce(tensor)
+    if not (tensor == processes * (processes + 1) / 2).all():
+        raise MachineError("it received a wrong sum")
+    tensor.zero_()
     bus = _timed(count * 2.0 * (processes - 1) / processes, lambda: dist.all_reduce(tensor), device)
     pair = _timed(float(count), lambda: _exchange(rank, tensor), device)
     if rank == 0:

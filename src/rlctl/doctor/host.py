@@ -1,23 +1,21 @@
-"""Checks of one machine: processor, memory, limits of the operating system, ports, clock, what killed runs left, and
-whether the directories that rlctl writes to can be written and have space."""
+"""Checks of one machine: processor, memory, limits of the operating system, what killed runs left, and whether the
+directories that rlctl writes to can be written and have space."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
-import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 from rlctl.checkpoints.locations import cache_directory, converted_directory, nearest_existing, write_problem
-from rlctl.cluster.ray_session import MOST_BASE_BYTES, require_large_files, require_threads, session_base
+from rlctl.cluster.ray_session import MOST_BASE_BYTES, require_threads, session_base
 from rlctl.config.paths import user_path
 from rlctl.doctor.finding import GIB, Check, gib
-from rlctl.doctor.network import hub_time
 from rlctl.errors import MachineError
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
@@ -28,8 +26,6 @@ LEAST_SHARED_MEMORY = 1 * GIB
 TRAINING_BYTES_PER_PARAMETER = 20
 FEW_OPEN_FILES = 4096
 LEAST_LOCKED = 64 << 20
-LEAST_PORTS = 2000
-CLOCK_OFF_S = 60.0
 LEFT_OVER_AGE_S = 600.0
 LEAST_SPACE = 2 * GIB
 # On a CPU, which takes most. A run's checkpoint: weights, the optimizer's copy of them and two moments of Adam, all in
@@ -117,20 +113,11 @@ def check_open_files(limit: int | None = None) -> Check:
 
 def check_threads() -> Check:
     """Check that a run may have the threads that it needs, by the limits of the user and of the control group."""
-    return _allowed("threads", require_threads, "a run may have the threads that it needs")
-
-
-def check_file_size() -> Check:
-    """Check that a file may become as large as the one that Ray keeps its objects in."""
-    return _allowed("file-size", require_large_files, "a file may become as large as Ray's store of objects")
-
-
-def _allowed(name: str, require: Callable[[], None], fine: str) -> Check:
     try:
-        require()
+        require_threads()
     except MachineError as error:
-        return Check(name, "fail", error.message.rstrip("."), error.hint)
-    return Check(name, "ok", fine)
+        return Check("threads", "fail", error.message.rstrip("."), error.hint)
+    return Check("threads", "ok", "a run may have the threads that it needs")
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
@@ -143,44 +130,6 @@ def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
         fix = "Raise it with `ulimit -l unlimited`, for a container with --ulimit memlock=-1."
         return Check("locked-memory", "warn", f"{detail}: RDMA between nodes fails", fix)
     return Check("locked-memory", "ok", detail)
-
-
-def check_ports(
-    span: tuple[int, int] | None = None, file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-) -> Check:
-    """Check that there are enough ports for Ray, process groups and engines."""
-    if span is None and file.exists():
-        low, high = file.read_text().split()
-        span = (int(low), int(high))
-    low, high = span or (32768, 60999)
-    try:
-        with contextlib.ExitStack() as stack:
-            for _ in range(16):
-                stack.enter_context(socket.create_server(("", 0)))
-    except OSError as error:
-        return Check("ports", "fail", f"no port can be opened: {error}", "Allow the process to listen on ports.")
-    detail = f"{high - low + 1} ports to choose from, {low} to {high}"
-    if high - low + 1 < LEAST_PORTS:
-        fix = "Widen it: `sysctl -w net.ipv4.ip_local_port_range='32768 60999'`."
-        return Check("ports", "warn", f"{detail}: a run of many processes takes thousands", fix)
-    return Check("ports", "ok", detail)
-
-
-def check_clock(now: float | None = None, reference: float | None = None) -> Check:
-    """Check this machine's clock against the hub's, where it answers, and against the time of the installation."""
-    now = time.time() if now is None else now
-    installed = Path(__file__).stat().st_mtime
-    fix = "Set it, for example with `timedatectl set-ntp true`."
-    if now < installed - CLOCK_OFF_S:
-        return Check("clock", "fail", f"{stamp(now)} is before rlctl was installed ({stamp(installed)})", fix)
-    reference = hub_time() if reference is None else reference
-    if reference is not None and abs(now - reference) > CLOCK_OFF_S:
-        return Check("clock", "warn", f"{stamp(now)} is {now - reference:+.0f} s off the hub's clock", fix)
-    return Check("clock", "ok", stamp(now) + ("" if reference is None else ", as on the hub's clock"))
-
-
-def stamp(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> list[Path]:
