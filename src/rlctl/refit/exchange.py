@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rlctl.errors import WorkerError
 from rlctl.refit.records import SenderSetup
 from rlctl.transport.collective import Group, Message, Pending
+from rlctl.transport.movers import sends_messages
 from rlctl.transport.round_buffers import Images, Packer, by_round, message_parts
 from rlctl.transport.rounds import Rounds, message_bytes
 from rlctl.weights.transfer_plan import TransferPlan
@@ -29,6 +30,8 @@ def agent(senders: Sequence[int], rank: int) -> int:
 
 def needs_exchange(setup: SenderSetup) -> bool:
     """Whether some rank does not reach the staging memory of some channel. Every rank finds the same."""
+    if sends_messages(setup.channels[0].connection.mover):
+        return False
     return any(len(channel.senders) < len(setup.places) for channel in setup.channels)
 
 

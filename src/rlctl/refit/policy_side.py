@@ -27,7 +27,7 @@ from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exch
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent, TableRow
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
-from rlctl.transport.collective import CollectiveSender, Group, ServedStore
+from rlctl.transport.collective import CollectiveSender, ServedStore
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import Sender, make_staging, open_sender, sends_messages
 from rlctl.transport.round_buffers import Packer, source_view
@@ -40,6 +40,7 @@ from rlctl.weights.transfer_plan import (
     RememberingWorld,
     SingleWorld,
     Topology,
+    TransferPlan,
     World,
     many_objects,
     receive_plan,
@@ -62,8 +63,6 @@ class SenderState:
     """By channel, what was sent last, where only changed elements may be sent."""
     rounds: int = 0
     """Most rounds of a channel."""
-    group: Group | None = None
-    """With the collective mover: the group of policy ranks and engine workers."""
     _copies: tuple[Copy, ...] | None = None
 
     def whole_copies(self, rank: int) -> tuple[Copy, ...]:
@@ -86,6 +85,8 @@ class RefitSender(ABC):
     _refit_made: dict[int, Staging] | None = None
     """Staging memory that this rank made, by channel."""
     _refit_store: ServedStore | None = None
+    _refit_plans: dict[int, TransferPlan]
+    """With the collective mover: the plan of each channel, from `refit_make` to `refit_connect`."""
     _refit_device: torch.device | None = None
 
     @abstractmethod
@@ -106,27 +107,30 @@ class RefitSender(ABC):
             self._refit_device = next(iter(self.parameters().values())).device
         return self._refit_device
 
-    def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
+    def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
         self.refit_close()
-        self._refit_made = {}
+        self._refit_made, self._refit_plans = {}, {}
         for channel in channels:
             if channel.senders[0] == self.rank and (made := make_staging(channel, self._device())):
                 self._refit_made[channel.index] = made
         link = channels[0].connection
-        if link.mover == "collective" and self.rank == 0:
-            self._refit_store = ServedStore(host, link.timeout_s)
+        if link.mover == "collective":
+            world = RememberingWorld(self.layouts())
+            with many_objects():
+                self._refit_plans = {channel.index: _plan(world, channel, places) for channel in channels}
+            if self.rank == 0:
+                self._refit_store = ServedStore(host, link.timeout_s)
+        sends = frozenset(index for index, plan in self._refit_plans.items() if plan.from_rank(self.rank))
         port = self._refit_store.port if self._refit_store is not None else None
         addresses = {index: made.segment.address for index, made in self._refit_made.items()}
         handles = {index: made.handles for index, made in self._refit_made.items()}
-        return Made(addresses, handles, port)
+        return Made(addresses, handles, port, sends)
 
     def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:
         world = RememberingWorld(self.layouts())
         state = SenderState(setup, world, {row.name: row for row in setup.table})
         self._refit, problems = state, []
         link = setup.channels[0].connection
-        if link.group is not None:
-            state.group = Group(link.group, self.rank, self._device(), link.timeout_s)
         if needs_exchange(setup):
             names = tuple(place.name for place in setup.places)
             state.exchange = Exchange(names, self.rank, self._device(), link.timeout_s)
@@ -142,9 +146,7 @@ class RefitSender(ABC):
         """Open this rank's ends of one channel; return the problems of its plan."""
         setup, link = state.setup, channel.connection
         rounds = cut_rounds(channel.layout, link.capacity)
-        places = tuple(Place(node=place.node, device=place.device) for place in setup.places)
-        topology = Topology(places, (Place(node=channel.node, device=channel.device),))
-        plan = receive_plan(state.world, chunk_world(channel.layout, rounds), 0, topology)
+        plan = self._refit_plans.pop(channel.index, None) or _plan(state.world, channel, setup.places)
         own, inside = plan.from_rank(self.rank), self.rank in channel.senders
         if not own and not inside:
             return plan.problems()
@@ -153,7 +155,7 @@ class RefitSender(ABC):
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             made = (self._refit_made or {}).get(channel.index)
-            state.senders[channel.index] = open_sender(channel, self.rank, packer, made=made, group=state.group)
+            state.senders[channel.index] = open_sender(channel, self.rank, packer, made=made, device=self._device())
             if setup.sparse:
                 state.changes[channel.index] = ChangePacker(
                     packer, channel.layout, link.capacity, len(channel.senders), channel.index
@@ -301,8 +303,6 @@ class RefitSender(ABC):
             sender.close()
         for made in (self._refit_made or {}).values():
             made.segment.close()
-        if self._refit and self._refit.group:
-            self._refit.group.close()
         self._refit = self._refit_made = self._refit_store = None
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
@@ -316,6 +316,14 @@ class RefitSender(ABC):
         if self._refit is None:
             raise WorkerError("The policy was asked to take part in a refit before refit_connect was called.")
         return self._refit
+
+
+def _plan(world: World, channel: Channel, places: tuple[SenderPlace, ...]) -> TransferPlan:
+    """Return what the receivers of a channel get from which rank."""
+    rounds = cut_rounds(channel.layout, channel.connection.capacity)
+    senders = tuple(Place(node=place.node, device=place.device) for place in places)
+    topology = Topology(senders, (Place(node=channel.node, device=channel.device),))
+    return receive_plan(world, chunk_world(channel.layout, rounds), 0, topology)
 
 
 def _finish_copies(device: torch.device) -> None:

@@ -124,14 +124,13 @@ class RefitSession:
             staging_bytes=staging_bytes(self.settings.staging_mb, flat),
             timeout_s=self.settings.timeout_s,
         )
-        names = tuple(one.name for one in (*places, *flat))
         self._base, self._whole_only = None, self._why_whole(flat, places)
         sparse = self.settings.sparse and not self._whole_only
         self.setup = replace(
             self.setup,
             places=places,
             sparse=sparse,
-            channels=self._prepared(channels, names, meeting_host(flat, places)),
+            channels=self._prepared(channels, places, meeting_host(flat, places)),
         )
         self._connect([tuple(self._connection(need) for need in of_engine) for of_engine in needs])
         self._wait("open", self.policy, WeightSender.refit_unlink)
@@ -143,30 +142,33 @@ class RefitSession:
         self.engines = engines
         self.open()
 
-    def _prepared(self, channels: tuple[Channel, ...], names: tuple[str, ...], host: str) -> tuple[Channel, ...]:
+    def _prepared(
+        self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str
+    ) -> tuple[Channel, ...]:
         """Complete the channels with what the two sides need to find each other."""
-        made = self._wait("open", self.policy, WeightSender.refit_make, channels, host)
+        made = self._wait("open", self.policy, WeightSender.refit_make, channels, places, host)
         addresses = {index: address for one in made for index, address in one.addresses.items()}
         handles = {index: own for one in made for index, own in one.handles.items()}
         port = next((one.store_port for one in made if one.store_port is not None), None)
-        group = None if port is None else Rendezvous(host, port, f"refit-{secrets.token_hex(4)}", names)
-        directory = None
+        directory, run = None, secrets.token_hex(4)
         if self.mover == "disk":
-            directory = str(Path(self.settings.directory or ".").absolute() / f"rlctl-refit-{secrets.token_hex(4)}")
-        links = [
-            replace(
-                c.connection,
-                address=addresses.get(c.index),
-                handles=handles.get(c.index, ()),
-                group=group,
-                directory=directory,
+            directory = str(Path(self.settings.directory or ".").absolute() / f"rlctl-refit-{run}")
+        done = []
+        for c in channels:
+            link = replace(
+                c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()), directory=directory
             )
-            for c in channels
-        ]
-        return tuple(replace(c, connection=link) for c, link in zip(channels, links, strict=True))
+            if port is not None:  # ranks with nothing to send stay out
+                c = replace(c, senders=tuple(rank for rank, one in enumerate(made) if c.index in one.sends))
+                senders = tuple(places[rank].name for rank in c.senders)
+                at = Rendezvous(host, port, f"refit-{run}-{c.index}", (*senders, *link.receivers))
+                link = replace(link, senders=senders, group=at)
+            done.append(replace(c, connection=link))
+        return tuple(done)
 
     def _connect(self, connections: list[tuple[Connection, ...]]) -> None:
-        """Have both sides open their ends at once: a collective group is complete when all its members have joined."""
+        """Have both sides open their ends at once: a collective group is complete when all its members have joined, and
+        ranks join those of several channels in their order."""
         opening = self.policy.submit(WeightSender.refit_connect, self.setup)
         connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
         limit = self.settings.timeout_s + MARGIN_S

@@ -1,7 +1,8 @@
-"""The collective mover: policy ranks send their boxes to engine workers over a process group of both (gloo, NCCL).
+"""The collective mover: policy ranks send their boxes to engine workers over process groups of both (gloo, NCCL).
 
-The group is made from a store of its own and the backend's own class. So it leaves the default groups of the trainers
-and of vLLM as they are, and can be made again, without either, when an engine leaves or joins.
+Each channel has a group of its engine workers and of the ranks that send them something. A group is made from a store
+of its own and the backend's own class. So it leaves the default groups of the trainers and of vLLM as they are, and can
+be made again, without either, when an engine leaves or joins.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.errors import PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
@@ -78,6 +80,8 @@ class Group:
         try:
             store = PrefixStore(at.prefix, TCPStore(at.host, at.port, is_master=False, timeout=limit))
             self._group: Any = _backend(store, rank, len(at.names), device, limit)
+            if device.type == "cuda":
+                self._make_communicator()
         except RuntimeError as error:
             members = f"the group of {len(at.names)} at {at.host}"
             raise WorkerError(f"{at.names[rank]} could not join {members}: {error}.") from None
@@ -87,36 +91,47 @@ class Group:
         """Send messages over an existing group, which stays when this object is closed."""
         group = cls.__new__(cls)
         group.names, group.rank, group.device, group.timeout_s = names, rank, device, timeout_s
-        group._group, group._own = existing, False
+        group._group, group._own = existing._get_backend(device), False
         return group
+
+    def _make_communicator(self) -> None:
+        """Make the communicator of the group, for which NCCL needs all members at once."""
+        options = BarrierOptions()
+        options.device = self.device
+        Pending(self._group.barrier(options), "Another member", "join", self.timeout_s).wait("the group")
 
     def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send; `memory` must not change until that is finished."""
-        return self._begin(self._group.send, memory, to, tag, "take")
+        return self._begin([Message(memory, to, tag)], [], "take")
 
     def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
         """Begin to receive into `memory`."""
-        return self._begin(self._group.recv, memory, source, tag, "send")
-
-    def _begin(self, begin: Any, memory: torch.Tensor, peer: int, tag: int, verb: str) -> Pending:
-        """Begin a transfer. Raises PeerFailedError if the other member has left already."""
-        try:
-            return Pending(begin([memory], peer, tag), self.names[peer], verb, self.timeout_s)
-        except RuntimeError as error:
-            raise _left(self.names[peer], verb, "the next message", error) from None
+        return self._begin([], [Message(memory, source, tag)], "send")
 
     def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
         """Begin to send and to receive several messages as one operation. One by one NCCL runs them in order, and two
         ranks that begin by receiving would wait for ever. Without tags, both ends list messages alike."""
         if self.device.type == "cpu":
             return [self.receive(*one) for one in receives] + [self.send(*one) for one in sends]
-        if not sends and not receives:
-            return []
-        operations = [dist.P2POp(dist.irecv, one.memory, one.peer, self._group, one.tag) for one in receives]
-        operations += [dist.P2POp(dist.isend, one.memory, one.peer, self._group, one.tag) for one in sends]
+        return [self._begin(sends, receives, "exchange")] if sends or receives else []
+
+    def _begin(self, sends: list[Message], receives: list[Message], verb: str) -> Pending:
+        """Begin transfers. Raises PeerFailedError if another member has left already."""
         peers = ", ".join(self.names[peer] for peer in sorted({one.peer for one in (*sends, *receives)}))
-        works = dist.batch_isend_irecv(operations)
-        return [Pending(work, peers, "exchange", self.timeout_s) for work in works]
+        batched, work = self.device.type == "cuda", None
+        try:
+            # In a batch NCCL uses the group's communicator; for a message alone it would make one for the two members.
+            if batched:
+                self._group._start_coalescing()
+            for one in receives:
+                work = self._group.recv([one.memory], one.peer, one.tag)
+            for one in sends:
+                work = self._group.send([one.memory], one.peer, one.tag)
+            if batched:
+                work = self._group._end_coalescing()
+            return Pending(work, peers, verb, self.timeout_s)
+        except RuntimeError as error:
+            raise _left(peers, verb, "the next message", error) from None
 
     def send_bytes(self, text: bytes, to: int, tag: int = 0) -> None:
         """Send a message of any length, and wait until it is sent."""
@@ -178,9 +193,12 @@ def _backend(store: Store, rank: int, size: int, device: torch.device, limit: ti
 class CollectiveSender:
     """Sends one rank's messages to the first receiver of a channel. Two buffers let packing and sending overlap."""
 
-    def __init__(self, channel: Channel, packer: Packer, group: Group) -> None:
+    def __init__(self, channel: Channel, rank: int, packer: Packer, device: torch.device) -> None:
         link = channel.connection
-        self.packer, self.group, self.tag = packer, group, channel.index
+        if link.group is None:
+            raise WorkerError(f"Channel {channel.index} was opened before its process group was made.")
+        self.group = group = Group(link.group, channel.senders.index(rank), device, link.timeout_s)
+        self.packer, self.tag = packer, channel.index
         self.to = group.names.index(link.receivers[0])
         size = max(map(message_bytes, packer.parts), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(2)]
@@ -296,7 +314,9 @@ class CollectiveReceiver:
         else:
             ranks = self.senders if self.before is None else [self.before] * len(self.senders)
             memory = list(zip(ranks, self._parts(index), strict=False))
-        self._arriving[index] = [self.group.receive(one, rank, self.tag) for rank, one in memory if len(one)]
+        self._arriving[index] = self.group.together(
+            [], [Message(one, rank, self.tag) for rank, one in memory if len(one)]
+        )
 
     def _parts(self, index: int) -> list[torch.Tensor]:
         """The parts of round `index` in its image: the whole, or the changes of each sender."""
@@ -319,7 +339,9 @@ class CollectiveReceiver:
                 self.images.unpack(sender, index)
             self._expect(index + 2)
         if self.after is not None:
-            self._leaving[index] = [self.group.send(one, self.after, self.tag) for one in self._parts(index)]
+            self._leaving[index] = self.group.together(
+                [Message(one, self.after, self.tag) for one in self._parts(index)], []
+            )
         return self.images.image(index)
 
     def done(self, index: int) -> None:

@@ -16,7 +16,6 @@ from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds
 if TYPE_CHECKING:
     import torch
 
-    from rlctl.transport.collective import Group
     from rlctl.transport.round_buffers import Packer
     from rlctl.transport.shared_memory import Staging
 
@@ -115,8 +114,9 @@ def make_staging(channel: Channel, device: torch.device) -> Staging | None:
     return None
 
 
-def open_sender(channel: Channel, rank: int, packer: Packer, *, made: Staging | None, group: Group | None) -> Sender:
-    """Open the sending end of policy rank `rank`, which made the staging memory `made`; `group`: the collective one."""
+def open_sender(channel: Channel, rank: int, packer: Packer, *, made: Staging | None, device: torch.device) -> Sender:
+    """Open the sending end of policy rank `rank`, which made the staging memory `made` and has its weights on
+    `device`."""
     mover = channel.connection.mover
     if mover == "shared-memory":
         from rlctl.transport.shared_memory import SharedMemorySender
@@ -130,10 +130,10 @@ def open_sender(channel: Channel, rank: int, packer: Packer, *, made: Staging | 
         from rlctl.transport.disk import DiskSender
 
         return DiskSender(channel, rank, packer)
-    if mover == "collective" and group is not None:
+    if mover == "collective":
         from rlctl.transport.collective import CollectiveSender
 
-        return CollectiveSender(channel, packer, group)
+        return CollectiveSender(channel, rank, packer, device)
     raise WorkerError(f"refit.mover = {mover} was not prepared on policy rank {rank}.")
 
 

@@ -12,7 +12,7 @@ from rlctl.backends.base import Device, Dtype, EngineSpec, resolve_dtype
 from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_has_kernel, cpu_head_sizes, packs_latent_attention
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
-from rlctl.models.constraints import require_engine_sizes
+from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import Role
 
@@ -100,6 +100,11 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
     generation = config.generation
     pp, dp, ep = generation.pp or 1, generation.dp or 1, generation.ep or 1
     require_engine_sizes(facts, tp=tp or generation.tp or 1, pp=pp, dp=dp, ep=ep)
+    if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
+        raise ConfigError(
+            f"model.dtype = float16: activations of {facts.family} overflow in it, and vLLM refuses it.",
+            "Set model.dtype=bfloat16.",
+        )
     if device != "cpu":
         return
     if ep > 1 and not cpu_experts_spread():
