@@ -94,11 +94,9 @@ def passed_lines(section: str, *, whole: bool) -> Iterator[str]:
     "validate",
     epilog=examples("rlctl config validate --preset 1node --config mine.yaml", "rlctl config validate -p mine.yaml"),
 )
+@options.taking("preset config set_")
 def validate(
     context: typer.Context,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
     json_: options.Json = False,
 ) -> None:
     """Check the keys and values of a configuration; the exit code is 2 when something is wrong."""
@@ -124,11 +122,9 @@ def validate(
         "rlctl config show --preset laptop", "rlctl config show --preset 1node --set optimizer.lr=2e-6 --origin"
     ),
 )
+@options.taking("preset config set_")
 def show(
     context: typer.Context,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value came from.")] = False,
     json_: options.Json = False,
 ) -> None:
