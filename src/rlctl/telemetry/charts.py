@@ -99,15 +99,6 @@ def number(value: float) -> str:
     return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
 
 
-def labels(values: Sequence[float]) -> list[str]:
-    """Return the labels of an axis; values that few characters do not tell apart are shown by their distance from the
-    lowest."""
-    found = [number(value) for value in values]
-    if len(set(found)) == len(found):
-        return found
-    return [found[0], *(f"+{number(value - values[0])}" for value in values[1:])]
-
-
 class Axes:
     """The frame of a chart: where a value stands, and the lines and labels of the scale."""
 
@@ -140,11 +131,10 @@ class Axes:
             f"<text x=4 y=11>{html.escape(unit)}</text>",
             f"<text x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 4} class=x>step</text>",
         ]
-        values = self._y_ticks()
-        for value, label in zip(values, labels(values), strict=True):
+        for value in self._y_ticks():
             y = self.y(value)
             parts.append(f'<path class=grid d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f"<text x={LEFT - 5} y={y + 3.5:.1f} class=y>{label}</text>")
+            parts.append(f"<text x={LEFT - 5} y={y + 3.5:.1f} class=y>{number(value)}</text>")
         low, high = self._xs
         for value in ticks(low, high, 5):
             if value == round(value):

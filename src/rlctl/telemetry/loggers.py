@@ -41,9 +41,6 @@ SECTIONS = {
 }
 """Where loggers have the nested values of metrics.jsonl; all else is under `train`."""
 
-PACKAGES: dict[str, str] = {
-    "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio",
-}  # fmt: skip
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
 END_LIMIT_S = 30.0
 """Longest time that the end of a run waits for a logger."""
@@ -162,6 +159,7 @@ class MlflowLogger:
     """MLflow at MLFLOW_TRACKING_URI, or in `mlruns/` of the working directory."""
 
     def __init__(self, run: LoggedRun) -> None:
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # it need not be installed
 
         address = os.environ.get("MLFLOW_TRACKING_URI")
@@ -177,12 +175,7 @@ class MlflowLogger:
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         created = self._client.create_run(experiment, run_name=run.name)
         self._run = run.remember("mlflow", created.info.run_id)
-        self._log_config(run.config)
-
-    def _log_config(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
-
-        params = [Param(name, str(value)) for name, value in _leaves(config)]
+        params = [Param(name, str(value)) for name, value in _leaves(run.config)]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
 
@@ -290,7 +283,7 @@ def wanted_loggers(
     """
     if config.loggers is not None:
         for name in (missing := [name for name in config.loggers if not _installed(name)]):
-            problem = f"run.loggers names {name}, and the package `{PACKAGES[name]}` is not installed."
+            problem = f"run.loggers names {name}, and the package `{name}` is not installed."
             install = f"Install it with `pip install 'rlctl[{name}]'`"
             if not optional:
                 raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
@@ -308,7 +301,7 @@ def wanted_loggers(
 
 
 def _installed(name: LoggerName) -> bool:
-    spec = find_spec(PACKAGES[name])
+    spec = find_spec(name)
     return spec is not None and spec.origin is not None  # a folder `wandb` that an earlier run left here is none
 
 
