@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import os
 import resource
@@ -380,26 +381,30 @@ def test_hub(web_server: str) -> None:
     expect(network.check_hub("http://127.0.0.1:1", {}), "warn", "cannot be reached")
 
 
-def node(**changes: Any) -> NodeFacts:
-    facts = {"sees": True, "free_bytes": 100 * GIB, "writable": True, "time": 1000.0, "versions": {"ray": "2.60"}}
-    return NodeFacts(**(facts | {"resources": {"CPU": 8.0, "GPU": 8.0}} | changes))
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "said"),
+    [
+        ({}, "nodes", "ok", "2 node(s)"),
+        ({"sees": False}, "nodes", "fail", "10.0.0.2 is not the directory"),
+        ({"writable": False}, "nodes", "fail", "cannot be written on 10.0.0.2"),
+        ({"free_bytes": GIB}, "nodes", "fail", "2.0 GiB needed"),
+        ({}, "node-versions", "ok", "same versions"),
+        ({"versions": {"ray": "2.50"}}, "node-versions", "fail", "ray: 2.60 on 10.0.0.1, 2.50 on 10.0.0.2"),
+        ({"versions": {}}, "node-versions", "fail", "none on 10.0.0.2"),
+        ({"time": 1005.0}, "node-clocks", "ok", "5 s apart"),
+        ({"time": 1500.0}, "node-clocks", "warn", "500 s apart"),
+        ({}, "node-resources", "ok", "16 GPUs"),
+        ({"gpus": 0.0}, "node-resources", "fail", "10.0.0.2 offer Ray fewer than 8"),
+    ],
+)
+def test_nodes(tmp_path: Path, changes: dict[str, Any], name: str, status: str, said: str) -> None:
+    one = NodeFacts(True, 100 * GIB, True, 1000.0, {"ray": "2.60"}, 8.0)
+    nodes = {"10.0.0.1": one, "10.0.0.2": dataclasses.replace(one, **changes)}
+    checks = {check.name: check for check in network.compare_nodes(tmp_path, nodes, 2 * GIB, 8)}
+    expect(checks[name], status, said)
 
 
-def test_nodes(tmp_path: Path) -> None:
-    def two(**changes: Any) -> dict[str, NodeFacts]:
-        return {"10.0.0.1": node(), "10.0.0.2": node(**changes)}
-
-    expect(network.compare_directories(tmp_path, two()), "ok", "2 node(s)")
-    expect(network.compare_directories(tmp_path, two(sees=False)), "fail", "10.0.0.2 is not the directory")
-    expect(network.compare_directories(tmp_path, two(writable=False)), "fail", "cannot be written on 10.0.0.2")
-    expect(network.compare_directories(tmp_path, two(free_bytes=GIB), 2 * GIB), "fail", "2.0 GiB needed")
-    expect(network.compare_versions(two()), "ok")
-    expect(network.compare_versions(two(versions={"ray": "2.50"})), "fail", "ray: 2.60 on 10.0.0.1, 2.50 on 10.0.0.2")
-    expect(network.compare_versions(two(versions={})), "fail", "none on 10.0.0.2")
-    expect(network.compare_clocks(two(time=1005.0)), "ok")
-    expect(network.compare_clocks(two(time=1500.0)), "warn", "500 s apart", "NTP")
-    expect(network.compare_resources(two(), 8), "ok", "16 GPUs")
-    expect(network.compare_resources(two(resources={"CPU": 8.0}), 8), "fail", "10.0.0.2 (0)")
+def test_a_directory_of_all_nodes_that_cannot_be_made_is_named() -> None:
     expect(next(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl"))), "fail", "/proc/rlctl")
 
 

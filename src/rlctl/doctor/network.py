@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +91,8 @@ class NodeFacts:
     writable: bool
     time: float
     versions: dict[str, str]
-    resources: dict[str, float] = field(default_factory=dict)
+    gpus: float = 0.0
+    """GPUs that the node offers Ray."""
 
 
 def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> Iterator[Check]:
@@ -115,10 +116,7 @@ def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: i
         yield Check("ray-token", "ok", "the cluster requires a token")
     else:
         yield Check("ray-token", "warn", "anyone who reaches the cluster's ports can run programs on it", TOKEN_ADVICE)
-    yield compare_directories(directory, facts, needed)
-    yield compare_versions(facts)
-    yield compare_clocks(facts)
-    yield compare_resources(facts, gpus_per_node)
+    yield from compare_nodes(directory, facts, needed, gpus_per_node)
 
 
 def look_around(mark: str) -> NodeFacts:
@@ -145,59 +143,47 @@ def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
         message = f"At least one of the nodes {', '.join(nodes)} did not answer: {error}."
         raise RlctlError(message, "Check `ray status`.") from error
     pairs = zip(nodes.items(), found, strict=True)
-    return {name: replace(facts, resources=node.get("Resources", {})) for (name, node), facts in pairs}
+    return {name: replace(facts, gpus=node.get("Resources", {}).get("GPU", 0.0)) for (name, node), facts in pairs}
 
 
-def compare_directories(directory: Path, facts: Mapping[str, NodeFacts], needed: int = 0) -> Check:
-    """Check that all nodes see the same directory, can write to it, and have space there."""
+def compare_nodes(directory: Path, facts: Mapping[str, NodeFacts], needed: int, gpus_per_node: int) -> Iterator[Check]:
+    """Check that all nodes see the same directory, can write to it and have space there, run the same versions, have
+    clocks that agree, and offer enough GPUs."""
+    count = f"{len(facts)} node(s)"
 
     def nodes(wrong: Callable[[NodeFacts], bool]) -> str:
         return ", ".join(node for node, one in facts.items() if wrong(one))
 
+    place = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory on a file system that all nodes mount."
     if blind := nodes(lambda one: not one.sees):
-        fix = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory on a file system that all nodes mount."
-        return Check("nodes", "fail", f"{directory} on {blind} is not the directory that it is here", fix)
-    if barred := nodes(lambda one: not one.writable):
-        return Check("nodes", "fail", f"{directory} cannot be written on {barred}", "Change its permissions.")
-    if full := nodes(lambda one: one.free_bytes < needed):
+        yield Check("nodes", "fail", f"{directory} on {blind} is not the directory that it is here", place)
+    elif barred := nodes(lambda one: not one.writable):
+        yield Check("nodes", "fail", f"{directory} cannot be written on {barred}", "Change its permissions.")
+    elif full := nodes(lambda one: one.free_bytes < needed):
         detail = f"{directory} has less than the {gib(needed)} needed free on {full}"
-        return Check("nodes", "fail", detail, "Free some, or set RLCTL_MEGATRON_CHECKPOINT_DIR to another place.")
-    return Check("nodes", "ok", f"{len(facts)} node(s) see the same {directory}")
-
-
-def compare_versions(facts: Mapping[str, NodeFacts]) -> Check:
-    """Check that all nodes run the same versions."""
+        yield Check("nodes", "fail", detail, f"Free some. {place}")
+    else:
+        yield Check("nodes", "ok", f"{count} see the same {directory}")
     different = []
     for name in dict.fromkeys(name for one in facts.values() for name in one.versions):
-        by_version: dict[str, list[str]] = {}
-        for node, one in facts.items():
-            by_version.setdefault(one.versions.get(name, "none"), []).append(node)
-        if len(by_version) > 1:
-            where = ", ".join(f"{version} on {', '.join(nodes)}" for version, nodes in by_version.items())
-            different.append(f"{name}: {where}")
+        found = dict.fromkeys(one.versions.get(name, "none") for one in facts.values())
+        where = (f"{it} on {nodes(lambda one, it=it, name=name: one.versions.get(name, 'none') == it)}" for it in found)
+        different += [f"{name}: {', '.join(where)}"] if len(found) > 1 else []
     if different:
-        return Check("node-versions", "fail", "; ".join(different), "Install the same environment on every node.")
-    return Check("node-versions", "ok", f"{len(facts)} node(s) run the same versions")
-
-
-def compare_clocks(facts: Mapping[str, NodeFacts]) -> Check:
-    """Check that the clocks of the nodes agree."""
+        yield Check("node-versions", "fail", "; ".join(different), "Install the same environment on every node.")
+    else:
+        yield Check("node-versions", "ok", f"{count} run the same versions")
     times = [one.time for one in facts.values()]
-    apart = max(times) - min(times)
-    if apart > CLOCKS_APART_S:
-        detail = f"the clocks of the nodes are up to {apart:.0f} s apart"
-        return Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
-    return Check("node-clocks", "ok", f"the clocks of the nodes are at most {apart:.0f} s apart")
-
-
-def compare_resources(facts: Mapping[str, NodeFacts], gpus_per_node: int) -> Check:
-    """Check that every node offers Ray the number of GPUs that the run needs."""
-    gpus = {node: one.resources.get("GPU", 0) for node, one in facts.items()}
-    if short := [f"{node} ({count:.0f})" for node, count in gpus.items() if count < gpus_per_node]:
-        detail = f"{', '.join(short)} offer Ray fewer than {gpus_per_node} GPUs"
-        return Check("node-resources", "fail", detail, "Start Ray there with --num-gpus, or ask for fewer.")
-    cores = sum(one.resources.get("CPU", 0) for one in facts.values())
-    return Check("node-resources", "ok", f"{len(facts)} node(s), {cores:.0f} CPUs, {sum(gpus.values()):.0f} GPUs")
+    detail = f"the clocks of the nodes are up to {max(times) - min(times):.0f} s apart"
+    if max(times) - min(times) > CLOCKS_APART_S:
+        yield Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
+    else:
+        yield Check("node-clocks", "ok", detail)
+    if short := nodes(lambda one: one.gpus < gpus_per_node):
+        detail = f"{short} offer Ray fewer than {gpus_per_node} GPUs"
+        yield Check("node-resources", "fail", detail, "Start Ray there with --num-gpus, or ask for fewer.")
+    else:
+        yield Check("node-resources", "ok", f"{count}, {sum(one.gpus for one in facts.values()):.0f} GPUs")
 
 
 def check_ranks(gpus: int, limit_s: float = RANKS_LIMIT_S) -> Check:

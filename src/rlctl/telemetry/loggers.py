@@ -196,7 +196,7 @@ class TrackioLogger:
         import trackio  # pyright: ignore[reportMissingImports]  # it need not be installed
 
         before = run.identity("trackio")
-        with _stdout_to_stderr():
+        with _StdoutOfOthers():
             self._run = trackio.init(
                 project=run.project,
                 name=before or run.name,
@@ -212,22 +212,16 @@ class TrackioLogger:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        with _stdout_to_stderr():
+        with _StdoutOfOthers():
             self._run.finish()
 
 
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+class _StdoutOfOthers(contextlib.redirect_stdout):
     """Send what this thread prints to stderr: stdout is for the command's result, which another thread may print."""
-    with contextlib.redirect_stdout(cast(TextIO, _StdoutOfOthers(sys.stdout))):
-        yield
 
-
-class _StdoutOfOthers:
-    """Stdout for all threads but the one that made it, which gets stderr."""
-
-    def __init__(self, stdout: TextIO) -> None:
-        self._stdout, self._thread = stdout, threading.get_ident()
+    def __init__(self) -> None:
+        self._stdout, self._thread = sys.stdout, threading.get_ident()
+        super().__init__(cast(TextIO, self))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr if threading.get_ident() == self._thread else self._stdout, name)
