@@ -268,7 +268,8 @@ def _as_a_run_needs_it() -> Iterator[None]:
     from ray._private import node, parameter, ray_constants, services, utils
 
     popen: Any = functools.partial(services.ConsolePopen, start_new_session=True)
-    lean: Any = functools.partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+    lean: Any = functools.partial(parameter.RayParams, **without)
     with (
         # Ray's answer to SIGTERM would end this process without a word, with code 1 or 15.
         _replaced(utils, set_sigterm_handler=_ignore),
