@@ -125,6 +125,8 @@ def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
     from ray.exceptions import RayError
 
     host, colon, port = address.removeprefix("ray://").rpartition(":")
+    with contextlib.suppress(OSError):  # Ray leaves this user's token readable for others
+        os.chmod(os.path.expanduser("~/.ray/auth_token"), 0o600)
     try:
         if colon:  # else `auto`, which Ray resolves. Ray itself tries a wrong address for minutes
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
