@@ -23,13 +23,7 @@ from rlctl.commands.parsing import App, Command, CommandLineError, Group, explai
 from rlctl.config.installed import installed_versions
 from rlctl.errors import EXIT_INTERRUPTED, InputError, InterruptionError, RlctlError, missing_package
 from rlctl.telemetry import terminal
-from rlctl.telemetry.terminal import Unbreakable, open_closed_ones
-
-REFUSALS = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
-    errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.ESTALE,
-})  # fmt: skip
-"""Errors of a file system that a user can do something about."""
+from rlctl.telemetry.terminal import Unbreakable
 
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -135,7 +129,6 @@ def root(
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit the process with the code of the outcome, as `rlctl --help` lists them."""
     output.OwnProcess.is_one = True
-    open_closed_ones()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape
             stream.reconfigure(errors="backslashreplace")
@@ -151,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
     terminal.reset()
+    debugging = os.environ.get("RLCTL_DEBUG", "") not in ("", "0")
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing
@@ -173,23 +167,15 @@ def run(argv: list[str] | None = None) -> int:
         output.report_error(InterruptionError("interrupted"))
         return EXIT_INTERRUPTED
     except (RlctlError, ModuleNotFoundError) as error:
-        if os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):
+        if debugging:
             raise
         known = error if isinstance(error, RlctlError) else missing_package(error)
         output.report_error(known)
         return known.exit_code
     except OSError as error:
-        if error.errno not in REFUSALS or os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):
+        # A refusal of the file system that nobody closer to the cause has explained: the path says what it is about.
+        if (error.filename is None and error.errno != errno.ENOSPC) or debugging:
             raise
-        output.report_error(refused(error))
+        what = "the output" if error.filename is None else os.fsdecode(error.filename)
+        output.report_error(RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met."))
         return 1
-
-
-def refused(error: OSError) -> RlctlError:
-    """Explain a refusal of the file system that nobody closer to the cause has: the path says what it is about."""
-    if error.filename is None and error.errno == errno.ENOSPC:
-        return RlctlError("the output cannot be written: no space left on its device")
-    if error.filename is None and error.errno == errno.ENOENT:
-        return RlctlError("the working directory is gone: somebody removed it.", "Change to another one.")
-    what = "the working directory" if error.filename is None else os.fsdecode(error.filename)
-    return RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met.")

@@ -84,7 +84,6 @@ def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> N
     session = Path(worker._global_node.get_session_dir_path())
     assert session.parents[1].name.startswith("rlctl-")
     assert session.parents[1].stat().st_mode & 0o077 == 0
-    assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
 
 
 def test_a_session_turns_away_who_has_no_token(ranks: WorkerGroup[Rank]) -> None:
@@ -104,34 +103,6 @@ def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(ranks, monkeypatch)
         ray_session._require_membership(address)
 
 
-def test_a_session_has_a_token_of_its_own_where_none_can_be_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
-    monkeypatch.delenv("RAY_AUTH_TOKEN")
-    ray_session.provide_token(tmp_path / "auth_token")
-    assert "RAY_AUTH_TOKEN" not in os.environ  # Ray makes one there
-    ray_session.provide_token(Path("/proc/1/.ray/auth_token"))
-    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
-
-
-def test_too_few_open_files_are_named_and_more_are_asked_for_where_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: asked.append(limits))
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 4096))
-    ray_session.require_open_files()
-    assert asked == [(1024, 4096)]
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
-    with pytest.raises(MachineError, match=r"may open 64 files here, and Ray needs 1024\. Raise"):
-        ray_session.require_open_files()
-
-
-def test_a_limit_on_the_size_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (2_000_000, 2_000_000))
-    with pytest.raises(MachineError, match=r"A file may have 2 MB here, .* one of \d+ MB\. Raise it with `ulimit -f"):
-        ray_session.require_large_files()
-
-
 def test_too_few_threads_for_a_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
     monkeypatch.setattr("os.getuid", lambda: 65534)
@@ -139,32 +110,15 @@ def test_too_few_threads_for_a_run_are_named(monkeypatch: pytest.MonkeyPatch) ->
         ray_session.require_threads()
 
 
-@pytest.mark.parametrize(("own", "mounted"), [("0::/pod/job", ""), ("3:cpu:/x\n8:pids:/pod/job", "pids")])
-def test_limits_of_threads_of_a_control_group_are_found(tmp_path: Path, own: str, mounted: str) -> None:
-    (tmp_path / "own").write_text(own + "\n")
-    group = tmp_path / "groups" / mounted / "pod" / "job"
+def test_limits_of_threads_of_a_control_group_are_found(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("3:cpu:/x\n0::/pod/job\n")
+    group = tmp_path / "groups" / "pod" / "job"
     group.mkdir(parents=True)
     for place, limit in ((group, "max"), (group.parent, "300")):
         (place / "pids.max").write_text(limit + "\n")
         (place / "pids.current").write_text("12\n")
-    found = list(ray_session.threads_of_group(tmp_path / "own", tmp_path / "groups"))
-    assert found == [(300, 12, f"Raise pids.max of {group.parent} (docker --pids-limit, systemd TasksMax).")]
-    assert not list(ray_session.threads_of_group(tmp_path / "absent"))
-
-
-def test_a_python_in_which_ray_does_not_run_is_named() -> None:
-    code = "from rlctl.cluster.ray_session import ray_session; ray_session().__enter__()"
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=False)
-    assert "Unset PYTHONOPTIMIZE" in done.stderr
-
-
-def test_a_folder_for_the_files_of_ray_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "absent"))
-    said = r"absent, which is no directory\. Make it, or change RAY_TMPDIR"
-    with pytest.raises(MachineError, match=said), ray_session._started(0, None):
-        pass
+    *_, found = ray_session.thread_limits(tmp_path / "own", tmp_path / "groups")
+    assert found == (300, 12, f"Raise pids.max of {group.parent} (docker --pids-limit, systemd TasksMax).")
 
 
 def test_the_files_of_ray_are_in_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_who_has_no_token_is_refused(cluster, tiny_llama, tmp_path):
     assert "Traceback" not in refused.stderr
 
 
-def test_a_cluster_that_asks_for_no_token_is_told_and_doctor_names_what_is_open(cluster):
+def test_a_cluster_that_asks_for_no_token_is_told_by_runs_and_doctor(cluster):
     start_ray(cluster.second, "--head", "--port", "6390", "--include-dashboard", "false", **NO_TOKEN)
     address = f"{cluster.second.chosen}:6390"
     stranger = cluster.first.run(sys.executable, "-c", JOIN, address, **TOKEN)
@@ -134,11 +134,9 @@ def test_a_cluster_that_asks_for_no_token_is_told_and_doctor_names_what_is_open(
     joined = cluster.second.run(sys.executable, "-c", JOIN, address, **TOKEN)
     assert f"warning: the Ray cluster at {address} asks for no token" in joined.stdout, joined.stderr
     asked = cluster.second.run(tool("rlctl"), "doctor", "--quick", "--ray-address", address, **NO_TOKEN)
-    assert "whoever reaches the cluster's ports runs programs on it" in " ".join(asked.stdout.split())
+    assert "anyone who reaches the cluster's ports can run programs on it" in " ".join(asked.stdout.split())
     asked = cluster.first.run(tool("rlctl"), "doctor", "--quick", "--ray-address", cluster.address, **TOKEN)
-    told = " ".join(asked.stdout.split())
-    assert "the cluster turns away who has no token" in told
-    assert "others on the network can reach gcs_server" in told
+    assert "the cluster requires a token" in " ".join(asked.stdout.split())
 
 
 def test_a_network_that_is_lost_between_hosts_ends_the_run(cluster, tiny_llama, tmp_path):

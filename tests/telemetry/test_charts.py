@@ -13,7 +13,6 @@ from rlctl.telemetry.charts import (
     MOST_POINTS,
     Series,
     bar_chart,
-    labels,
     line_chart,
     number,
     smoothed,
@@ -52,11 +51,6 @@ def test_a_number_takes_few_characters() -> None:
     assert [number(value) for value in values] == [
         "0", "0.5", "12.3", "182", "41.3k", "2.5e6", "2e-6", "6.9e-11", "-0.25",
     ]  # fmt: skip
-
-
-def test_labels_of_values_that_hardly_differ_are_told_apart() -> None:
-    assert labels([0.2, 0.4]) == ["0.2", "0.4"]
-    assert labels([1.0, 1.000002, 1.000004]) == ["1", "+2e-6", "+4e-6"]
 
 
 def test_thinning_keeps_the_mean_and_the_ends_of_what_it_joins() -> None:

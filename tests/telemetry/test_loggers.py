@@ -18,7 +18,6 @@ from rlctl.config.schema import LoggerName, RunConfig
 from rlctl.errors import InputError
 from rlctl.telemetry.loggers import (
     KINDS,
-    PACKAGES,
     TITLES,
     LoggedRun,
     LoggerThread,
@@ -46,7 +45,7 @@ def test_every_logger_has_the_names_of_one_table() -> None:
         "timing/generation": 2.0, "timing/total": 3.0, "timing/refit_parts/pack": 0.1, "timing/tokens_per_s": 9.0,
         "validation/accuracy": 0.25, "system/cpu_percent": 50.0,
     }  # fmt: skip
-    assert set(KINDS) == set(PACKAGES) == set(TITLES) == set(get_args(LoggerName))
+    assert set(KINDS) == set(TITLES) == set(get_args(LoggerName))
 
 
 def test_an_id_that_could_not_be_written_is_none(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_a_sample_is_a_conversation(prompt: Any, expected: list[str]) -> None:
 
 
 def test_axes_have_units() -> None:
-    text = page([run(lines=[line(step, reward_terms={"/a/b.py:brief": step / 9}) for step in (1, 2, 3)])])
+    text = page([run(lines=[line(step, reward_terms={"b.py:brief": step / 9}) for step in (1, 2, 3)])])
     assert "reward terms: b.py:brief" in captions(text)
     units = {
         "mean reward": "reward", "accuracy": "share", "response tokens, mean": "tokens", "entropy": "nats",

@@ -66,18 +66,17 @@ class Placement:
 
     def _discover(self, indexes: Sequence[int], gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
         """Wait until the bundles are reserved, and order them by node and device. Raises TimeoutError."""
-        places = self._devices(indexes, timeout_s) if gpus else self._slots(indexes, timeout_s)
+        import ray
+
+        if gpus:  # Ray tells only a task inside of a bundle which device it has
+            where = ray.remote(num_cpus=1, num_gpus=1)(_where_am_i)
+            asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
+            places = ray.get(asked, timeout=timeout_s)
+        else:
+            places = self._slots(indexes, timeout_s)
         found = [Bundle(index, *place) for index, place in zip(indexes, places, strict=True)]
         # Stable: Ray's own order within equal (node, GPU) keys.
         return tuple(sorted(found, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
-
-    def _devices(self, indexes: Sequence[int], timeout_s: float) -> list[tuple[str, str | None, str]]:
-        """Ask a task inside each bundle which node and device it is on: Ray tells it there only."""
-        import ray
-
-        where = ray.remote(num_cpus=1, num_gpus=1)(_where_am_i)
-        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
-        return ray.get(asked, timeout=timeout_s)
 
     def _slots(self, indexes: Sequence[int], timeout_s: float) -> list[tuple[str, None, str]]:
         """Look up which node each bundle without a device is on: no process has to start for that. (Ray's own wait for

@@ -21,13 +21,14 @@ MOST_WORKERS = 64
 NAMESPACE = b"rlctl-progress"
 
 
-class _Told:
-    """The worker in this process, and when it last told something."""
+class _Shown:
+    """The worker in this process, and what it has shown."""
 
     key: bytes | None = None
     at = 0.0
-    something = False
-    """Whether the call under way has told something, which its end takes back."""
+    """When it was shown."""
+    some = False
+    """Whether the call under way shows something, which its end takes back."""
 
 
 def _key(worker: str) -> bytes:
@@ -38,24 +39,24 @@ def _key(worker: str) -> bytes:
 
 def host(worker: str) -> None:
     """Let `report` of this process tell the progress of `worker`, by the name of its log."""
-    _Told.key = _key(worker)
+    _Shown.key = _key(worker)
 
 
 def report(done: int, total: int) -> None:
     """Tell that `done` parts of `total` are done; when all are, take back what was told. Nothing happens outside of a
     worker, or soon after the last time."""
     now, ended = time.monotonic(), done >= total
-    if _Told.key is None or (not _Told.something if ended else now < _Told.at + EVERY_S):
+    if _Shown.key is None or (not _Shown.some if ended else now < _Shown.at + EVERY_S):
         return
-    _Told.at, _Told.something = now, not ended
+    _Shown.at, _Shown.some = now, not ended
     try:
         if ended:
-            _store().internal_kv_del(_Told.key, False, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+            _store().internal_kv_del(_Shown.key, False, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
         else:
             value = b"%d %d" % (done, total)
-            _store().internal_kv_put(_Told.key, value, True, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+            _store().internal_kv_put(_Shown.key, value, True, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
     except Exception:  # noqa: BLE001 - whatever keeps a number from being shown ends no generation
-        _Told.key = None
+        _Shown.key = None
 
 
 def look(workers: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import getpass
 import logging
 import os
 import resource
@@ -32,7 +31,6 @@ from rlctl.errors import ClusterError, MachineError, WaitTimeoutError
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
-LEAST_OPEN_FILES = 1024
 LEAST_THREADS = 300
 """Threads of Ray's processes and of a small run's."""
 SOCKET_PATH_BYTES = 107
@@ -74,6 +72,8 @@ while quiet < 5:  # a process may be about to start another one
     time.sleep(0.2)
 """
 """A program that waits for a byte of the process that started it, or for its death."""
+TOKEN = secrets.token_hex(32)
+"""What the processes of a session that is started here ask each other for. Ray keeps the first that a process had."""
 TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -95,10 +95,6 @@ def ray_session(
 
     Raises MachineError when Ray cannot be started or the address does not answer.
     """
-    if sys.flags.optimize > 1:
-        raise MachineError(
-            "Ray does not run where Python leaves docstrings out.", "Unset PYTHONOPTIMIZE, or make it 1."
-        )
     for name, value in PATIENCE.items() if address is None else ():
         os.environ.setdefault(name, value)
     import ray
@@ -125,17 +121,28 @@ def ray_session(
 @contextlib.contextmanager
 def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
     import ray
+    from ray._private import utils
     from ray.exceptions import RayError
 
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    with contextlib.suppress(OSError):  # Ray leaves this user's token readable for others
+        os.chmod(os.path.expanduser("~/.ray/auth_token"), 0o600)
     try:
-        _require_answer(address)
+        if colon:  # else `auto`, which Ray resolves. Ray itself tries a wrong address for minutes
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         _require_membership(address)
-        with _protected_token(), _own_signals():
+        with _replaced(utils, set_sigterm_handler=_ignore):
             ray.init(address=address, job_config=_job(), log_to_driver=False, logging_level=logging.ERROR)
     except MachineError:
         raise
     except (*RAY_FAILURES, RayError) as error:
-        raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
+        # Ray sends its token to a named address only when told to.
+        told = "RAY_AUTH_MODE" in os.environ
+        token = (
+            "the token must be the one of its head node" if told else "if it asks for a token, set RAY_AUTH_MODE=token"
+        )
+        hint = f"`ray status --address` shows whether it runs; {token}."
+        raise MachineError(f"--ray-address {address} did not answer: {error}.", hint) from error
     _keep_stdout_clean()
     try:
         if tell is not None and not asks_for_token(found := ray.get_runtime_context().gcs_address):
@@ -157,12 +164,8 @@ def asks_for_token(address: str) -> bool:
 def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
-    require_open_files()
-    require_large_files()
     require_threads()
     base = session_base()
-    if not base.is_dir():
-        raise MachineError(f"Ray keeps its files in {base}, which is no directory.", "Make it, or change RAY_TMPDIR.")
     if len(os.fsencode(base)) > MOST_BASE_BYTES:
         why = f"RAY_TMPDIR={base} is too long: the names of Ray's sockets below it may have {SOCKET_PATH_BYTES} bytes."
         raise MachineError(why, f"Name a directory, or a link to one, in at most {MOST_BASE_BYTES} bytes.")
@@ -245,30 +248,44 @@ def _copy_logs(session: Path, logs: Path) -> None:
 
 
 @contextlib.contextmanager
-def _in_sessions_of_their_own() -> Iterator[None]:
-    """Have Ray's processes, and those that they start, out of this process's group and session: signals to the group or
-    from the terminal do not reach them. A run finishes its step with them, and ends them itself. Ray has no option for
-    that."""
-    from ray._private import services
-
-    before, own = services.ConsolePopen, {"start_new_session": True}
-    services.ConsolePopen = functools.partial(before, **own)  # type: ignore[misc,assignment]
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of one of Ray's modules other values within the block: for what it has no option for."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = before  # type: ignore[misc]
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of a function of Ray's."""
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep this process's own answer to SIGTERM. Ray's would end it without a word, with code 1 or 15."""
-    from ray._private import utils
+def _as_a_run_needs_it() -> Iterator[None]:
+    """Change how Ray starts on this machine, where `ray.init` has no arguments for that."""
+    from ray._private import node, parameter, ray_constants, services, utils
 
-    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
-    try:
+    popen: Any = functools.partial(services.ConsolePopen, start_new_session=True)
+    without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+    lean: Any = functools.partial(parameter.RayParams, **without)
+    with (
+        # Ray's answer to SIGTERM would end this process without a word, with code 1 or 15.
+        _replaced(utils, set_sigterm_handler=_ignore),
+        # Where Ray runs on one machine only, all its processes listen on the loopback interface.
+        _replaced(ray_constants, ENABLE_RAY_CLUSTER=False),
+        # Signals to this process's group or from the terminal do not reach processes in sessions of their own: a run
+        # finishes its step with them, and ends them itself.
+        _replaced(services, ConsolePopen=popen),
+        # A session of one machine needs no autoscaler, no copies of its workers' logs, and no dashboard, which Ray
+        # starts and waits for even without `include_dashboard`.
+        _replaced(parameter, RayParams=lean),
+        _replaced(node.Node, start_api_server=_ignore),
+    ):
         yield
-    finally:
-        utils.set_sigterm_handler = before
 
 
 def _job() -> Any:
@@ -289,13 +306,6 @@ def _keep_stdout_clean() -> None:
     worker._worker_logs_enabled = False
 
 
-def _joining_hint() -> str:
-    """Advise on a cluster that does not let us in. Ray sends its token to a named address only when told to."""
-    if "RAY_AUTH_MODE" in os.environ:
-        return "`ray status --address` shows whether it runs; the token must be the one of its head node."
-    return "`ray status --address` shows whether it runs. If it asks for a token, set RAY_AUTH_MODE=token."
-
-
 def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
     """Start Ray on this machine; again where a busy machine was too slow for the half minute that Ray waits."""
     import ray
@@ -303,10 +313,10 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
     for attempt in range(START_ATTEMPTS):
         try:
             # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
-            kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
-            environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
-            with _protected_token(), _own_signals(), _on_loopback(), _bare(), _in_sessions_of_their_own(), environment:
-                provide_token(token_path())
+            kernels = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+            wanted = {"TORCHINDUCTOR_CACHE_DIR": kernels, "RAY_AUTH_TOKEN": TOKEN}
+            chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
+            with _environment(TMPDIR=str(temporary), **chosen), _as_a_run_needs_it():
                 ray.init(
                     address="local",
                     job_config=_job(),
@@ -334,43 +344,6 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
                 raise TimeoutError(f"{error} (tried {START_ATTEMPTS} times)") from error
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in containers a user may have no name
-        return str(os.getuid())
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Have Ray start as where it runs on one machine only: all its processes then listen on the loopback interface. On
-    Linux it has no argument for that."""
-    from ray._private import ray_constants
-
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _bare() -> Iterator[None]:
-    """Have Ray start without its dashboard, its autoscaler and the process that copies logs of workers to the driver: a
-    session of one machine neither serves pages nor grows, and the workers have logs of their own. `ray.init` has no
-    arguments for that; without `include_dashboard` it still starts a dashboard and waits for it."""
-    from ray._private import node, parameter
-
-    before = parameter.RayParams, node.Node.start_api_server
-    without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
-    parameter.RayParams = functools.partial(before[0], **without)
-    node.Node.start_api_server = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        parameter.RayParams, node.Node.start_api_server = before
-
-
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
     """Set variables for the processes that are started in the block."""
@@ -386,92 +359,31 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def require_open_files() -> None:
-    """Let this process open as many files as Ray needs. Raises MachineError where it may not: Ray would end the process
-    without a word of ours."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
-        raise MachineError(
-            f"A process may open {hard} files here, and Ray needs {LEAST_OPEN_FILES}.",
-            "Raise it with `ulimit -n 65536`.",
-        )
-    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
-
-
 def require_threads() -> None:
     """Raise MachineError where there may not be as many threads as a run has: a process that can make none is aborted
     without a word of ours, or waits."""
-    for limit, taken, way in (*_threads_of_user(), *threads_of_group()):
+    for limit, taken, way in thread_limits():
         if limit < taken + LEAST_THREADS:
             raise MachineError(
                 f"There may be {limit:,} threads here and there are {taken:,}; a run needs {LEAST_THREADS} more.", way
             )
 
 
-def _threads_of_user() -> Iterator[tuple[int, int, str]]:
-    """The most threads that this user may have and how many there are, if there is a limit. A superuser has none."""
-    limit, user = resource.getrlimit(resource.RLIMIT_NPROC)[0], os.getuid()
-    if limit != resource.RLIM_INFINITY and user != 0:
-        found = [one.info for one in psutil.process_iter(["uids", "num_threads"])]
-        taken = sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == user)
-        yield limit, taken, "Raise it with `ulimit -u`, or end other processes."
-
-
-def threads_of_group(
+def thread_limits(
     own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int, str]]:
-    """The same for the control group of this process, as a container or a job has one, and for those around it."""
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, kinds, name = line.split(":", 2)
-        mounted = root / "pids" if kinds == "pids" else root
-        if kinds in ("", "pids"):
-            folder = mounted / name.lstrip("/")
-            for group in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
-                    limit, taken = (int((group / file).read_text()) for file in ("pids.max", "pids.current"))
-                    yield limit, taken, f"Raise pids.max of {group} (docker --pids-limit, systemd TasksMax)."
-                if group == mounted:
-                    break
-
-
-def require_large_files() -> None:
-    """Raise MachineError where no file may become as large as Ray's object store: Ray would wait for it for minutes."""
-    limit, needed = resource.getrlimit(resource.RLIMIT_FSIZE)[0], _object_store_bytes()
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise MachineError(
-            f"A file may have {limit / 1e6:,.0f} MB here, and Ray keeps its objects in one of {needed / 1e6:,.0f} MB.",
-            "Raise it with `ulimit -f unlimited`.",
-        )
-
-
-def token_path() -> Path:
-    """Where Ray keeps this user's token."""
-    return Path(os.path.expanduser("~/.ray/auth_token"))
-
-
-@contextlib.contextmanager
-def _protected_token() -> Iterator[None]:
-    """Keep the token that Ray makes for this user from the others, who could read it. Ray itself does not."""
-    with contextlib.suppress(OSError):
-        token_path().parent.mkdir(mode=0o700, exist_ok=True)
-    yield
-    with contextlib.suppress(OSError):
-        token_path().chmod(0o600)
-
-
-def provide_token(token: Path) -> None:
-    """Give this process, and those that it starts, a token of their own where none can be kept at `token`, as in a home
-    that cannot be written to."""
-    if not token.exists() and not os.access(token.parent, os.W_OK | os.X_OK):
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
-
-def _require_answer(address: str) -> None:
-    """Connect once: Ray itself tries a wrong address for minutes. Raises OSError or ValueError."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon:  # else `auto`, which Ray resolves
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    """Yield each limit of threads, how many there are, and how it is raised: that of this user, and those of the
+    control group of this process, as a container or a job has one, and of the groups around it."""
+    most, user = resource.getrlimit(resource.RLIMIT_NPROC)[0], os.getuid()
+    if most != resource.RLIM_INFINITY and user != 0:  # a superuser has no limit
+        found = [one.info for one in psutil.process_iter(["uids", "num_threads"])]
+        taken = sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == user)
+        yield most, taken, "Raise it with `ulimit -u`, or end other processes."
+    names = [line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/")]
+    for group in (group for name in names for group in (root / name, *(root / name).parents)):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
+            limit, taken = (int((group / file).read_text()) for file in ("pids.max", "pids.current"))
+            yield limit, taken, f"Raise pids.max of {group} (docker --pids-limit, systemd TasksMax)."
 
 
 def _require_membership(address: str) -> None:

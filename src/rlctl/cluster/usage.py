@@ -76,8 +76,7 @@ class GpuSampler:
     def __init__(self, nvml: Any, handles: dict[str, Any]) -> None:
         self._nvml, self._handles = nvml, handles
         self._lock = threading.Lock()
-        self._busy: dict[str, list[float]] = {name: [] for name in handles}
-        self._most = dict.fromkeys(handles, 0)
+        self._seen: dict[str, list[GpuUsage]] = {name: [] for name in handles}
         self.look()
         threading.Thread(target=self._work, name="gpu usage", daemon=True).start()
 
@@ -90,13 +89,12 @@ class GpuSampler:
             return None
         try:
             pynvml.nvmlInit()
-            names = visible_gpus(pynvml.nvmlDeviceGetCount())
-            handles = {
-                name: pynvml.nvmlDeviceGetHandleByIndex(int(name))
-                if name.isdigit()
-                else pynvml.nvmlDeviceGetHandleByUUID(name)
-                for name in names
-            }
+            handles = {}
+            for name in visible_gpus(pynvml.nvmlDeviceGetCount()):
+                if name.isdigit():
+                    handles[name] = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                else:
+                    handles[name] = pynvml.nvmlDeviceGetHandleByUUID(name)
         except pynvml.NVMLError:
             return None
         return cls(pynvml, handles) if handles else None
@@ -108,17 +106,18 @@ class GpuSampler:
                 used = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
                 busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
                 with self._lock:
-                    self._busy[name].append(busy)
-                    self._most[name] = max(self._most[name], used)
+                    self._seen[name].append(GpuUsage(used, busy))
 
     def sample(self) -> dict[str, GpuUsage]:
         """Return what was seen since the sample before."""
         self.look()
         with self._lock:
-            found = {name: GpuUsage(self._most[name], fmean(busy)) for name, busy in self._busy.items() if busy}
-            self._busy = {name: [] for name in self._handles}
-            self._most = dict.fromkeys(self._handles, 0)
-        return found
+            seen, self._seen = self._seen, {name: [] for name in self._handles}
+        return {
+            name: GpuUsage(max(one.memory_bytes for one in looks), fmean(one.busy_percent for one in looks))
+            for name, looks in seen.items()
+            if looks
+        }
 
     def _work(self) -> None:
         while True:

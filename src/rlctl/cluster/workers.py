@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import resource
-import socket
 import sys
 import sysconfig
 import threading
@@ -30,7 +29,7 @@ from rlctl.cluster import progress
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.cluster.usage import Usage, UsageSampler
-from rlctl.errors import MachineError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 log = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -113,19 +112,21 @@ class _Host:
         sys.stderr.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        find_own_programs()
-        if sharers:
-            share_cores(sharers)
+        # FlashInfer looks for `ninja` on the PATH, and is left out without a word where it finds none; the shell or the
+        # service that started Ray has seldom activated the environment.
+        own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
+        if own not in path.split(os.pathsep):
+            os.environ["PATH"] = own + os.pathsep + path
+        if sharers:  # Ray lets a process have one thread otherwise
+            os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
         listen_at_node_address()
         progress.host(Path(log_path).stem)
         self.worker: Any = None
         self._usage: UsageSampler | None = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
-        require_interfaces()
-        self.worker = self._logged(
-            lambda: (imported(worker_class) if isinstance(worker_class, str) else worker_class)(**kwargs)
-        )
+        made = imported(worker_class) if isinstance(worker_class, str) else worker_class
+        self.worker = self._logged(lambda: made(**kwargs))
         return os.getpid()
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -166,19 +167,6 @@ class _Host:
             raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
-def find_own_programs() -> None:
-    """Put the programs of this environment on the PATH. FlashInfer looks there for `ninja`, and is left out without a
-    word where it finds none; the shell or the service that started Ray has seldom activated the environment."""
-    own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
-    if own not in path.split(os.pathsep):
-        os.environ["PATH"] = own + os.pathsep + path
-
-
-def share_cores(processes: int) -> None:
-    """Divide the cores that this process may use by `processes` of its kind. Ray lets it have one thread otherwise."""
-    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
-
-
 def listen_at_node_address() -> None:
     """Have gloo, NCCL and vLLM in this process use the network by which Ray knows this node, which is the loopback
     where there is no other node. A variable that is set already stays."""
@@ -191,19 +179,6 @@ def listen_at_node_address() -> None:
         if any(one.address == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one, not all that begin so
-
-
-def require_interfaces() -> None:
-    """Raise MachineError where a variable, as a cluster's profile may set it, has gloo use a network that this host
-    lacks."""
-    import psutil
-
-    named, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
-    if lacking := [name for name in named.split(",") if name and name not in there]:
-        raise MachineError(
-            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has no network interface {lacking[0]}.",
-            f"Unset it, or name one of {', '.join(sorted(there))}.",
-        )
 
 
 def imported(path: str) -> Any:
@@ -234,19 +209,19 @@ class PendingCall(Generic[R]):
         """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
         the result of a rank that has none. Raises what a worker raised on purpose at once."""
         limit = self.group.call_timeout_s
-        rank_of, pending, deadline = {ref: i for i, ref in enumerate(self.refs)}, self.refs, time.monotonic() + limit
         found: list[Any] = [None] * len(self.refs)
+        pending, deadline = self.refs, time.monotonic() + limit
         while pending:
             done, pending = _next_done([self], pending, deadline)
             if not done:
-                for rank in map(rank_of.__getitem__, pending):
+                for rank in map(self.refs.index, pending):
                     found[rank] = _late([self], [(0, rank)], limit)
                 break
-            for ref in done:
+            for rank in map(self.refs.index, done):
                 try:
-                    found[rank_of[ref]] = self.group.result(ref, rank_of[ref], self.method)
+                    found[rank] = self.group.result(self.refs[rank], rank, self.method)
                 except (WorkerError, WaitTimeoutError) as error:
-                    found[rank_of[ref]] = error
+                    found[rank] = error
         return found
 
     def late(self) -> WaitTimeoutError:
@@ -433,15 +408,16 @@ class WorkerGroup(Generic[W_co]):
 
     def submit(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Begin `method` with the same arguments on every rank."""
-        name = method.__name__
-        with self._turn:
-            return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host in self.hosts])
+        return self._submit(method.__name__, [args] * len(self.hosts), kwargs)
 
     def submit_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> PendingCall[R]:
         """Begin `method` with one tuple of arguments a rank."""
-        name, pairs = method.__name__, zip(self.hosts, args_by_rank, strict=True)
+        return self._submit(method.__name__, args_by_rank, {})
+
+    def _submit(self, name: str, args_by_rank: Sequence[tuple], kwargs: Mapping[str, Any]) -> PendingCall[Any]:
         with self._turn:
-            return PendingCall(self, name, [host.call.remote(name, args, {}) for host, args in pairs])
+            pairs = zip(self.hosts, args_by_rank, strict=True)
+            return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host, args in pairs])
 
     def submit_apart(
         self,
@@ -496,22 +472,18 @@ class WorkerGroup(Generic[W_co]):
             pid = f" (process {self.pids[rank]})" if self.pids else ""
             node = self.specs[rank].bundles[0].node
             here = node == node_address()
+            where = "" if here else f" on {node}"
             told = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
             killed = here and oom_kills() > self._oom_kills
             told += " The kernel has ended a process of this host for want of memory meanwhile." if killed else ""
-            raise WorkerDiedError(
-                f"{self.name} rank {rank}{pid}{'' if here else f' on {node}'} died during `{method}`.{told}"
-                f"{self.log_tail(rank)}",
-                MEMORY_ADVICE if killed else None,
-            ) from None
+            why = f"{self.name} rank {rank}{pid}{where} died during `{method}`.{told}{self.log_tail(rank)}"
+            raise WorkerDiedError(why, MEMORY_ADVICE if killed else None) from None
         except OutOfMemoryError as error:
             found = re.search(r"was (\S+) used / (\S+) limit", str(error))
             amount = f": {found[1]} of {found[2]} were in use" if found else ""
-            raise WorkerDiedError(
-                f"{self.name} rank {rank} was ended during `{method}`, since memory was short{amount}."
-                f"{self.log_tail(rank)}",
-                f"{MEMORY_ADVICE} Ray ends processes at the part of it that RAY_memory_usage_threshold says.",
-            ) from None
+            why = f"{self.name} rank {rank} was ended during `{method}`, since memory was short{amount}."
+            advice = f"{MEMORY_ADVICE} Ray ends processes at the part of it that RAY_memory_usage_threshold says."
+            raise WorkerDiedError(why + self.log_tail(rank), advice) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None
 
@@ -582,20 +554,17 @@ def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: floa
     return of_first, of_second
 
 
-class _Waits:
-    """The one who hears of long waits."""
-
-    tell: Callable[[str], None] = staticmethod(lambda text: None)
+_told_of_waits: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
 def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
     """Within the block `tell` hears who is waited for, after each minute without an answer or a sign of progress."""
-    before, _Waits.tell = _Waits.tell, tell
+    _told_of_waits.append(tell)
     try:
         yield
     finally:
-        _Waits.tell = before
+        _told_of_waits.remove(tell)
 
 
 def _next_done(
@@ -620,14 +589,12 @@ def _next_done(
         said = time.monotonic()
         before, told = told, [call.group.progress() for call in calls]
         if told == before or not any(told):
-            waited_for = " and ".join(filter(None, (_unanswered(call, rest) for call in calls)))
-            _Waits.tell(f"the run has waited {time.monotonic() - begun:.0f} s for {waited_for}")
-
-
-def _unanswered(call: PendingCall[Any], pending: Sequence[Any]) -> str:
-    """The ranks whose answers are among `pending`, and the method; empty: there are none."""
-    ranks = [str(rank) for rank, ref in enumerate(call.refs) if ref in pending]
-    return f"{call.group.name} rank {', '.join(ranks)} (`{call.method}`)" if ranks else ""
+            waited_for = []
+            for call in calls:
+                if ranks := [str(rank) for rank, ref in enumerate(call.refs) if ref in rest]:
+                    waited_for.append(f"{call.group.name} rank {', '.join(ranks)} (`{call.method}`)")
+            for tell in _told_of_waits[-1:]:
+                tell(f"the run has waited {time.monotonic() - begun:.0f} s for {' and '.join(waited_for)}")
 
 
 def _wait_for_all(

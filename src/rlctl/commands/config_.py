@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -94,11 +95,9 @@ def passed_lines(section: str, *, whole: bool) -> Iterator[str]:
     "validate",
     epilog=examples("rlctl config validate --preset 1node --config mine.yaml", "rlctl config validate -p mine.yaml"),
 )
+@options.taking("preset config set_")
 def validate(
     context: typer.Context,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
     json_: options.Json = False,
 ) -> None:
     """Check the keys and values of a configuration; the exit code is 2 when something is wrong."""
@@ -124,11 +123,9 @@ def validate(
         "rlctl config show --preset laptop", "rlctl config show --preset 1node --set optimizer.lr=2e-6 --origin"
     ),
 )
+@options.taking("preset config set_")
 def show(
     context: typer.Context,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value came from.")] = False,
     json_: options.Json = False,
 ) -> None:
@@ -137,7 +134,7 @@ def show(
     if json_:
         print_json(resolved.to_json() if origin else resolved.config.model_dump(mode="json"))
         return
-    output.show(origin_yaml(dict(resolved.leaves()), resolved.origin if origin else {}).removesuffix("\n"))
+    output.show(origin_yaml(dict(resolved.leaves()), resolved.origin if origin else {}))
 
 
 @app.command(
@@ -180,42 +177,32 @@ def import_(
     resolved = resolve(files=[file], environment={})
     if json_:
         entries = [{name: vars(entry)[name] for name in ("key", "value", "status", "note")} for entry in recipe.entries]
-        print_json(
-            {"values": recipe.values, "counts": counts(recipe), "keys": entries, "unsupported": recipe.unsupported}
-        )
+        counts = {status: len(recipe.of(status)) for status in HEADINGS}
+        print_json({"values": recipe.values, "counts": counts, "keys": entries, "unsupported": recipe.unsupported})
         return
     if report or all_:
         output.show("\n".join(report_lines(recipe, sys.stdout, everything=all_)))
         return
     idle = _without_effect(resolved.config)
     chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default" and key not in idle}
-    output.show(
-        origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}).removesuffix("\n")
-    )
+    output.show(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}))
     for key, why in idle.items():
         output.show(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
     for line in report_lines(recipe, sys.stderr):
         message(line)
 
 
-HEADINGS: dict[Status, str] = {
-    "not yet": "rlctl cannot run this yet (`train` stops here, unless you give --allow-differences):",
-    "not known": "rlctl does not know these keys, and runs without them:",
-    "changed": "This runs, but not exactly as written:",
-    "logging": "Logs and validation are rlctl's own:",
-    "mapped": "These keys are in the configuration:",
-    "not applicable": "These keys become nothing, for the reason given:",
+HEADINGS: dict[Status, tuple[str, Severity | None]] = {
+    "not yet": ("rlctl cannot run this yet (`train` stops here, unless you give --allow-differences):", "fail"),
+    "not known": ("rlctl does not know these keys, and runs without them:", "warn"),
+    "changed": ("This runs, but not exactly as written:", "warn"),
+    "logging": ("Logs and validation are rlctl's own:", None),
+    "mapped": ("These keys are in the configuration:", None),
+    "not applicable": ("These keys become nothing, for the reason given:", None),
 }
-"""The heading of each outcome of a key in a report, in the order of the report."""
-LOOK: dict[Status, Severity] = {"not yet": "fail", "not known": "warn", "changed": "warn"}
-"""The colour of the headings that somebody should look at."""
+"""The heading of each outcome of a key in a report, in the order of the report, and its colour."""
 REST = ("mapped", "not applicable")
 """Outcomes that only --all shows."""
-
-
-def counts(recipe: Import) -> dict[Status, int]:
-    """Return the number of keys of each outcome."""
-    return {status: len(recipe.of(status)) for status in HEADINGS}
 
 
 def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = False) -> Iterator[str]:
@@ -223,22 +210,19 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
     from rlctl.config.nemo_rl.mapping_rules import grouped
     from rlctl.errors import MOST_LINES
 
-    found = counts(recipe)
-    yield (
-        f"{recipe.path.name}: {len(recipe.entries)} keys: " + ", ".join(f"{n} {s}" for s, n in found.items() if n) + "."
-    )
+    counts = ", ".join(f"{len(recipe.of(status))} {status}" for status in HEADINGS if recipe.of(status))
+    yield f"{recipe.path.name}: {len(recipe.entries)} keys: {counts}."
     if recipe.foreign is not None:
         yield coloured(recipe.foreign, "fail", stream)
-    for status, heading in HEADINGS.items():
-        if not found[status] or (status in REST and not everything):
-            continue
-        # The sentence on the whole recipe says it all.
-        if recipe.foreign is not None and status != "not known" and not everything:
+    for status, (heading, colour) in HEADINGS.items():
+        entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
+        # The sentence on a whole recipe that is not for rlctl says all but what is not known.
+        told = recipe.foreign is not None and status != "not known"
+        if not entries or ((told or status in REST) and not everything):
             continue
         if recipe.foreign is not None and status == "not yet":
             heading = "rlctl cannot run this yet:"
-        yield coloured(heading, LOOK[status], stream) if status in LOOK else heading
-        entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
+        yield coloured(heading, colour, stream) if colour else heading
         parts = [[entry] for entry in entries] if everything else [entries]
         lines = [line for part in parts for line, _ in grouped(part)]
         shown = lines if everything else lines[:MOST_LINES]
@@ -282,26 +266,21 @@ def key_lines(section: type[Section], indent: str = "  ") -> Iterator[str]:
 
 def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """Return values by dotted key as YAML sections, with the origin (where given) as a comment."""
-    return "\n".join(yaml_lines(values, origin)) + "\n"
-
-
-def yaml_lines(values: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
-    opened: list[str] = []
+    lines, opened = list[str](), list[str]()
     for key, value in values.items():
         *sections, name = key.split(".")
         for depth, section in enumerate(sections):
             if opened[: depth + 1] != sections[: depth + 1]:
                 opened = sections[: depth + 1]
-                yield f"{'  ' * depth}{section}:"
+                lines.append(f"{'  ' * depth}{section}:")
         opened = sections
         line = f"{'  ' * len(sections)}{name}: {inline_yaml(value)}"
-        yield f"{line:<48}  # {origin[key]}" if key in origin else line
+        lines.append(f"{line:<48}  # {origin[key]}" if key in origin else line)
+    return "\n".join(lines)
 
 
 def inline_yaml(value: Any) -> str:
     """Return a value on one line. JSON is YAML, and shows clearly which values are texts."""
-    import json
-
     plain_word = isinstance(value, str) and value.replace("-", "").replace("_", "").isalpha()
     reserved = isinstance(value, str) and value.lower() in ("true", "false", "null")
     return value if plain_word and not reserved else json.dumps(value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
@@ -20,7 +22,6 @@ from rlctl.telemetry.terminal import coloured
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.conversion.hf_megatron import Options, Report
-    from rlctl.checkpoints.conversion.stream import Progress
 
 app = command_app()
 
@@ -88,7 +89,6 @@ def hf_to_megatron(
     from rlctl.apps.open_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import conversion_directory
-    from rlctl.checkpoints.conversion.stream import progress_bar
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 
     found = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
@@ -99,8 +99,7 @@ def hf_to_megatron(
         dtype = cast(Any, precision)
         destination, reuse = conversion_directory(found.directory, precision), not force
         message(f"writing to {destination}, where runs that compute in {precision} look for it")
-    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
-        settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
+    with _settings(json_, dtype=dtype, verify=not no_verify, force=force, reuse=reuse) as settings:
         report = conversion.hf_to_megatron(found.directory, destination, settings)
     _print(report, json_)
 
@@ -128,12 +127,10 @@ def text_part(
     _refuse_for_directory(source, "--revision" if revision else None)
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory
-    from rlctl.checkpoints.conversion.stream import progress_bar
 
     whole, reuse = _with_text_part(source, revision), destination is None and not force
     destination = destination or conversion_directory(whole, TEXT)
-    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
-        settings = replace(_settings(None, no_verify, force, show), reuse=reuse)
+    with _settings(json_, verify=not no_verify, force=force, reuse=reuse) as settings:
         report = conversion.take_text_part(whole, destination, settings)
     _print(report, json_)
 
@@ -196,22 +193,25 @@ def megatron_to_hf(
     Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
     Adapters of a run with training.lora are merged into the model that it began with, or written as such.
     """
-    _refuse_together(private and push_to_hub is None, into, dtype, adapter_only)
+    if private and push_to_hub is None:
+        raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
+    if into and (dtype or adapter_only):
+        flag = "--dtype" if dtype else "--adapter-only"
+        raise InputError(f"{flag}: --into writes the whole model in its own precisions.", f"Leave {flag} out.")
     if not force:
         require_absent(destination)
     from rlctl.apps.open_model import find_model
     from rlctl.apps.publish import publish, require_hub, run_of, write_card
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion import peft_adapters
-    from rlctl.checkpoints.conversion.stream import progress_bar
 
     if push_to_hub:
         require_hub(push_to_hub)
     companions = find_model(config_from, weights=False, tell=message).directory if config_from else None
     whole = _with_text_part(into) if into else None
     size = parse_size(shard_size)
-    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
-        settings = replace(_settings(dtype, no_verify, force, show, size), whole=whole)
+    chosen: dict[str, Any] = {"dtype": dtype, "verify": not no_verify, "force": force}
+    with _settings(json_, shard_bytes=size, whole=whole, **chosen) as settings:
         write = peft_adapters.megatron_to_peft if adapter_only else conversion.megatron_to_hf
         report = write(source, destination, companions, settings)
     address = None
@@ -220,15 +220,6 @@ def megatron_to_hf(
         message(f"uploading to {push_to_hub}")
         address = publish(destination, push_to_hub, private=private)
     _print(report, json_, address)
-
-
-def _refuse_together(private_alone: bool, into: str | None, dtype: str | None, adapter_only: bool) -> None:
-    """Raise InputError for options that are not for each other."""
-    if private_alone:
-        raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
-    if into and (dtype or adapter_only):
-        flag = "--dtype" if dtype else "--adapter-only"
-        raise InputError(f"{flag}: --into writes the whole model in its own precisions.", f"Leave {flag} out.")
 
 
 @app.command("inspect", epilog=examples("rlctl convert inspect ./ckpt", "rlctl convert inspect ./my-model --json"))
@@ -266,31 +257,29 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _settings(dtype: str | None, no_verify: bool, force: bool, show: Progress, shard_bytes: int = 5 * 10**9) -> Options:
+@contextlib.contextmanager
+def _settings(json_: bool, **chosen: Any) -> Iterator[Options]:
+    """Provide the options of a conversion, which shows its progress and leaves nothing behind when it is stopped."""
     from rlctl.checkpoints.conversion.hf_megatron import Options
+    from rlctl.checkpoints.conversion.stream import progress_bar
 
-    return Options(dtype, not no_verify, force, shard_bytes=shard_bytes, progress=show, tell=message)
+    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:
+        yield Options(progress=show, tell=message, **chosen)
 
 
 def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
-        named = ", ".join(report.nans[:8])
         held = "1 tensor holds" if len(report.nans) == 1 else f"{len(report.nans):,} tensors hold"
         found = coloured(f"{held} NaNs", "warn", sys.stderr)
-        message(f"{found}, which were kept: {named}")
+        message(f"{found}, which were kept: {', '.join(report.nans[:8])}")
     if json_:
-        from dataclasses import asdict
-
         print_json(asdict(report) | ({"hub": address} if address else {}))
         return
-    checked = (
-        coloured("every tensor read back and equal", "ok", sys.stdout)
-        if report.verified
-        else coloured("not verified", "warn", sys.stdout)
-    )
-    output.show(
-        f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
-        f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"
-    )
+    checked = coloured("not verified", "warn", sys.stdout)
+    if report.verified:
+        checked = coloured("every tensor read back and equal", "ok", sys.stdout)
+    gb, seconds = report.bytes / 1e9, report.seconds
+    rate = f"{gb:.2f} GB in {seconds:.1f} s ({gb / max(seconds, 1e-9):.2f} GB/s)"
+    output.show(f"{report.tensors} tensors, {rate}, {checked}: {report.destination}")
     if address:
         output.show(f"uploaded: {address}")

@@ -33,16 +33,9 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
         "rlctl doctor --calibrate",
     ),
 )
+@options.taking("preset model gpu gpus_per_node run_dir ray_address config set_")
 def doctor(
     context: typer.Context,
-    preset: options.Preset = None,
-    model: options.Model = None,
-    gpu: options.Gpu = None,
-    gpus_per_node: options.GpusPerNode = None,
-    run_dir: options.RunDir = None,
-    ray_address: options.RayAddress = None,
-    config: options.Config = None,
-    set_: options.Set = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure the rates of this machine for the planner instead.")
     ] = False,

@@ -53,10 +53,6 @@ Temperature = Annotated[
     float | None,
     typer.Option("--temperature", help="Temperature of sampling; by default 0 with --n 1, and 1 with more samples."),
 ]
-TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", help="Sample among the most likely tokens whose probabilities add up to this."),
-]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -80,11 +76,16 @@ UNREAD_KEYS = (
         "rlctl eval --run-dir runs/my-run --step 50 --step 100 --task questions.jsonl --output samples.jsonl --json",
     ),
 )
+@options.taking(
+    "prompt_field answer_field top_p max_new_tokens seed reward tokenizer chat_template max_length preset config "
+    "set_ nodes gpus_per_node gpu ray_address dry_run explain"
+)
 def evaluate(
     context: typer.Context,
+    reward: list[str] | None,
+    dry_run: bool,
+    explain: bool,
     task: Tasks = None,
-    prompt_field: options.PromptField = None,
-    answer_field: options.AnswerField = None,
     model: Models = None,
     run_dir: Runs = None,
     step: Steps = None,
@@ -93,22 +94,6 @@ def evaluate(
     limit: Limit = None,
     output: Output = None,
     temperature: Temperature = None,
-    top_p: TopP = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    seed: options.Seed = None,
-    reward: options.Reward = None,
-    tokenizer: options.Tokenizer = None,
-    chat_template: options.ChatTemplate = None,
-    max_length: options.MaxLength = None,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
-    nodes: options.Nodes = None,
-    gpus_per_node: options.GpusPerNode = None,
-    gpu: options.Gpu = None,
-    ray_address: options.RayAddress = None,
-    dry_run: options.DryRun = False,
-    explain: options.Explain = False,
     json_: options.Json = False,
 ) -> None:
     """Measure how often models answer tasks rightly: pass@k, mean@n and majority@n with their standard errors.

@@ -35,9 +35,6 @@ PromptsFile = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Number of completions of each prompt.")]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", help="Temperature of sampling; 0 always takes the most likely token.")
-]
 Step = Annotated[
     int | None, typer.Option("--step", help="Step of the checkpoint in --run-dir; by default the last one.")
 ]
@@ -52,29 +49,19 @@ Step = Annotated[
         'rlctl generate --run-dir runs/my-run --prompt "What is 3 + 4?" --json',
     ),
 )
+@options.taking(
+    "temperature max_new_tokens seed model run_dir tokenizer chat_template max_length preset config set_ nodes "
+    "gpus_per_node gpu ray_address dry_run explain"
+)
 def generate(
     context: typer.Context,
+    run_dir: str | None,
+    dry_run: bool,
+    explain: bool,
     prompt: Prompt = None,
     prompts_file: PromptsFile = None,
     n: Samples = 1,
-    temperature: Temperature = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    seed: options.Seed = None,
-    model: options.Model = None,
-    run_dir: options.RunDir = None,
     step: Step = None,
-    tokenizer: options.Tokenizer = None,
-    chat_template: options.ChatTemplate = None,
-    max_length: options.MaxLength = None,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
-    nodes: options.Nodes = None,
-    gpus_per_node: options.GpusPerNode = None,
-    gpu: options.Gpu = None,
-    ray_address: options.RayAddress = None,
-    dry_run: options.DryRun = False,
-    explain: options.Explain = False,
     json_: options.Json = False,
 ) -> None:
     """Sample completions from a model, or from a checkpoint of a run (--run-dir).

@@ -34,13 +34,14 @@ Reward = Annotated[
         "rlctl init my-run --preset 1gpu --model Qwen/Qwen3-0.6B --data questions.jsonl --reward math-verify",
     ),
 )
+@options.taking("preset model prompt_field answer_field")
 def init(
     directory: Directory,
-    preset: options.Preset = None,
-    model: options.Model = None,
+    preset: str | None,
+    model: str | None,
+    prompt_field: str | None,
+    answer_field: str | None,
     data: Data = None,
-    prompt_field: options.PromptField = None,
-    answer_field: options.AnswerField = None,
     reward: Reward = None,
     json_: options.Json = False,
 ) -> None:

@@ -1,218 +1,182 @@
-"""Flags that several commands share, and the configuration key each of them sets.
+"""Flags that several commands share or that set a key of the configuration.
 
-A command takes those that apply to it as parameters of these types, and hands all its parameters to `resolve_config`:
+A command takes them by name (`@taking("model preset")`), and hands all its parameters to `resolve_config`:
 `options.resolve_config(**context.params)`. A flag that was not given leaves its key to the sources below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 
 from rlctl.commands import completion
 from rlctl.commands.output import want_json
-from rlctl.commands.parsing import LORA, LORA_RANK
+from rlctl.commands.parsing import LORA_RANK
 from rlctl.data.prompt_rows import GYM_PREFIX
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
 
-Model: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="NAME|DIR",
-        help="Hub name or local Hugging Face directory.",
-        autocompletion=completion.models,
-    ),
-]
-Tokenizer: TypeAlias = Annotated[
-    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Tokenizer in place of the model's own.")
-]
-ChatTemplate: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template in place of the model's own."),
-]
-Data: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        metavar="SOURCE",
-        help="A .jsonl or .parquet file, a hub dataset, or reasoning-gym:<task>. Repeat it to mix.",
-        autocompletion=completion.data,
-    ),
-]
-Reward: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--reward",
-        metavar="NAME[=WEIGHT]",
-        help="task, exact-match, math-verify, ifeval, or file.py:function. Repeat it to add up.",
-        autocompletion=completion.rewards,
-    ),
-]
-ValData: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--val-data",
-        metavar="SOURCE",
-        help="Data to validate on, before the first step and after the last.",
-        autocompletion=completion.data,
-    ),
-]
-PromptField: TypeAlias = Annotated[
-    str | None, typer.Option("--prompt-field", metavar="NAME", help="Column of the data that holds the prompt.")
-]
-AnswerField: TypeAlias = Annotated[
-    str | None, typer.Option("--answer-field", metavar="NAME", help="Column of the data that holds the answer.")
-]
-Lora: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        LORA, metavar="[RANK]", help=f"Train adapters in place of all weights; RANK is {LORA_RANK} if unsaid."
-    ),
-]
-Temperature: TypeAlias = Annotated[
-    float | None, typer.Option("--temperature", help="Temperature of sampling; 0 takes the most likely token.")
-]
-Wandb: TypeAlias = Annotated[
-    bool, typer.Option("--wandb", help="Log to Weights & Biases (with --tensorboard to both).")
-]
-Tensorboard: TypeAlias = Annotated[
-    bool, typer.Option("--tensorboard", help="Log to TensorBoard (with --wandb to both).")
-]
-Backend: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--backend",
-        help="megatron, dtensor (FSDP2), or auto: megatron where it can.",
-    ),
-]
-MaxLength: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--max-length", metavar="TOKENS", help="Most tokens of prompt and completion together."),
-]
-MaxNewTokens: TypeAlias = Annotated[
-    int | None, typer.Option("--max-new-tokens", metavar="TOKENS", help="Most tokens of a completion.")
-]
-MeanLength: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--mean-length", metavar="TOKENS", help="Mean completion length that the planner assumes."),
-]
-Nodes: TypeAlias = Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")]
-GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", help="Number of GPUs of each node.")]
-Gpu: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu",
-        metavar="TYPE|auto|cpu",
-        help="Type of GPU; auto looks which is installed, cpu uses none.",
-        autocompletion=completion.gpus,
-    ),
-]
-RayAddress: TypeAlias = Annotated[
-    str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="Join this Ray cluster.")
-]
-Preset: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--preset",
-        "-p",
-        metavar="NAME|FILE",
-        help="Preset to start from; `rlctl presets ls` lists them.",
-        autocompletion=completion.presets,
-    ),
-]
-Config: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="YAML file or NeMo-RL recipe, over the preset. Repeat it: the last wins.",
-    ),
-]
-Set: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Set any key. Repeat it: the last wins."),
-]
-Overrides: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
-]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
 ]
-Explain: TypeAlias = Annotated[
-    bool,
-    typer.Option("--explain", help="With --dry-run: every value, its rule, and the engines' arguments."),
-]
-DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Check and show plan, prompt and rewards; start nothing.")
-]
-Algorithm: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--algorithm",
-        metavar="NAME|FILE:CLASS",
-        help="grpo, dapo, ppo, gspo, rloo, distillation and six more, or your own.",
-    ),
-]
-Teacher: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--teacher",
-        metavar="NAME|DIR",
-        help="Model to learn from, with --algorithm distillation.",
-        autocompletion=completion.models,
-    ),
-]
-Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
-Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Number of prompts in each step.")]
-Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
-Async: TypeAlias = Annotated[
-    bool | None,
-    typer.Option("--async/--sync", help="Sample while the policy trains, or before each step."),
-]
-MaxStaleness: TypeAlias = Annotated[
-    int | None, typer.Option("--max-staleness", help="With --async, most versions that rollouts may be old.")
-]
-Colocated: TypeAlias = Annotated[
-    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
-]
-LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
-Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
-ShowSamples: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--show-samples", metavar="N", help="Show the best and worst completion every N steps (0: never)."),
-]
-RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")]
 
-# parameter name -> configuration key
-KEYS = {
-    "model": "model.name", "tokenizer": "model.tokenizer", "chat_template": "model.chat_template",
-    "max_length": "model.max_length", "data": "data.name", "reward": "reward.terms", "backend": "training.backend",
-    "max_new_tokens": "generation.max_new_tokens", "mean_length": "generation.mean_length", "nodes": "cluster.nodes",
-    "gpus_per_node": "cluster.gpus_per_node", "gpu": "cluster.gpu", "ray_address": "cluster.ray_address",
-    "steps": "run.steps", "prompts": "batch.prompts", "generations": "batch.generations", "lr": "optimizer.lr",
-    "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
-    "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
-    "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
-    "teacher": "teacher.model",
-    "val_data": "validation.data.name", "prompt_field": "data.prompt_field", "answer_field": "data.answer_field",
-    "lora": "training.lora.rank", "loggers": "run.loggers", "show_samples": "run.show_samples",
-    "async_": "rollouts.mode", "max_staleness": "rollouts.max_staleness",
-}  # fmt: skip
+
+class Flag(NamedTuple):
+    """A flag that several commands share or that sets a key."""
+
+    kind: Any
+    key: str | None
+    """The key of the configuration that it sets, if any."""
+    help: str
+    metavar: str | None = None
+    names: str | None = None
+    """Its names, where they do not follow from that of the parameter."""
+
+
+FLAGS = {
+    "overrides": Flag(list[str], None, "Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME).", "KEY=VALUE"),
+    "preset": Flag(str, None, "Preset to start from; `rlctl presets ls` lists them.", "NAME|FILE", "--preset -p"),
+    "model": Flag(str, "model.name", "Hub name or local Hugging Face directory.", "NAME|DIR", "--model -m"),
+    "tokenizer": Flag(str, "model.tokenizer", "Tokenizer in place of the model's own.", "NAME|DIR"),
+    "chat_template": Flag(str, "model.chat_template", "Jinja chat template in place of the model's own.", "FILE|TEXT"),
+    "data": Flag(
+        list[str],
+        "data.name",
+        "A .jsonl or .parquet file, a hub dataset, or reasoning-gym:<task>. Repeat it to mix.",
+        "SOURCE",
+    ),
+    "prompt_field": Flag(str, "data.prompt_field", "Column of the data that holds the prompt.", "NAME"),
+    "answer_field": Flag(str, "data.answer_field", "Column of the data that holds the answer.", "NAME"),
+    "val_data": Flag(
+        str, "validation.data.name", "Data to validate on, before the first step and after the last.", "SOURCE"
+    ),
+    "reward": Flag(
+        list[str],
+        "reward.terms",
+        "task, exact-match, math-verify, ifeval, or file.py:function. Repeat it to add up.",
+        "NAME[=WEIGHT]",
+    ),
+    "algorithm": Flag(
+        str, "run.algorithm", "grpo, dapo, ppo, gspo, rloo, distillation and six more, or your own.", "NAME|FILE:CLASS"
+    ),
+    "teacher": Flag(str, "teacher.model", "Model to learn from, with --algorithm distillation.", "NAME|DIR"),
+    "steps": Flag(int, "run.steps", "Number of training steps."),
+    "prompts": Flag(int, "batch.prompts", "Number of prompts in each step."),
+    "generations": Flag(int, "batch.generations", "Number of rollouts of each prompt."),
+    "temperature": Flag(float, "generation.temperature", "Temperature of sampling; 0 takes the most likely token."),
+    "top_p": Flag(float, "generation.top_p", "Sample among the most likely tokens whose probabilities add up to this."),
+    "max_new_tokens": Flag(int, "generation.max_new_tokens", "Most tokens of a completion.", "TOKENS"),
+    "max_length": Flag(int, "model.max_length", "Most tokens of prompt and completion together.", "TOKENS"),
+    "mean_length": Flag(int, "generation.mean_length", "Mean completion length that the planner assumes.", "TOKENS"),
+    "async_": Flag(
+        bool | None, "rollouts.mode", "Sample while the policy trains, or before each step.", names="--async/--sync"
+    ),
+    "max_staleness": Flag(int, "rollouts.max_staleness", "With --async, most versions that rollouts may be old."),
+    "colocated": Flag(
+        bool | None,
+        "generation.colocated",
+        "Generate on the training devices, or on others.",
+        names="--colocated/--split",
+    ),
+    "lr": Flag(float, "optimizer.lr", "Learning rate."),
+    "lora": Flag(
+        int, "training.lora.rank", f"Train adapters in place of all weights; RANK is {LORA_RANK} if unsaid.", "[RANK]"
+    ),
+    "seed": Flag(int, "run.seed", "Seed of the data order and of sampling."),
+    "run_dir": Flag(str, "run.dir", "Directory of the run.", "DIR"),
+    "show_samples": Flag(int, "run.show_samples", "Show the best and worst completion every N steps (0: never).", "N"),
+    "wandb": Flag(bool, None, "Log to Weights & Biases (with --tensorboard to both)."),
+    "tensorboard": Flag(bool, None, "Log to TensorBoard (with --wandb to both)."),
+    "backend": Flag(str, "training.backend", "megatron, dtensor (FSDP2), or auto: megatron where it can."),
+    "tp": Flag(int, "training.tp", "Tensor parallel size of training."),
+    "dp": Flag(int, "training.dp", "Data parallel size of training."),
+    "generation_tp": Flag(int, "generation.tp", "Tensor parallel size of the engine."),
+    "mover": Flag(
+        Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"],
+        "refit.mover",
+        "Mover that carries the bytes; auto chooses by where the engines are.",
+    ),
+    "sparse": Flag(
+        bool | None, "refit.sparse", "Send only changed elements. The test then perturbs few of them between refits."
+    ),
+    "nodes": Flag(int, "cluster.nodes", "Number of nodes."),
+    "gpus_per_node": Flag(int, "cluster.gpus_per_node", "Number of GPUs of each node."),
+    "gpu": Flag(str, "cluster.gpu", "Type of GPU; auto looks which is installed, cpu uses none.", "TYPE|auto|cpu"),
+    "ray_address": Flag(str, "cluster.ray_address", "Join this Ray cluster.", "HOST:PORT"),
+    "goal": Flag(
+        str,
+        "run.goal",
+        "Plan for the shortest step (fast), more free memory (safe) or the fewest GPU seconds (frugal).",
+        "fast|safe|frugal",
+    ),
+    "config": Flag(
+        list[str],
+        None,
+        "YAML file or NeMo-RL recipe, over the preset. Repeat it: the last wins.",
+        "FILE",
+        "--config -c",
+    ),
+    "set_": Flag(list[str], None, "Set any key. Repeat it: the last wins.", "SECTION.KEY=VALUE", "--set -s"),
+    "dry_run": Flag(bool, None, "Check and show plan, prompt and rewards; start nothing."),
+    "explain": Flag(bool, None, "With --dry-run: every value, its rule, and the engines' arguments."),
+}
+COMPLETIONS = {
+    "preset": completion.presets,
+    "model": completion.models,
+    "data": completion.data,
+    "val_data": completion.data,
+    "reward": completion.rewards,
+    "teacher": completion.models,
+    "gpu": completion.gpus,
+}
+KEYS = {name: one.key for name, one in FLAGS.items() if one.key} | {"loggers": "run.loggers"}
+"""The configuration key of each parameter that sets one."""
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    """Return the parameter of a command by which Typer knows a flag."""
+    one = FLAGS[name]
+    texts: dict[str, Any] = {"metavar": one.metavar, "help": one.help, "autocompletion": COMPLETIONS.get(name)}
+    option = typer.Argument(**texts) if name == "overrides" else typer.Option(*names_of(name), **texts)
+    kind, unsaid = (bool, False) if one.kind is bool else (one.kind | None, None)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unsaid, annotation=Annotated[kind, option])
+
+
+def taking(flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command flags, named with spaces between. It gets the values of those that its function names; all are in
+    `context.params`."""
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        names = flags.split()
+        own = inspect.signature(command, eval_str=True).parameters
+        rest = [one.replace(kind=one.KEYWORD_ONLY) for one in own.values() if one.name not in names]
+
+        @functools.wraps(command)
+        def taken(**values: Any) -> None:
+            command(**{name: value for name, value in values.items() if name in own})
+
+        parameters = [*map(_parameter, names), *rest]
+        taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        taken.__annotations__ = {one.name: one.annotation for one in parameters}
+        return taken
+
+    return give
+
+
+def names_of(name: str) -> list[str]:
+    """Return the flag of a parameter as the user types it, and its short form."""
+    return (FLAGS[name].names or f"--{name.replace('_', '-')}").split()
 
 
 def flag(name: str) -> str:
-    """Return the flag of a parameter, as the user typed it."""
-    typed = {"colocated": "--colocated/--split", "async_": "--async/--sync", "loggers": "--wandb/--tensorboard"}
-    return typed.get(name, f"--{name.replace('_', '-')}")
+    """Return the flag that sets the key of a parameter."""
+    return "--wandb/--tensorboard" if name == "loggers" else names_of(name)[0]
 
 
 def resolve_config(
@@ -226,7 +190,7 @@ def resolve_config(
     """Return the configuration of this command line; of `params`, those in `KEYS` are flags that set a key. Raises
     ConfigError for a key or value that is wrong, naming it, where it came from and the nearest known one."""
     from rlctl.config.load import resolve
-    from rlctl.config.sources import Flag
+    from rlctl.config.sources import Flag as Given
 
     stored = None
     if params.get("resume"):
@@ -238,13 +202,13 @@ def resolve_config(
     if asked := [name for name in ("wandb", "tensorboard") if params.get(name)]:
         params["loggers"] = asked
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
-    flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
+    flags = {KEYS[name]: Given(flag(name), value) for name, value in given.items()}
     if several := flags.pop("data.name", None):
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
-        flags |= {key: Flag(several.name, value) for key, value in listed.items()}
+        flags |= {key: Given(several.name, value) for key, value in listed.items()}
     if "val_data" in given:
-        flags |= {f"validation.{when}": Flag("--val-data", True) for when in ("at_start", "at_end")}
+        flags |= {f"validation.{when}": Given("--val-data", True) for when in ("at_start", "at_end")}
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )

@@ -83,8 +83,7 @@ def shows_progress(json_: bool) -> bool:
 
 def complain(text: str) -> None:
     """Print what has to be said, also with -q."""
-    if sys.stderr is not None:  # None: closed by whoever started this process
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def report_error(error: RlctlError) -> None:
@@ -92,15 +91,9 @@ def report_error(error: RlctlError) -> None:
     complain(f"{coloured('rlctl:', 'fail', sys.stderr)} {error.message}")
     if error.hint:
         complain(f"  {error.hint}")
-    if JsonMode.wanted:
+    if JsonMode.wanted and not JsonMode.printed:
         with contextlib.suppress(RlctlError):  # a stdout that cannot be written changes no exit code
-            print_error(error)
-
-
-def print_error(error: RlctlError) -> None:
-    """Print an error as the object of --json, unless there has been one."""
-    if not JsonMode.printed:
-        print_json(error_json(error))
+            print_json(error_json(error))
 
 
 def error_json(error: RlctlError) -> dict[str, Any]:

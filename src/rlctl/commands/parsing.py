@@ -41,56 +41,51 @@ ALIASES = {
 }  # fmt: skip
 """Names of other trainers with the meaning of ours, for every command that has ours."""
 
+_SET = {
+    "--beta": "loss.kl_coefficient", "--kl-coef": "loss.kl_coefficient", "--epsilon": "loss.clip_low",
+    "--epsilon-high": "loss.clip_high", "--top-p": "generation.top_p", "--top-k": "generation.top_k",
+    "--weight-decay": "optimizer.weight_decay", "--max-grad-norm": "optimizer.clip_grad",
+    "--warmup-steps": "scheduler.warmup_steps", "--lr-scheduler-type": "scheduler.decay",
+    "--save-steps": "run.checkpoint_every", "--save-freq": "run.checkpoint_every",
+    "--save-total-limit": "run.keep_last",
+    "--vllm-gpu-memory-utilization": "generation.memory_fraction", "--dtype": "model.dtype",
+    "--gpu-memory-utilization": "generation.memory_fraction", "--pipeline-model-parallel-size": "training.pp",
+    "--tensor-model-parallel-size": "training.tp", "--lora-alpha": "training.lora.alpha",
+    "--trust-remote-code": "model.trust_remote_code", "--gradient-checkpointing": "training.recompute",
+}  # fmt: skip
+_ROLLOUTS = (
+    "A step has --prompts times --generations rollouts. The planner chooses micro-batches, and --set "
+    "batch.optimizer_steps=N takes several optimizer steps on a batch."
+)
+_STEPS = "Use --steps: each step takes the next --prompts prompts, in an endless order."
+_LENGTH = "Use --max-length, which counts prompt and completion together."
+_GPUS = "Use --gpus-per-node and --nodes; --gpu names the type, and --gpu cpu uses none."
 SIMILAR = {
-    "--per-device-train-batch-size": "A step has --prompts times --generations rollouts on any number of devices; the "
-    "planner chooses micro-batches (training.micro_batch_tokens).",
-    "--train-batch-size": "A step has --prompts times --generations rollouts.",
-    "--batch-size": "A step has --prompts times --generations rollouts.",
-    "--train-global-batch-size": "A step has --prompts times --generations rollouts; --set batch.optimizer_steps=N "
-    "divides them.",
-    "--gradient-accumulation-steps": "The planner chooses micro-batches; --set batch.optimizer_steps=N takes several "
-    "optimizer steps on a batch.",
-    "--num-iterations": "--set batch.optimizer_steps=N divides a batch into N optimizer steps; each rollout is trained "
-    "on once.",
-    "--num-train-epochs": "Use --steps: each step takes the next --prompts prompts, in an endless order.",
-    "--epochs": "Use --steps: each step takes the next --prompts prompts, in an endless order.",
-    "--beta": "Use --set loss.kl_coefficient=VALUE, the weight of the KL penalty.",
-    "--kl-coef": "Use --set loss.kl_coefficient=VALUE, the weight of the KL penalty.",
-    "--epsilon": "Use --set loss.clip_low=VALUE and --set loss.clip_high=VALUE.",
-    "--epsilon-high": "Use --set loss.clip_high=VALUE.",
+    **{name: f"Use --set {key}=VALUE." for name, key in _SET.items()},
+    "--per-device-train-batch-size": _ROLLOUTS,
+    "--train-batch-size": _ROLLOUTS,
+    "--batch-size": _ROLLOUTS,
+    "--train-global-batch-size": _ROLLOUTS,
+    "--gradient-accumulation-steps": _ROLLOUTS,
+    "--num-iterations": f"{_ROLLOUTS} Each rollout is trained on once.",
+    "--num-train-epochs": _STEPS,
+    "--epochs": _STEPS,
     "--clip-ratio": "Use --set loss.clip_low=VALUE and --set loss.clip_high=VALUE.",
-    "--max-prompt-length": "Use --max-length, which counts prompt and completion together.",
-    "--max-seq-length": "Use --max-length, which counts prompt and completion together.",
-    "--max-model-len": "Use --max-length, which counts prompt and completion together.",
-    "--top-p": "Use --set generation.top_p=VALUE.",
-    "--top-k": "Use --set generation.top_k=VALUE.",
-    "--weight-decay": "Use --set optimizer.weight_decay=VALUE.",
-    "--max-grad-norm": "Use --set optimizer.clip_grad=VALUE.",
-    "--warmup-steps": "Use --set scheduler.warmup_steps=N.",
-    "--lr-scheduler-type": "Use --set scheduler.decay=NAME.",
-    "--save-steps": "Use --set run.checkpoint_every=N.",
-    "--save-freq": "Use --set run.checkpoint_every=N.",
-    "--save-total-limit": "Use --set run.keep_last=N.",
+    "--max-prompt-length": _LENGTH,
+    "--max-seq-length": _LENGTH,
+    "--max-model-len": _LENGTH,
     "--logging-steps": "Every step is logged.",
     "--report-to": "Use --wandb, --tensorboard or both; --set run.loggers=[mlflow] names others.",
     "--log-completions": "Use --show-samples N; rollouts/ in the run directory keeps some of each step.",
     "--use-vllm": "Completions always come from vLLM; leave it out.",
     "--vllm-mode": "The planner places the engines; --set generation.colocated=true shares the training devices.",
-    "--vllm-gpu-memory-utilization": "Use --set generation.memory_fraction=VALUE.",
-    "--gpu-memory-utilization": "Use --set generation.memory_fraction=VALUE.",
     "--tensor-parallel-size": "Use --set training.tp=N and --set generation.tp=N, or leave both to the planner.",
-    "--tensor-model-parallel-size": "Use --set training.tp=N, or leave it to the planner.",
-    "--pipeline-model-parallel-size": "Use --set training.pp=N, or leave it to the planner.",
-    "--gradient-checkpointing": "The planner decides it; --set training.recompute=full pins it.",
     "--bf16": "Use --set model.dtype=bfloat16, the default on GPUs.",
     "--fp16": "Use --set model.dtype=float16.",
-    "--lora-alpha": "Use --set training.lora.alpha=VALUE.",
     "--resume-from-checkpoint": "Use --resume --run-dir DIR: a run goes on from its newest checkpoint.",
-    "--gpus": "Use --gpus-per-node and --nodes; --gpu names the type.",
-    "--num-gpus": "Use --gpus-per-node and --nodes; --gpu names the type.",
-    "--device": "Use --gpu TYPE, or --gpu cpu for none.",
-    "--trust-remote-code": "Use --set model.trust_remote_code=true.",
-    "--dtype": "Use --set model.dtype=NAME.",
+    "--gpus": _GPUS,
+    "--num-gpus": _GPUS,
+    "--device": _GPUS,
     "--verbose": "Use -v.",
 }
 """Names of other trainers that mean something else or are a key here, with what to use."""
@@ -257,7 +252,11 @@ def explained(error: Any) -> InputError:
     if (option := getattr(error, "option_name", None)) is not None and hasattr(error, "possibilities"):
         return InputError(f"`{path}` has no flag {option}.", _meant(option, path, command) or see)
     if type(error).__name__ == "MissingParameter" and error.param is not None:
-        return InputError(f"`{path}` needs {_missing(command, error.param)}.", f"Usage: {_usage(context)}")
+        # Arguments are filled in order, so that those after the first that is missing are missing too.
+        after = command.params[command.params.index(error.param) :]
+        needed = [one for one in after if one.required and one.param_type_name == error.param.param_type_name]
+        missing = " and ".join((one.metavar or one.human_readable_name.upper()).strip("{}[]") for one in needed)
+        return InputError(f"`{path}` needs {missing}.", " ".join(context.get_usage().split()))
     if error.message == "Missing command." and isinstance(command, Group):
         return InputError(f"`{path}` needs a command.", command.there_are(context))
     return InputError(error.format_message(), see)
@@ -283,15 +282,3 @@ def _meant(option: str, path: str, command: Any) -> str | None:
 
 def _flags(command: Any) -> Iterator[str]:
     return (name for param in command.params for name in param.opts)
-
-
-def _missing(command: Any, first: Any) -> str:
-    """Return all that is missing: arguments are filled in order, so that those after the first are missing too."""
-    after = command.params[command.params.index(first) :]
-    needed = [param for param in after if param.required and param.param_type_name == first.param_type_name]
-    names = [(param.metavar or param.human_readable_name.upper()).strip("{}[]") for param in needed]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _usage(context: Any) -> str:
-    return " ".join(context.get_usage().removeprefix("Usage: ").split())

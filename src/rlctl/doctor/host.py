@@ -1,23 +1,22 @@
-"""Checks of one machine: processor, memory, limits of the operating system, ports, clock, what killed runs left, and
-whether the directories that rlctl writes to can be written and have space."""
+"""Checks of one machine: processor, memory, limits of the operating system, what killed runs left, and whether the
+directories that rlctl writes to can be written and have space."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
-import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-from rlctl.checkpoints.locations import cache_directory, converted_directory, nearest_existing, write_problem
-from rlctl.cluster.ray_session import MOST_BASE_BYTES, require_large_files, require_threads, session_base
+from rlctl.checkpoints.locations import converted_directory, nearest_existing, write_problem
+from rlctl.cluster.ray_session import MOST_BASE_BYTES, require_threads, session_base
 from rlctl.config.paths import user_path
 from rlctl.doctor.finding import GIB, Check, gib
-from rlctl.doctor.network import hub_time
 from rlctl.errors import MachineError
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
@@ -26,10 +25,7 @@ LEAST_MEMORY = 6 * GIB
 LEAST_SHARED_MEMORY = 1 * GIB
 # Weights, gradients and both Adam moments in float32, and the generation engine's copy of the weights.
 TRAINING_BYTES_PER_PARAMETER = 20
-FEW_OPEN_FILES = 4096
 LEAST_LOCKED = 64 << 20
-LEAST_PORTS = 2000
-CLOCK_OFF_S = 60.0
 LEFT_OVER_AGE_S = 600.0
 LEAST_SPACE = 2 * GIB
 # On a CPU, which takes most. A run's checkpoint: weights, the optimizer's copy of them and two moments of Adam, all in
@@ -77,18 +73,12 @@ def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
     """Return the (total, free) bytes that this process may use; a control group may grant less than the machine has."""
     memory = psutil.virtual_memory()
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-        granted = int(text)
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
         # Page cache counts as used, and the kernel gives it back when it is wanted.
-        reclaimable = cgroup_statistic(cgroup / "memory.stat", "inactive_file")
-        free = granted - int(used.read_text()) + reclaimable
-        return min(memory.total, granted), min(memory.available, free)
+        cached = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), re.MULTILINE)
+        free = int(text) - int(used.read_text()) + int(cached[1] if cached else 0)
+        return min(memory.total, int(text)), min(memory.available, free)
     return memory.total, memory.available
-
-
-def cgroup_statistic(file: Path, key: str) -> int:
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
 
 
 def check_shared_memory(weights_bytes: int = 0, directory: Path = Path("/dev/shm"), free: int | None = None) -> Check:
@@ -106,31 +96,13 @@ def check_shared_memory(weights_bytes: int = 0, directory: Path = Path("/dev/shm
     return Check("shared-memory", "ok", detail)
 
 
-def check_open_files(limit: int | None = None) -> Check:
-    """Check that Ray and its workers may open enough sockets and pipes."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-    if limit != resource.RLIM_INFINITY and limit < FEW_OPEN_FILES:
-        return Check("open-files", "warn", f"at most {shown} open files", "Raise it with `ulimit -n 65536`.")
-    return Check("open-files", "ok", f"at most {shown} open files")
-
-
 def check_threads() -> Check:
     """Check that a run may have the threads that it needs, by the limits of the user and of the control group."""
-    return _allowed("threads", require_threads, "a run may have the threads that it needs")
-
-
-def check_file_size() -> Check:
-    """Check that a file may become as large as the one that Ray keeps its objects in."""
-    return _allowed("file-size", require_large_files, "a file may become as large as Ray's store of objects")
-
-
-def _allowed(name: str, require: Callable[[], None], fine: str) -> Check:
     try:
-        require()
+        require_threads()
     except MachineError as error:
-        return Check(name, "fail", error.message.rstrip("."), error.hint)
-    return Check(name, "ok", fine)
+        return Check("threads", "fail", error.message.rstrip("."), error.hint)
+    return Check("threads", "ok", "a run may have the threads that it needs")
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
@@ -145,75 +117,27 @@ def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
     return Check("locked-memory", "ok", detail)
 
 
-def check_ports(
-    span: tuple[int, int] | None = None, file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-) -> Check:
-    """Check that there are enough ports for Ray, process groups and engines."""
-    if span is None and file.exists():
-        low, high = file.read_text().split()
-        span = (int(low), int(high))
-    low, high = span or (32768, 60999)
-    try:
-        with contextlib.ExitStack() as stack:
-            for _ in range(16):
-                stack.enter_context(socket.create_server(("", 0)))
-    except OSError as error:
-        return Check("ports", "fail", f"no port can be opened: {error}", "Allow the process to listen on ports.")
-    detail = f"{high - low + 1} ports to choose from, {low} to {high}"
-    if high - low + 1 < LEAST_PORTS:
-        fix = "Widen it: `sysctl -w net.ipv4.ip_local_port_range='32768 60999'`."
-        return Check("ports", "warn", f"{detail}: a run of many processes takes thousands", fix)
-    return Check("ports", "ok", detail)
-
-
-def check_clock(now: float | None = None, reference: float | None = None) -> Check:
-    """Check this machine's clock against the hub's, where it answers, and against the time of the installation."""
-    now = time.time() if now is None else now
-    installed = Path(__file__).stat().st_mtime
-    fix = "Set it, for example with `timedatectl set-ntp true`."
-    if now < installed - CLOCK_OFF_S:
-        return Check("clock", "fail", f"{stamp(now)} is before rlctl was installed ({stamp(installed)})", fix)
-    reference = hub_time() if reference is None else reference
-    if reference is not None and abs(now - reference) > CLOCK_OFF_S:
-        return Check("clock", "warn", f"{stamp(now)} is {now - reference:+.0f} s off the hub's clock", fix)
-    return Check("clock", "ok", stamp(now) + ("" if reference is None else ", as on the hub's clock"))
-
-
-def stamp(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-def left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> list[Path]:
-    """Return rlctl's files of shared memory (`rlctl-<pid>-...`) that are not new and whose process is gone."""
-    pids = set(psutil.pids() if alive is None else alive)
-    found = []
-    for path in sorted(directory.glob("rlctl-*-*")) if directory.is_dir() else ():
+def check_left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> Check:
+    """Check that killed runs left nothing in shared memory: no files `rlctl-<pid>-...` that are not new and whose
+    process is gone."""
+    pids, found = set(psutil.pids() if alive is None else alive), dict[Path, int]()
+    for path in directory.glob("rlctl-*-*"):
         pid = path.name.split("-")[1]
         with contextlib.suppress(FileNotFoundError):
-            old = time.time() - path.stat().st_mtime > LEFT_OVER_AGE_S
-            if pid.isdigit() and int(pid) not in pids and old:
-                found.append(path)
-    return found
-
-
-def check_left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> Check:
-    """Check that killed runs left nothing in shared memory."""
-    found = left_over(directory, alive)
+            status = path.stat()
+            if pid.isdigit() and int(pid) not in pids and time.time() - status.st_mtime > LEFT_OVER_AGE_S:
+                found[path] = status.st_size
     if not found:
         return Check("left-over-memory", "ok", f"earlier runs left nothing in {directory}")
-    size = sum(path.stat().st_size for path in found)
-    detail = f"{len(found)} segments of runs that ended hold {gib(size)} in {directory}"
+    detail = f"{len(found)} segments of runs that ended hold {gib(sum(found.values()))} in {directory}"
     fix = "Remove them: `rlctl doctor --fix`."
     return Check("left-over-memory", "warn", detail, fix, lambda: remove(found))
 
 
 def remove(paths: Iterable[Path]) -> str:
-    count = 0
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-            count += 1
-    return f"removed {count} files"
+    for path in (found := list(paths)):
+        path.unlink(missing_ok=True)
+    return f"removed {len(found)} files"
 
 
 def check_directory(name: str, directory: Path, needed: int, fix: str, free: int | None = None) -> Check:
@@ -245,24 +169,15 @@ def check_converted_models(parameters: int = 0, directory: Path | None = None, f
     return check_directory("converted-models", directory or converted_directory(), needed, fix, free)
 
 
-def check_cache(directory: Path | None = None, free: int | None = None) -> Check:
-    """Check the space for the laptop preset's model in rlctl's own cache."""
-    fix = "Set RLCTL_CACHE_DIR to a writable directory with space."
-    return check_directory("cache", directory or cache_directory(), GIB, fix, free)
-
-
 def check_ray_directory(directory: Path | None = None) -> Check:
     """Check that Ray's temporary directory can be written, and that its path is short enough for sockets."""
-    directory = directory or session_base()
-    too_long = len(os.fsencode(directory)) > MOST_BASE_BYTES
-    problem = write_problem(nearest_existing(directory))
-    if problem:
-        return Check("ray-directory", "fail", problem, "Set RAY_TMPDIR to a writable directory.")
-    if not directory.exists() and not too_long:
-        fix = f"Make it: `mkdir -p {directory}`, or `rlctl doctor --fix`."
-        return Check("ray-directory", "fail", f"{directory} does not exist", fix, lambda: make_directory(directory))
-    if too_long:
+    name, directory = "ray-directory", directory or session_base()
+    if problem := write_problem(nearest_existing(directory)):
+        return Check(name, "fail", problem, "Set RAY_TMPDIR to a writable directory.")
+    if len(os.fsencode(directory)) > MOST_BASE_BYTES:
         detail = f"{directory} is too long for the names of Ray's sockets"
-        fix = f"Set RAY_TMPDIR to a path of at most {MOST_BASE_BYTES} bytes."
-        return Check("ray-directory", "fail", detail, fix)
+        return Check(name, "fail", detail, f"Set RAY_TMPDIR to a path of at most {MOST_BASE_BYTES} bytes.")
+    if not directory.exists():
+        fix = f"Make it: `mkdir -p {directory}`, or `rlctl doctor --fix`."
+        return Check(name, "fail", f"{directory} does not exist", fix, lambda: make_directory(directory))
     return Check("ray-directory", "ok", f"{directory} is writable")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import compileall
-import importlib
 import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -18,9 +17,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rlctl.backends.vllm import interfaces
-from rlctl.child import call_in_child
 from rlctl.doctor.finding import Check
-from rlctl.errors import RlctlError, listed
+from rlctl.errors import listed
 
 PYTHONS = ((3, 11), (3, 12))
 # Their versions depend on each other, as rlctl's own extras and the packages' metadata say.
@@ -191,16 +189,6 @@ def check_transformer_engine(
 
 def why_not_imported(module: str) -> str:
     """Return the error that an import of `module` fails with, in a process of its own; empty: it does not fail."""
-    try:
-        asked = partial(_import_error, module)
-        return call_in_child(f"the import of {module}", asked, limit_s=IMPORT_LIMIT_S, quiet=True)
-    except RlctlError as error:
-        return error.message
-
-
-def _import_error(module: str) -> str:
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what is asked for
-        return f"{type(error).__name__}: {error}"
-    return ""
+    program = [sys.executable, "-P", "-c", f"import {module}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

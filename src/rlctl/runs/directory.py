@@ -50,34 +50,34 @@ class RunDirectory:
         self.damaged: set[int] = set()
         """Steps of checkpoints whose files were found not to be what was written: none of these counts any more."""
         self._lock: int | None = None
-        self._abandoned = False
-        self._lasting = self.path
+        self._lasting: Path | None = self.path
         """It is there as long as nobody removes the run, whose directory may be made again by what is written later."""
 
     def require_place(self) -> None:
         """Raises InputError where `create` cannot make the directory, without making anything."""
-        try:
+        with self._made():
             self._require_free()
-            parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        except OSError as error:  # a name that is too long
-            raise InputError(f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another.") from error
+            parent = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(
                 f"--run-dir {self.path} cannot be made: {parent} cannot be written to.", "Name another directory."
             )
+
+    @contextlib.contextmanager
+    def _made(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another.") from error
 
     def create(self) -> None:
         """Make a run directory and lock it; logs of a run that did not start are cleared away.
 
         Raises InputError when the place is taken or cannot be written to.
         """
-        self._require_free()
-        try:
+        with self._made():
+            self._require_free()
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another directory."
-            ) from error
         self._acquire()
         try:
             self._require_free()  # again: another process may have begun a run between the look and the lock
@@ -87,32 +87,27 @@ class RunDirectory:
         shutil.rmtree(self.logs, ignore_errors=True)
 
     def _require_free(self) -> None:
+        why, advice = None, "Name another directory."
         if self.path.is_file():
-            raise InputError(f"--run-dir {self.path} is a file.", "Name a directory.")
-        if self.path.is_symlink() and not self.path.exists():
-            raise InputError(f"--run-dir {self.path} is a symbolic link that leads nowhere.", "Name a directory.")
-        if (self.path / MANIFEST).exists():
-            raise InputError(
-                f"--run-dir {self.path} holds a run already.", "Add --resume to continue it, or name another directory."
-            )
-        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - {LOCK, LOGS}:
-            raise InputError(f"--run-dir {self.path} is not empty and holds no run.", "Name another directory.")
+            why, advice = "is a file", "Name a directory."
+        elif (self.path / MANIFEST).exists():
+            why, advice = "holds a run already", "Add --resume to continue it, or name another directory."
+        elif self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - {LOCK, LOGS}:
+            why = "is not empty and holds no run"
+        if why:
+            raise InputError(f"--run-dir {self.path} {why}.", advice)
 
     def abandon(self, *, keep_logs: bool) -> None:
         """Undo `create` for a run that finished no step: its place is free again, with at most the workers' logs. Where
         somebody has removed it, there is nothing to undo."""
         if not self.path.exists():
             return
-        self._abandoned = True
-        for entry in list(self.path.iterdir()):
-            if (
-                keep_logs
-                and entry == self.logs
-                and any(log.stat().st_size for log in entry.iterdir() if log != self.log)
-            ):
-                continue
+        self._lasting = None
+        logs = self.logs.iterdir() if keep_logs and self.logs.is_dir() else ()
+        kept = {self.logs} if any(log.stat().st_size for log in logs if log != self.log) else set[Path]()
+        for entry in {*self.path.iterdir()} - kept:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        with contextlib.suppress(OSError):  # logs are left in it
+        if not kept:
             self.path.rmdir()
 
     def reopen(self) -> None:
@@ -129,9 +124,8 @@ class RunDirectory:
         try:
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise InputError(
-                f"--run-dir {self.path} cannot be written to: {error.strerror}.", "Name another directory."
-            ) from error
+            why = f"--run-dir {self.path} cannot be written to: {error.strerror}."
+            raise InputError(why, "Name another directory.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -144,16 +138,11 @@ class RunDirectory:
 
     def is_locked(self) -> bool:
         """Return whether some process is writing to the run now."""
-        try:
-            lock = os.open(self.path / LOCK, os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
-        finally:
-            os.close(lock)
+        with contextlib.suppress(OSError), (self.path / LOCK).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
         return False
 
     def release(self) -> None:
@@ -168,7 +157,7 @@ class RunDirectory:
         try:
             yield
         except Exception as error:
-            if self._abandoned:
+            if self._lasting is None:
                 raise
             self._require_there(error)  # a worker's error may follow from that too
             if isinstance(error, RlctlError) or not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
@@ -181,7 +170,7 @@ class RunDirectory:
             ) from error
 
     def _require_there(self, cause: Exception | None = None) -> None:
-        if not self._lasting.exists():
+        if self._lasting is not None and not self._lasting.exists():
             raise RlctlError(
                 f"The run directory {self.path} is gone: it was removed or renamed while the run wrote to it.",
                 "Everything that was not saved elsewhere is lost; start again with another --run-dir.",
@@ -196,39 +185,27 @@ class RunDirectory:
         """Return the manifest. Raises InputError when it is unreadable."""
         path = self.path / MANIFEST
         try:
-            found = json.loads(written_text(path))
+            found = dict(json.loads(written_text(path)))
+            parts = [*(found.get(part, {}) for part in ("plan", "model", "data")), *found["config"].values()]
+            if not all(isinstance(part, dict) for part in parts):
+                raise ValueError("it is not the manifest of a run")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError(f"{self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
-        if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
-            raise InputError(f"{path} is not the manifest of a run: it has no `config`.", "Start a new run.")
-        odd = [part for part in ("plan", "model", "data") if not isinstance(found.get(part, {}), dict)]
-        odd += [
-            key
-            for key, value in found["config"].items()
-            if not isinstance(value, dict) or not {"value", "origin"} <= value.keys()
-        ]
-        if odd:
-            raise InputError(
-                f"{path} is not the manifest of a run: its `{odd[0]}` has another form.", "Start a new run."
-            )
         return found
 
     @contextlib.contextmanager
     def opened_from_here(self) -> Iterator[None]:
-        """Add to an InputError of the block where the run was started, if a file that its configuration names is found
-        from there and not from the working directory."""
+        """Add to an InputError of the block where the run was started, if that is elsewhere: its configuration may name
+        files from there."""
         try:
             yield
         except InputError as error:
-            manifest = self.manifest()
-            there = Path(str(manifest.get("working_directory", "")))
-            named = [name for part in manifest["config"].values() for name in _names(part["value"])]
-            lost = next((name for name in named if os.path.exists(there / name) and not os.path.exists(name)), None)
-            if lost is None:
+            there = self.manifest().get("working_directory", os.getcwd())
+            if there == os.getcwd():
                 raise
-            here = f"The run was started in {there}, where {lost} is: go on from there."
+            here = f"The run was started in {there}: go on from there if files are named from it."
             raise type(error)(error.message, " ".join(filter(None, (error.hint, here)))) from error
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], folder: str = "rollouts") -> None:
@@ -300,15 +277,6 @@ def is_edited(manifest: Mapping[str, Any]) -> bool:
     return DIGEST in manifest and manifest[DIGEST] != _digest(manifest)
 
 
-def _names(value: Any) -> Iterator[str]:
-    """Yield what may be a path in a value of a configuration, also that of a function in a file."""
-    if isinstance(value, str):
-        yield from filter(None, (value, value.rpartition(":")[0]))
-    elif isinstance(value, list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _names(part)
-
-
 def _digest(manifest: Mapping[str, Any]) -> str:
     content = {key: value for key, value in manifest.items() if key != DIGEST}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -338,20 +306,16 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Return what the loop saved in addition to the policy."""
+        path = self.path / STATE
         try:
-            found = json.loads(written_text(self.path / STATE))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before."
-            ) from error
-        if not isinstance(found, dict):
-            raise InputError(f"{self.path / STATE} is not the state of a run.", "Remove the checkpoint.")
+            found = dict(json.loads(written_text(path)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            why = f"Checkpoint {self.path} has no readable {STATE}: {error}."
+            raise InputError(why, "Remove it to resume from the one before.") from error
         lacks = [name for name, kind in STATE_PARTS.items() if not isinstance(found.get(name), kind)]
         if lacks or not found["files"]:
-            raise InputError(
-                f"{self.path / STATE} lacks {listed(lacks or ['the digests of its files'])}.",
-                "Remove the checkpoint to resume from the one before.",
-            )
+            why = f"{path} lacks {listed(lacks or ['the digests of its files'])}."
+            raise InputError(why, "Remove the checkpoint to resume from the one before.")
         return found
 
     @property
@@ -391,7 +355,9 @@ class NewCheckpoint:
         try:
             yield
         except BaseException as error:
-            full = isinstance(error, Exception) and self._is_full(error)
+            # That space was lacking arrives as text where a worker met it.
+            said = os.strerror(errno.ENOSPC) in str(error)
+            full = isinstance(error, Exception) and (said or is_full(self._final.parents[1], error))
             self.discard()
             # Some of our own errors are OSErrors too.
             if not full and (isinstance(error, RlctlError) or not isinstance(error, OSError)):
@@ -401,10 +367,6 @@ class NewCheckpoint:
                 f"Checkpoint of step {self.step} could not be written to {self._final}: {reason}.",
                 "Free space on that disk." if full else "See that the directory can be written to.",
             ) from error
-
-    def _is_full(self, error: Exception) -> bool:
-        """Return whether space was lacking. The error of a worker arrives here as text."""
-        return os.strerror(errno.ENOSPC) in str(error) or is_full(self._final.parents[1], error)
 
     def begin(self) -> None:
         """Make the empty place."""

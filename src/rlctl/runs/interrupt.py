@@ -90,31 +90,27 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name, asked_at = signal.Signals(number).name, self._asked_at
+        name, now, asked_at = signal.Signals(number).name, time.monotonic(), self._asked_at
         self.by = self.by or ("Ctrl-C" if number == signal.SIGINT else name)
+        # The kernel and the shell send a SIGHUP each for the same terminal, and `timeout` signals a run and its group.
+        soon = asked_at is not None and number != signal.SIGINT and now - asked_at < ONE_REQUEST_S
         if number == signal.SIGHUP:
             self._say("The terminal was closed (SIGHUP).")
         if self._raised:
             self._say("Stopping; the processes are being ended.")
         elif asked_at is None and self._deferring:
-            self._asked_at = time.monotonic()
-            self._say(self._promise(number, name))
-        elif asked_at is not None and (number == signal.SIGHUP or self._same_request(number, asked_at)):
-            pass  # the kernel and the shell send a SIGHUP each for the same terminal
-        else:
+            self._asked_at = now
+            if number == signal.SIGINT:
+                self._say("Stopping after this step. Press Ctrl-C again to stop at once without saving.")
+            elif self.limit_s is None:
+                self._say(f"Stopping after this step ({name}).")
+            else:
+                signal.setitimer(signal.ITIMER_REAL, self.limit_s)
+                within = f"or in {self.limit_s:.0f} s without it (run.stop_within_s)"
+                self._say(f"Stopping after this step ({name}), {within}.")
+        elif not (soon or (asked_at is not None and number == signal.SIGHUP)):
             self._raised = True
             raise KeyboardInterrupt
-
-    def _promise(self, number: int, name: str) -> str:
-        if number == signal.SIGINT:
-            return "Stopping after this step. Press Ctrl-C again to stop at once without saving."
-        if self.limit_s is None:
-            return f"Stopping after this step ({name})."
-        signal.setitimer(signal.ITIMER_REAL, self.limit_s)
-        return f"Stopping after this step ({name}), or in {self.limit_s:.0f} s without it (run.stop_within_s)."
-
-    def _same_request(self, number: int, asked_at: float) -> bool:
-        return number != signal.SIGINT and time.monotonic() - asked_at < ONE_REQUEST_S
 
     def _abandon(self, number: int, frame: FrameType | None) -> None:
         if not self._raised:

@@ -20,6 +20,7 @@ from rlctl.runs.directory import json_line
 
 JUDGED = {"right", "score", "answer_given"}
 """Fields of a sample that metrics are made of."""
+ANOTHER = "Name another file."
 Pair = tuple[str, str]
 """A task and a model, by their labels."""
 
@@ -32,7 +33,7 @@ def require_place(path: Path) -> None:
     elif problem is None and not os.access(path if path.exists() else path.parent, os.W_OK):
         problem = os.strerror(errno.EACCES)
     if problem:
-        raise InputError(f"--output {path} cannot be written: {problem}.", "Name another file.")
+        raise InputError(f"--output {path} cannot be written: {problem}.", ANOTHER)
 
 
 class SampleFile:
@@ -52,9 +53,9 @@ class SampleFile:
             self._file = path.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"--output {path}: another process is writing it.", "Name another file.") from error
+            raise InputError(f"--output {path}: another process is writing it.", ANOTHER) from error
         except OSError as error:
-            raise InputError(f"--output {path} cannot be written: {error.strerror}.", "Name another file.") from error
+            raise InputError(f"--output {path} cannot be written: {error.strerror}.", ANOTHER) from error
         self._read(path)
 
     def _read(self, path: Path) -> None:
@@ -75,11 +76,9 @@ class SampleFile:
                 else:
                     self._settings[pair] = record["settings"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise InputError(
-                    f"--output {path}, line {number} is no sample of an evaluation.", "Name another file."
-                ) from error
+                raise InputError(f"--output {path}, line {number} is no sample of an evaluation.", ANOTHER) from error
         for pair in self._samples.keys() - self._settings.keys():
-            raise InputError(f"--output {path} does not say how {pair[0]} was sampled.", "Name another file.")
+            raise InputError(f"--output {path} does not say how {pair[0]} was sampled.", ANOTHER)
         self._file.truncate(whole)
 
     def begin(self, task: str, model: str, settings: Mapping[str, Any]) -> None:

@@ -28,24 +28,21 @@ def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGrou
     """Return up to `count` rollouts of a step with their groups: the one with the best reward, the worst (of another
     group where there are several), then one of each further group before a second one of any. Without rewards the
     first two are any."""
-
-    def reward(pair: tuple[RolloutGroup, Rollout]) -> float:
-        return pair[1].reward or 0.0
-
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
-    if not pairs or not count:
+    pairs.sort(key=lambda pair: pair[1].reward or 0.0)
+    if not pairs:
         return []
-    best = max(pairs, key=reward)
+    best = next(pair for pair in pairs if (pair[1].reward or 0.0) == (pairs[-1][1].reward or 0.0))
     others = [pair for pair in pairs if pair[0] is not best[0]] or [pair for pair in pairs if pair is not best]
-    found = [best, *sorted(others, key=reward)[:1]]
-    rest = [pair for pair in pairs if all(pair is not taken for taken in found)]
-    held = [group.position for group, _ in found]
+    found = [best, *others[:1]]
     places = {group.position: place for place, group in enumerate(groups)}
+    rest = sorted(
+        (pair for pair in pairs if all(pair is not taken for taken in found)), key=lambda pair: pair[1].sample
+    )
     while rest and len(found) < count:
-        following = min(rest, key=lambda pair: (held.count(pair[0].position), places[pair[0].position], pair[1].sample))
-        rest.remove(following)
-        held.append(following[0].position)
-        found.append(following)
+        held = [group.position for group, _ in found]
+        found.append(min(rest, key=lambda pair: (held.count(pair[0].position), places[pair[0].position])))
+        rest = [pair for pair in rest if pair is not found[-1]]
     return found[:count]
 
 

@@ -99,15 +99,6 @@ def number(value: float) -> str:
     return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
 
 
-def labels(values: Sequence[float]) -> list[str]:
-    """Return the labels of an axis; values that few characters do not tell apart are shown by their distance from the
-    lowest."""
-    found = [number(value) for value in values]
-    if len(set(found)) == len(found):
-        return found
-    return [found[0], *(f"+{number(value - values[0])}" for value in values[1:])]
-
-
 class Axes:
     """The frame of a chart: where a value stands, and the lines and labels of the scale."""
 
@@ -140,22 +131,20 @@ class Axes:
             f"<text x=4 y=11>{html.escape(unit)}</text>",
             f"<text x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 4} class=x>step</text>",
         ]
-        values = self._y_ticks()
-        for value, label in zip(values, labels(values), strict=True):
+        low, high = self._ys
+        marked = ticks(low, high)
+        if self.log:
+            whole = [10.0**power for power in ticks(low, high, 3) if power == round(power)]
+            marked = whole or [10**low, 10**high]
+        for value in marked:
             y = self.y(value)
             parts.append(f'<path class=grid d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f"<text x={LEFT - 5} y={y + 3.5:.1f} class=y>{label}</text>")
+            parts.append(f"<text x={LEFT - 5} y={y + 3.5:.1f} class=y>{number(value)}</text>")
         low, high = self._xs
         for value in ticks(low, high, 5):
             if value == round(value):
                 parts.append(f"<text x={self.x(value):.1f} y={HEIGHT - BOTTOM + 14} class=x>{value:,.0f}</text>")
         return "".join(parts)
-
-    def _y_ticks(self) -> list[float]:
-        low, high = self._ys
-        if not self.log:
-            return ticks(low, high)
-        return [10.0**power for power in ticks(low, high, 3) if power == round(power)] or [10**low, 10**high]
 
 
 def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "value") -> str:
@@ -170,17 +159,13 @@ def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "
     if not values:
         return ""
     log = min(values) > 0 and max(values) > LOG_RANGE * min(values)
-    axes = Axes(steps, (min(values), max(values)) if log else _span(values), log=log)
-    return _svg(axes.frame(unit) + "".join(_line(axes, one) for one in shown), label)
-
-
-def _span(values: Sequence[float]) -> Point:
-    """Return the ends of an axis: a little room, and zero where it is near."""
     low, high = min(values), max(values)
-    room = 0.05 * (high - low)
-    if low >= 0:
-        return (0.0 if low < 0.6 * high else low - room, high + room)
-    return (low - room, 0.0 if high <= 0 and high > 0.6 * low else high + room)
+    if not log:  # a little room, and zero where it is near
+        room = 0.05 * (high - low)
+        bottom = 0.0 if 0 <= low < 0.6 * high else low - room
+        low, high = bottom, 0.0 if 0.6 * low < high <= 0 else high + room
+    axes = Axes(steps, (low, high), log=log)
+    return _svg(axes.frame(unit) + "".join(_line(axes, one) for one in shown), label)
 
 
 def _line(axes: Axes, one: Series) -> str:

@@ -7,6 +7,7 @@ line has its time, and a phase that takes long says so now and then.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -189,12 +190,11 @@ class Display:
         if not self.in_terminal:
             self._print(plain)
             return
-        width = self.console.width
+        width, without = self.console.width, self.without
         if self._lines % HEADING_EVERY == 0:
-            self.console.print(heading_line(self.metrics, width, self.without), style="bold")
+            self.console.print(heading_line(self.metrics, width, without), style="bold")
         self._lines += 1
-        shown = step_line(step, self.steps, metrics, self.metrics, plain=False, width=width, without=self.without)
-        self._print(shown)
+        self._print(step_line(step, self.steps, metrics, self.metrics, plain=False, width=width, without=without))
 
     def _print(self, text: str) -> None:
         self.console.print(text if self.in_terminal else f"{_time()} {text}", markup=False)
@@ -298,8 +298,7 @@ class _Now(NamedTuple):
         return self._replace(what="", since=now, waits=False, step=step, step_since=now, phase=None, seen={})
 
     def finished(self, seconds: float) -> _Now:
-        last = self.step == self.steps
-        step = None if last else self.step
+        step = None if self.step == self.steps else self.step
         return self._replace(what="", waits=False, step=step, phase=None, took=(*self.took, seconds)[-RECENT:])
 
     def line(self) -> str:
@@ -309,15 +308,11 @@ class _Now(NamedTuple):
             return f"{self.what} · {clock(now - self.since)}" if self.what else ""
         done = self.seen.get(self.phase) if self.phase is not None else None
         what = self.what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
-        inside = now - self.step_since
-        parts = [f"step {self.step}/{self.steps}", what, clock(inside), self._left(inside)]
-        return " · ".join(part for part in parts if part)
-
-    def _left(self, inside: float) -> str:
-        if not self.took or self.step is None:
-            return ""
-        usual = sum(self.took) / len(self.took)
-        return f"{clock(max(0.0, usual - inside) + usual * (self.steps - self.step))} left"
+        inside, left = now - self.step_since, ""
+        if self.took:
+            usual = sum(self.took) / len(self.took)
+            left = f"{clock(max(0.0, usual - inside) + usual * (self.steps - self.step))} left"
+        return " · ".join(filter(None, (f"step {self.step}/{self.steps}", what, clock(inside), left)))
 
 
 def clock(seconds: float) -> str:
@@ -331,30 +326,22 @@ def _time() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _columns(declared: Sequence[Metric], width: int | None = None, without: Sequence[str] = ()) -> list[Column]:
-    """Return the columns of a step line; of those that do not fit `width`, the less important ones are left out."""
+def _columns(declared: Sequence[Metric], width: int | None, without: Sequence[str]) -> tuple[list[Column], bool]:
+    """Return the columns of a step line, and whether the seconds of its phases find room behind them. Of columns that
+    do not fit `width`, the less important ones are left out."""
     shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
     columns = [column for column in (*COLUMNS, *shown, *LAST_COLUMNS) if column.name not in without]
-    while width is not None and len(columns) > 1 and _width(columns) > width:
+    room = math.inf if width is None else width
+    while len(columns) > 1 and sum(column.width + 2 for column in columns) - 2 > room:
         least = min(column.importance for column in columns)
         columns.remove([column for column in columns if column.importance == least][-1])
-    return columns
-
-
-def _width(columns: Sequence[Column]) -> int:
-    return sum(column.width for column in columns) + 2 * (len(columns) - 1)
-
-
-def _has_phases(columns: Sequence[Column], width: int | None) -> bool:
-    """Whether the seconds of each phase find room behind the columns."""
-    return width is None or _width(columns) + 2 + PHASES_WIDTH <= width
+    return columns, sum(column.width + 2 for column in columns) + PHASES_WIDTH <= room
 
 
 def heading_line(declared: Sequence[Metric], width: int | None = None, without: Sequence[str] = ()) -> str:
     """Return the headings above step lines of that width."""
-    columns = _columns(declared, width, without)
-    phases = ["phases (s)"] if _has_phases(columns, width) else []
-    return "  ".join([*(f"{column.heading:>{column.width}}" for column in columns), *phases])
+    columns, phases = _columns(declared, width, without)
+    return "  ".join([*(f"{column.heading:>{column.width}}" for column in columns), *["phases (s)"] * phases])
 
 
 def step_line(
@@ -371,29 +358,23 @@ def step_line(
     where no heading is near. Conditions that hold are behind the columns, or in a second line where these leave no
     room. `without` names metrics that have no column."""
     found = dict(flatten(metrics))
-    phases = " ".join(
-        f"{PHASE_LABELS[Phase(name)]} {value:.1f}"
-        for name, value in metrics["seconds"].items()
-        if name != "total" and value >= 0.05
-    )
-    columns = _columns(declared, width, without)
-    shown, marked = [(column, _shown(column, found, step, steps)) for column in columns], marks(metrics)
+    seconds = {Phase(name): value for name, value in metrics["seconds"].items() if name != "total"}
+    phases = " ".join(f"{PHASE_LABELS[phase]} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
+    columns, has_phases = _columns(declared, width, without)
+    shown, marked = list[str](), marks(metrics)
+    for column in columns:
+        value = found.get(column.name)
+        text = "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")
+        shown.append(f"{step}/{steps}" if column.heading == "step" else text)
     if plain:
-        parts = [" ".join(f"{column.heading} {value}" for column, value in shown), marked, phases]
-        return " | ".join(part for part in parts if part)
-    line = "  ".join(f"{value:>{column.width}}" for column, value in shown)
+        values = " ".join(f"{column.heading} {value}" for column, value in zip(columns, shown, strict=True))
+        return " | ".join(part for part in (values, marked, phases) if part)
+    line = "  ".join(f"{value:>{column.width}}" for column, value in zip(columns, shown, strict=True))
     below = marked and width is not None and len(line) + 2 + len(marked) > width
     line += f"  {marked}" if marked and not below else ""
-    if _has_phases(columns, width):
+    if has_phases:
         line += f"  {phases[: width and max(0, width - len(line) - 2)]}"
     return f"{line}\n{marked:>{width}}" if below else line
-
-
-def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:
-    if column.heading == "step":
-        return f"{step}/{steps}"
-    value = found.get(column.name)
-    return "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")
 
 
 class WorkProgress:
@@ -421,13 +402,9 @@ class WorkProgress:
             self._bar.update(self._task, description=what, completed=self._done, rate=shown)
         elif now - self._said >= LINE_EVERY_S or self._done == self._total:
             self._said = now
-            left = (self._total - self._done) / rate
-            self._console.print(self.line(what, rate, left), markup=False)
-
-    def line(self, what: str, rate: float, left_s: float) -> str:
-        """Return the line of a log."""
-        left = f", {left_s:.0f} s left" if self._done < self._total else ""
-        return f"{what}: {self._done} of {self._total} {self._unit}, {rate:.1f} a second{left}"
+            left = f", {(self._total - self._done) / rate:.0f} s left" if self._done < self._total else ""
+            line = f"{what}: {self._done} of {self._total} {self._unit}, {rate:.1f} a second{left}"
+            self._console.print(line, markup=False)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:

@@ -41,9 +41,6 @@ SECTIONS = {
 }
 """Where loggers have the nested values of metrics.jsonl; all else is under `train`."""
 
-PACKAGES: dict[str, str] = {
-    "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio",
-}  # fmt: skip
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
 END_LIMIT_S = 30.0
 """Longest time that the end of a run waits for a logger."""
@@ -162,6 +159,7 @@ class MlflowLogger:
     """MLflow at MLFLOW_TRACKING_URI, or in `mlruns/` of the working directory."""
 
     def __init__(self, run: LoggedRun) -> None:
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # it need not be installed
 
         address = os.environ.get("MLFLOW_TRACKING_URI")
@@ -177,12 +175,7 @@ class MlflowLogger:
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         created = self._client.create_run(experiment, run_name=run.name)
         self._run = run.remember("mlflow", created.info.run_id)
-        self._log_config(run.config)
-
-    def _log_config(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
-
-        params = [Param(name, str(value)) for name, value in _leaves(config)]
+        params = [Param(name, str(value)) for name, value in _leaves(run.config)]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
 
@@ -203,7 +196,7 @@ class TrackioLogger:
         import trackio  # pyright: ignore[reportMissingImports]  # it need not be installed
 
         before = run.identity("trackio")
-        with _stdout_to_stderr():
+        with _StdoutOfOthers():
             self._run = trackio.init(
                 project=run.project,
                 name=before or run.name,
@@ -219,22 +212,16 @@ class TrackioLogger:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        with _stdout_to_stderr():
+        with _StdoutOfOthers():
             self._run.finish()
 
 
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+class _StdoutOfOthers(contextlib.redirect_stdout):
     """Send what this thread prints to stderr: stdout is for the command's result, which another thread may print."""
-    with contextlib.redirect_stdout(cast(TextIO, _StdoutOfOthers(sys.stdout))):
-        yield
 
-
-class _StdoutOfOthers:
-    """Stdout for all threads but the one that made it, which gets stderr."""
-
-    def __init__(self, stdout: TextIO) -> None:
-        self._stdout, self._thread = stdout, threading.get_ident()
+    def __init__(self) -> None:
+        self._stdout, self._thread = sys.stdout, threading.get_ident()
+        super().__init__(cast(TextIO, self))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr if threading.get_ident() == self._thread else self._stdout, name)
@@ -290,7 +277,7 @@ def wanted_loggers(
     """
     if config.loggers is not None:
         for name in (missing := [name for name in config.loggers if not _installed(name)]):
-            problem = f"run.loggers names {name}, and the package `{PACKAGES[name]}` is not installed."
+            problem = f"run.loggers names {name}, and the package `{name}` is not installed."
             install = f"Install it with `pip install 'rlctl[{name}]'`"
             if not optional:
                 raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
@@ -308,7 +295,7 @@ def wanted_loggers(
 
 
 def _installed(name: LoggerName) -> bool:
-    spec = find_spec(PACKAGES[name])
+    spec = find_spec(name)
     return spec is not None and spec.origin is not None  # a folder `wandb` that an earlier run left here is none
 
 

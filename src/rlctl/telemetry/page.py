@@ -101,21 +101,29 @@ def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
 def page(runs: Sequence[ReportedRun], script: str = "") -> str:
     """Return the report of one run, or of several next to each other. `script` keeps a page that is served up to
     date."""
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = _one(runs[0]) if len(runs) == 1 else _several(arms(runs))
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main>{body}</main>"
+        f"<title>{_text(title)}</title><style>{style}</style></head><body><main>{body}</main>"
         f"{f'<script>{script}</script>' if script else ''}</body></html>\n"
     )
 
 
 def _one(run: ReportedRun) -> str:
-    head = f"<h1>{_text(run.name)}</h1><p class=state role=status>{_text(_state(run))}</p>"
+    done = f"{int(run.lines[-1]['step']):,}" if run.lines else ""
+    state = f"{run.state}, no step finished yet"
+    if done:
+        of = f" of {run.steps:,}" if run.steps else ""
+        state = f"{run.state or 'step'}{', step' if run.state else ''} {done}{of}"
+    state += f"; written {run.updated}" if run.updated else ""
+    head = f"<h1>{_text(run.name)}</h1><p class=state role=status>{_text(state)}</p>"
     identity = _facts(run.identity)
     if not run.lines:
         return f"<header>{head}{identity}</header>{_messages(run)}"
+    settings = _folded("Settings", _table(["key", "value", "set by"], run.settings)) if run.settings else ""
     return "".join([
         f"<header>{head}{identity}</header>",
         _tiles(run),
@@ -125,7 +133,7 @@ def _one(run: ReportedRun) -> str:
         _section("Plan and measurement", _forecasts(run.forecasts)),
         _section("Samples", _samples(run.samples, "Step {:,}")),
         _section("Samples of validation", _samples(run.validated, "After step {:,}")),
-        _section("The run", _facts(run.facts) + _settings(run)),
+        _section("The run", _facts(run.facts) + settings),
         _messages(run),
     ])  # fmt: skip
 
@@ -168,7 +176,11 @@ def _side_by_side(found: Sequence[Arm]) -> str:
         for group in ways.values():
             label = f"{next(iter(group.values())).source} {TILES[metric]}"
             label += f" of {', '.join(found[place].name for place in group)}" if len(ways) > 1 else ""
-            rows.append([label, *(_cell(group.get(place)) for place in range(len(found)))])
+            cells = ["-"] * len(found)
+            for place, one in group.items():
+                before = f"{one.first} {one.began} \N{RIGHTWARDS ARROW} " if one.first else ""
+                cells[place] = f"{before}{one.last} {one.ended}"
+            rows.append([label, *cells])
         if len(ways) > 1:
             why = [*unlike(found, metric), *unlike(found, VALIDATION + metric)]
             apart |= dict.fromkeys(["whether the run validates"] * sources + why)
@@ -181,42 +193,24 @@ def _side_by_side(found: Sequence[Arm]) -> str:
     return table + (f"<p>{_text(told + ', '.join(apart))}.</p>" if apart else "")
 
 
-def _cell(one: Change | None) -> str:
-    if one is None:
-        return "-"
-    return (f"{one.first} {one.began} \N{RIGHTWARDS ARROW} " if one.first else "") + f"{one.last} {one.ended}"
-
-
-def _state(run: ReportedRun) -> str:
-    when = f"; written {run.updated}" if run.updated else ""
-    if not run.lines:
-        return f"{run.state}, no step finished yet{when}"
-    done, of = int(run.lines[-1]["step"]), f" of {run.steps:,}" if run.steps else ""
-    return f"{run.state or 'step'}{', step' if run.state else ''} {done:,}{of}{when}"
-
-
 def _tiles(run: ReportedRun) -> str:
-    tiles = [
-        f"<div class=tile><dt>{_text(label)}</dt><dd>{_text(value)}</dd><small>{_text(more)}</small></div>"
-        for label, (value, more) in _tile_values(run)
-    ]
-    return f"<dl class=tiles id=tiles>{''.join(tiles)}</dl>"
-
-
-def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
-    """Return label, value and small print of each tile."""
     changes = {metric: Arm((run,)).change(metric) for metric in TILES}
     if _same(changes["reward_mean"], changes["accuracy"]):
         del changes["accuracy"]
-    return [(f"{one.source} {TILES[name]}", _tile(one)) for name, one in changes.items() if one] + _standing(run)
+    tiles = []
+    for name, one in changes.items():
+        if one:
+            before = f"; {one.first} {one.began}" if one.first else ""
+            tiles.append((f"{one.source} {TILES[name]}", (str(one.last), one.ended + before)))
+    shown = [
+        f"<div class=tile><dt>{_text(label)}</dt><dd>{_text(value)}</dd><small>{_text(more)}</small></div>"
+        for label, (value, more) in tiles + _standing(run)
+    ]
+    return f"<dl class=tiles id=tiles>{''.join(shown)}</dl>"
 
 
 def _same(one: Change | None, other: Change | None) -> bool:
     return (one and (one.first, one.last)) == (other and (other.first, other.last))
-
-
-def _tile(one: Change) -> tuple[str, str]:
-    return str(one.last), one.ended + (f"; {one.first} {one.began}" if one.first else "")
 
 
 def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
@@ -296,8 +290,6 @@ def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) 
 
 
 def _title(name: str, titles: Mapping[str, str]) -> str:
-    if name.startswith("reward_terms/"):  # runs of before had the whole path of a function
-        name = f"reward_terms/{name.rpartition('/')[2]}"
     return titles.get(name) or name.replace("_", " ").replace("/", ": ")
 
 
@@ -380,10 +372,6 @@ def _facts(facts: Sequence[tuple[str, str]]) -> str:
     return f"<table class=facts>{rows}</table>" if facts else ""
 
 
-def _settings(run: ReportedRun) -> str:
-    return _folded("Settings", _table(["key", "value", "set by"], run.settings)) if run.settings else ""
-
-
 def _messages(run: ReportedRun) -> str:
     if not run.messages:
         return ""
@@ -413,81 +401,3 @@ def _cut(text: str) -> str:
 
 
 _text: Callable[[str], str] = html.escape
-
-LIGHT = "--page:#fff;--ink:#1b1f24;--soft:#5b6570;--line:#dfe3e8;--card:#f6f7f9;--bad:#fdf0e4"
-DARK = "--page:#14171b;--ink:#e7eaee;--soft:#9aa5b1;--line:#333a42;--card:#1d2126;--bad:#3a2a17"
-# Okabe and Ito's colours, which people with any colour vision tell apart, darkened a little for white paper.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b", "#3a9bd0", "#6b6b6b", "#7a4fbf", "#a03030", "#4d7c0f")
-PALETTE_DARK = (
-    "#56b4e9", "#f08c4a", "#3ecfa3", "#e08fb8", "#e6c02e", "#8fd0ff", "#a8a8a8", "#b79cf0", "#e88080", "#a3d14d",
-)  # fmt: skip
-
-
-def _colours(palette: Sequence[str]) -> str:
-    return ";".join(f"--c{index}:{colour}" for index, colour in enumerate(palette))
-
-
-STYLE = (
-    f"""
-:root{{color-scheme:light dark;{LIGHT};{_colours(PALETTE)}}}
-@media (prefers-color-scheme:dark){{:root{{{DARK};{_colours(PALETTE_DARK)}}}}}
-"""
-    + "".join(f".c{n}{{--c:var(--c{n})}}" for n in range(COLOURS))
-    + """
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:76rem;margin:0 auto;padding:1rem}
-h1{font-size:1.5rem;margin:.5rem 0 0;overflow-wrap:anywhere}
-h2,summary{font-size:1.15rem;font-weight:600;margin:1.6rem 0 .6rem}
-summary{cursor:pointer}
-.state,small,figcaption{color:var(--soft)}
-.state{margin:.2rem 0 1rem}
-:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
-h3{margin:1rem 0 .3rem}
-header .facts{margin:0 0 1rem}
-.facts td{min-width:0}
-article summary{font-size:.85rem;margin:.4rem 0 0;font-weight:normal;color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.6rem;margin:0}
-.tile{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem .8rem}
-.tile dt{color:var(--soft);font-size:.85rem;overflow-wrap:anywhere}
-.tile dd{margin:0;font-size:1.2rem;white-space:nowrap;font-variant-numeric:tabular-nums;line-height:1.3}
-.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:.8rem}
-figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem}
-figcaption b{color:var(--ink);float:right}
-svg{display:block;width:100%;height:auto}
-svg text{font:10px system-ui,sans-serif;fill:var(--soft)}
-svg .y{text-anchor:end} svg .x{text-anchor:middle}
-svg path{fill:none;stroke:var(--c);stroke-width:1.6;stroke-linejoin:round}
-svg .grid{stroke:var(--line);stroke-width:1}
-svg .faint{stroke-width:1;opacity:.35}
-svg .band{stroke:none;fill:var(--c);opacity:.13}
-svg .dot,svg .bar{fill:var(--c)}
-.beside{display:flex;flex-wrap:wrap;gap:.8rem 2rem;align-items:start}
-.beside figure{flex:1 1 18rem;max-width:30rem}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.4rem 0}
-.legend i{display:inline-block;width:.8rem;height:.8rem;border-radius:.15rem;background:var(--c);margin-right:.35rem}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
-.facts td{overflow-wrap:anywhere}
-.facts th{white-space:nowrap;font-weight:normal;color:var(--soft)}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.45 ui-monospace,monospace}
-article{border:1px solid var(--line);border-radius:.5rem;margin:.6rem 0;padding:.6rem;background:var(--card)}
-article p{margin:.4rem 0 0;color:var(--soft)}
-.said,.completion{border-left:3px solid var(--line);padding-left:.6rem;margin-top:.4rem}
-.completion{border-color:var(--c0)}
-.said b,.completion b{color:var(--soft);font-size:.8rem;font-weight:600}
-.trouble{background:var(--bad);border-radius:.5rem;padding:.1rem 1rem;margin:1rem 0}
-.trouble h2{margin:.6rem 0 .2rem}
-@media print{
-:root{"""
-    + f"{LIGHT};{_colours(PALETTE)}"
-    + """}
-body{font-size:11px}
-main{max-width:none;padding:0}
-figure,article,.tile,tr{break-inside:avoid}
-.panels{grid-template-columns:repeat(3,1fr)}
-details::details-content{content-visibility:visible;height:auto}
-}
-"""
-)

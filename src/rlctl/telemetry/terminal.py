@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 Severity = Literal["ok", "warn", "fail"]
@@ -27,27 +28,22 @@ class Unbreakable:
         self.lost: str | None = None
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except RuntimeError:  # a signal came in the midst of another write
-            return 0
-        except (OSError, ValueError) as error:
-            self._lose(error)
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except RuntimeError:
-            return
-        except (OSError, ValueError) as error:
-            self._lose(error)
+        self._attempt(self._stream.flush)
 
-    def _lose(self, error: Exception) -> None:
-        if isinstance(error, UnicodeError):
-            raise error
-        self.lost = self.lost or (getattr(error, "strerror", None) or str(error))
-        discard(self._stream)
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except UnicodeError:
+            raise
+        except RuntimeError:  # a signal came in the midst of another write
+            pass
+        except (OSError, ValueError) as error:
+            self.lost = self.lost or (getattr(error, "strerror", None) or str(error))
+            discard(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -61,20 +57,6 @@ def discard(stream: TextIO) -> None:
             os.dup2(nowhere, stream.fileno())
         finally:
             os.close(nowhere)
-
-
-def open_closed_ones() -> None:
-    """Open the standard streams that this process was started without (`2>&-`), to nowhere: a file that is opened later
-    would get their number, and what libraries print."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            if descriptor != number:
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 class Verbosity:

@@ -119,7 +119,7 @@ def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name:
 
 def test_what_sets_values_is_an_algorithm_and_the_flag_counts_them() -> None:
     assert ALGORITHM_SETTINGS.keys() <= BUILT_IN.keys()
-    option = options.Algorithm.__metadata__[0]  # type: ignore[attr-defined]
+    option = options.FLAGS["algorithm"]
     named = option.help.split(" and ")[0].split(", ")
     assert set(named) < set(BUILT_IN)
     assert f"and {('five', 'six', 'seven')[len(BUILT_IN) - len(named) - 5]} more" in option.help
