@@ -47,7 +47,7 @@ def load_rank(
     stored, opened, order = _open(directory, facts, critic, masters)
     found = find(directory)
     rounding = computed_in(found)[1] if found is not None and is_of_run(found) else "nearest"
-    plan = receive_plan(stored, world, rank).prove()
+    plan = receive_plan(stored, world.layout(rank)).prove()
     check_params(plan.layout, params)
     fill(plan.fills, params, plan.layout.params)
     read = 0
@@ -95,8 +95,7 @@ def load_moments(
         fills = tuple(one for one in own.fills if one.param in tensors)
         stored, chunks = checkpoint.moments(name)
         blocks = Blocks(checkpoint.reader, chunks)
-        wanted = SingleWorld(Layout(0, params, pieces, fills))
-        plan = receive_plan(SingleWorld(stored), wanted, 0).prove()
+        plan = receive_plan(SingleWorld(stored), Layout(0, params, pieces, fills)).prove()
         fill(plan.fills, tensors, params)
         for copy in plan.copies:
             execute(copy, blocks.read(copy.source_param), tensors[copy.destination_param], blocks.read)
