@@ -61,7 +61,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "reward": round(fmean(line["reward_mean"] for line in lines[-LAST:]), 3),
         "held_out": lines[-1]["validation"]["reward_mean"],
         "entropy": lines[-1]["entropy"],
-        "logprob_diff": round(fmean(line["logprob_diff"]["mean"] for line in lines), 5),
+        "logprob_diff": round(fmean(line["logprob_diff"]["mean"] for line in lines if "logprob_diff" in line), 5),
         "rounding": lines[-1].get("rounding"),
         "rewards": [round(line["reward_mean"], 3) for line in lines],
     }

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.backends.base import EngineWorker
+from rlctl.apps.crew import ENGINE_WORKER
+from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.args import engine_spec
 from rlctl.cluster.placement import Placement
@@ -70,11 +71,11 @@ def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) 
     placement = Placement(1, gpus=False, timeout_s=LIMIT_S)
     world = MegatronWorld(facts, ParallelSpec(), "local", "bfloat16")
     policy = {"rank": 0, "world": world, "threads": threads}
-    engine = WorkerSpec({"spec": spec}, (placement.bundles[0],), spec.environment)
+    engine = WorkerSpec({"worker": ENGINE, "spec": spec}, (placement.bundles[0],), spec.environment)
     source = WorkerSpec(policy, (placement.bundles[0],), {"OMP_NUM_THREADS": str(threads)})
     groups: list[WorkerGroup] = []
     try:
-        for name, kind, worker in (("policy", SOURCE, source), ("engine", ENGINE, engine)):
+        for name, kind, worker in (("policy", SOURCE, source), ("engine", ENGINE_WORKER, engine)):
             groups.append(WorkerGroup(name, kind, [worker], placement, logs, start_timeout_s=LIMIT_S,
                                       call_timeout_s=LIMIT_S, wait=False, concurrency=2))  # fmt: skip
         for group in groups:
@@ -95,7 +96,7 @@ def decode(engine: WorkerGroup, seed: int) -> float:
         for i in range(PROMPTS)
     ]
     begun = time.perf_counter()
-    results = engine.within(LIMIT_S).call(EngineWorker.generate, requests, Sampling(NEW_TOKENS), LIMIT_S)[0]
+    results = engine.within(LIMIT_S).call(EpisodeWorker.generate, requests, Sampling(NEW_TOKENS), LIMIT_S)[0]
     return sum(sum(result.response_tokens) for result in results) / (time.perf_counter() - begun)
 
 

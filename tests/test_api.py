@@ -67,7 +67,8 @@ def test_wrong_values_of_a_program_are_named() -> None:
 def test_a_plan_from_a_program() -> None:
     values = {"model.name": "Qwen/Qwen3-8B", "cluster.gpu": "h100"}
     plan = rlctl.plan(rlctl.load_config("1node", values=values))
-    assert plan.config_values()["training.dp"] == 8
+    layout = plan.config_values()
+    assert layout["training.dp"] * layout["training.pp"] == 8
     assert sum(plan.seconds.values()) == plan.total_s
     with pytest.raises(NoPlanError):
         rlctl.plan(rlctl.load_config("1gpu", values=values | {"model.name": "Qwen/Qwen3-32B"}))

@@ -69,7 +69,7 @@ def train(model: Path, *more: str) -> list[str]:
         (["--set", "generation.stop_token_ids=[128009]"], 2, "stop_token_ids names 128009, and the model has 512"),
         (["--max-length", "5"], 2, "tokens, and 4 leave room for a completion"),
         (["--lr", "0"], 2, "`optimizer.lr` = 0.0 (flag --lr)"),
-        (["--preset", "1gpu"], 3, "no GPU"),
+        (["--preset", "1gpu"], 3, "cluster.gpus_per_node = 1 asks for GPUs, and this machine has none"),
         (["--gpu", "h100", "--gpus-per-node", "8"], 3, "this machine has none"),
         (["--run-dir", "sums.jsonl"], 2, "sums.jsonl is a file"),
         (["--run-dir", "noconfig/../sums.jsonl/run"], 2, "--run-dir"),

@@ -11,15 +11,19 @@ from typing import Any, cast
 import pytest
 
 from rlctl.apps import run as run_module
-from rlctl.apps.run import RunJournal, RunSummary, how_to_resume
+from rlctl.apps.run import RunJournal, RunSummary, crowded, how_to_resume
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError, MachineError
+from rlctl.planner.inputs.cluster import GIB, make_cluster
+from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.make_plan import make_plan
 from rlctl.refit.records import RefitReport
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
+from support.catalog import model
 from support.groups import group
 
 STEP = {"seconds": {"total": 1.0}}
@@ -136,3 +140,13 @@ def test_it_is_a_warning_if_most_of_the_weights_were_not_compared() -> None:
     few, most = (said(unread=48, unread_bytes=size, unread_why=reason) for size in (400, 900))
     assert len(few) == len(said()) == 1
     assert most[1:] == [f"warning: 90% of the weights in the engine were not compared with the policy's: {reason}."]
+
+
+def test_a_plan_is_checked_with_what_sleeping_processes_really_hold() -> None:
+    plan = make_plan(model("Qwen3-8B"), make_cluster("h100", 1, 8), Workload())
+    planned = int(plan.memory["generation"].parts["policy asleep"] + plan.memory["training"].parts["engine asleep"])
+    size = int(79.2 * GIB)
+    assert crowded(plan, (planned, size)) == ""
+    left = int(size - plan.memory["training"].total)
+    assert crowded(plan, (planned + left - GIB, size)) == ""
+    assert "may run out of memory" in crowded(plan, (planned + left + GIB, size))

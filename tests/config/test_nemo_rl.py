@@ -80,20 +80,6 @@ def test_a_colocated_synchronous_megatron_recipe_runs() -> None:
     assert resolved.origin["training.tp"].endswith("policy.megatron_cfg.tensor_model_parallel_size")
 
 
-def test_a_completion_leaves_room_for_its_prompt() -> None:
-    config = resolve(files=[RECIPES / "llama_megatron.yaml"], environment={}).config
-    assert config.model.max_length == 1024
-    assert config.generation.max_new_tokens < 1024
-
-
-def test_defaults_are_merged_and_arithmetic_is_done_after_the_merge() -> None:
-    values = read_recipe(RECIPES / "llama_megatron.yaml")
-    assert values["policy"]["sequence_packing"]["train_mb_tokens"] == 1024 * 4
-    assert values["policy"]["tokenizer"]["name"] == "meta-llama/Llama-3.2-1B-Instruct"
-    assert values["policy"]["make_sequence_length_divisible_by"] == 2
-    assert values["grpo"]["num_prompts_per_step"] == 32
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -133,23 +119,149 @@ def test_a_value_that_leads_nowhere_is_an_entry_and_stops_a_run(
     assert any(said in line for line in result.unsupported), result.unsupported
 
 
-def test_loggers_that_are_on_become_run_loggers_under_one_name(tmp_path: Path) -> None:
-    off = recipe(tmp_path)
-    assert off.values["run.loggers"] == ["tensorboard"]
-    assert "run.project" not in off.values
-    wandb = {"logger__wandb_enabled": True, "logger__wandb__project": "sums", "logger__wandb__name": "first"}
-    mlflow = {"logger__mlflow_enabled": True, "logger__mlflow__experiment_name": "e", "logger__mlflow__run_name": "r"}
-    both = recipe(tmp_path, logger__tensorboard_enabled=False, **wandb, **mlflow)
-    assert {key: both.values[f"run.{key}"] for key in ("loggers", "project", "name")} == {
-        "loggers": ["wandb", "mlflow"], "project": "sums", "name": "first",
-    }  # fmt: skip
-    assert status(both, "logger.mlflow.run_name") == "logging"
-    alone = recipe(tmp_path, **mlflow)
-    assert (alone.values["run.project"], alone.values["run.name"]) == ("e", "r")
-    for key in ("logger.log_dir", "logger.monitor_gpus", "logger.gpu_monitoring.collection_interval"):
-        assert status(both, key) == "logging"
-    assert status(recipe(tmp_path, logger__swanlab_enabled=True), "logger.swanlab_enabled") == "logging"
-    assert both.unsupported == []
+ABSENT = object()
+WANDB = {"wandb_enabled": True, "wandb": {"project": "sums", "name": "first"}}
+MLFLOW = {"mlflow_enabled": True, "mlflow": {"experiment_name": "e", "run_name": "r"}}
+PEFT = {"enabled": True, "dim": 8, "alpha": 16, "target_modules": ["linear_qkv", "linear_proj"], "dropout": 0.0}
+FP8 = {"enabled": True, "fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": False, "fp8_amax_history_len": 4}
+AIME = {"data__validation": {"dataset_name": "AIME2024"}}
+KEPT = {"enabled": True, "save_period": 1, "keep_top_k": 2, "metric_name": "val_reward"}
+RESPONSES = {"dataset_name": "ResponseDataset", "input_key": "q", "output_key": "a"}
+SUBSET = {"dataset_name": "ResponseDataset", "data_path": "openai/gsm8k", "subset": "main", "split": "train"}
+DEFAULTED = {"_override_": True, "default": RESPONSES | {"prompt_file": "think.txt"}}
+CORRECTED = {"loss_fn__use_importance_sampling_correction": True}
+CAPPED = "loss_fn__truncated_importance_sampling"
+OPTIMIZER = "policy__megatron_cfg__optimizer__optimizer"
+APART = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}
+SPREAD = {"tensor_parallel_size": 1, "expert_parallel_size": 4}
+EPOCHS = {"grpo__num_prompts_per_step": 16, "policy__train_global_batch_size": 128, "grpo__max_num_steps": 1000}
+
+
+def sampler(**keys: object) -> dict[str, Any]:
+    return {"async_rl": {"sampler": keys, "max_inflight_prompts": 4}, "grpo__async_grpo": None}
+
+
+def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str, object]:
+    keys = ("rollouts.mode", "rollouts.max_staleness", "refit.in_flight", "rollouts.order")
+    return dict(zip(keys, (mode, lag, in_flight, first), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "values", "statuses"),
+    [
+        # Loggers: those that are on, under one name
+        ({}, {"run.loggers": ["tensorboard"], "run.project": ABSENT}, {}),
+        ({"logger": {"tensorboard_enabled": False} | WANDB | MLFLOW},
+         {"run.loggers": ["wandb", "mlflow"], "run.project": "sums", "run.name": "first"},
+         {"logger.mlflow.run_name": "logging", "logger.log_dir": "logging", "logger.monitor_gpus": "logging",
+          "logger.gpu_monitoring.collection_interval": "logging"}),
+        ({"logger": MLFLOW}, {"run.project": "e", "run.name": "r"}, {}),
+        ({"logger__swanlab_enabled": True}, {}, {"logger.swanlab_enabled": "logging"}),
+        ({"logger__wandb__name": "${data.no_such_key}"}, {}, {"logger.wandb.name": "logging"}),
+        ({"run_name": "${oc.env:RLCTL_NO_SUCH_NAME}-first"}, {}, {"run_name": "not known"}),
+        # Backends
+        ({"policy__dtensor_cfg": {"enabled": True, "tensor_parallel_size": 8}}, {"training.tp": 2},
+         {"policy.dtensor_cfg.tensor_parallel_size": "not applicable"}),
+        ({"policy__megatron_cfg__enabled": False, "policy__dtensor_cfg__enabled": True},
+         {"training.tp": 1, "optimizer.beta2": 0.999, "training.backend": "dtensor"}, {}),
+        ({"policy__dtensor_config": {"enabled": True}}, {}, {"policy.dtensor_config.enabled": "mapped"}),
+        ({}, {"ddp.average_in_collective": ABSENT}, {f"{DDP}.average_in_collective": "not applicable"}),
+        ({"policy__megatron_cfg__peft": PEFT},
+         {"training.lora.rank": 8, "training.lora.alpha": 16, "training.lora.targets": ["attention"]}, {}),
+        ({"policy__megatron_cfg__peft": PEFT | {"enabled": False}}, {"training.lora.rank": ABSENT}, {}),
+        ({"policy__megatron_cfg__fp8_cfg": FP8},
+         {"megatron.fp8": "hybrid", "megatron.fp8_recipe": "blockwise", "megatron.fp8_amax_history_len": 4}, {}),
+        ({"policy__megatron_cfg__fp8_cfg": FP8 | {"enabled": False, "fp8_param": True}}, {"megatron.fp8": ABSENT}, {}),
+        *(({f"{OPTIMIZER}_cpu_offload": on, f"{OPTIMIZER}_offload_fraction": part},
+           {"training.optimizer_offload": expected}, {f"{OPTIMIZER}_offload_fraction".replace("__", "."): told})
+          for on, part, expected, told in [(True, 1.0, True, "not applicable"), (True, 0.0, False, "not applicable"),
+                                           (True, 0.5, True, "changed"), (False, 0.5, False, "not applicable")]),
+        ({"policy__megatron_cfg__expert_model_parallel_size": 8},
+         {"training.ep": 8, "training.freeze_router": True}, {}),
+        # Batches, rows and lengths
+        ({}, {"generation.max_new_tokens": 1023, "model.max_length": 1024, "training.micro_batch_tokens": 4096}, {}),
+        ({"policy__train_global_batch_size": 128}, {"batch.optimizer_steps": 4}, {}),
+        *((EPOCHS | {"grpo__max_num_epochs": number}, {}, {"grpo.max_num_epochs": told})
+          for number, told in [(1, "changed"), (10, "changed"), (1000, "not applicable"), (None, "not applicable")]),
+        ({"policy__dynamic_batching__enabled": True, "policy__sequence_packing__enabled": False},
+         {"training.dynamic_batching": True, "training.packing": False, "training.micro_batch_tokens": 4096}, {}),
+        ({"policy__dynamic_batching__enabled": True}, {"training.packing": True, "training.dynamic_batching": ABSENT},
+         {"policy.dynamic_batching.enabled": "changed"}),
+        # Importance weights between engine and trainer
+        (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0},
+         {"loss.importance_correction": "truncated", "loss.importance_cap": 2.0, "loss.importance_floor": ABSENT}, {}),
+        (CORRECTED, {"loss.importance_correction": "truncated", "loss.importance_cap": 1e9}, {}),
+        (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.5},
+         {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.5}, {}),
+        (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0.999},
+         {"loss.importance_correction": "untruncated", "loss.sequence_mask": [0.999, 1.002]}, {}),
+        # Data, which take what they do not say from the defaults of all
+        ({"data": RESPONSES | {"train_data_path": "x.jsonl"}},
+         {"data.name": "x.jsonl", "data.prompt_field": "q", "data.answer_field": "a"}, {}),
+        ({"data": DEFAULTED | {"train": {"data_path": "x.jsonl", "input_key": "question"}}},
+         {"data.name": "x.jsonl", "data.prompt_field": "question", "data.answer_field": "a"},
+         {"data.default.prompt_file": "not yet"}),
+        ({"data": DEFAULTED | {"train": {"dataset_name": "DeepScaler", "prompt_file": None}}},
+         {"data.name": "agentica-org/DeepScaleR-Preview-Dataset", "data.prompt_template": ABSENT}, {}),
+        ({"data": {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}}, {},
+         {"data.train": "not yet"}),
+        ({"data": {"train": SUBSET, "validation": SUBSET | {"split": "test"}}},
+         {"data.name": "openai/gsm8k:main", "validation.data.name": "openai/gsm8k:main"}, {}),
+        # Validation, and checkpoints that are kept for it
+        (AIME | {"grpo__val_period": 5, "grpo__val_at_start": True, "grpo__max_val_samples": 64,
+                 "policy__generation__temperature": 0.8, "checkpointing": {"enabled": True}},
+         {"validation.every": 5, "validation.at_start": True, "validation.max_prompts": 64,
+          "validation.temperature": 0.8, "validation.data.name": "HuggingFaceH4/aime_2024",
+          "validation.data.prompt_field": "problem", "validation.data.answer_field": "answer",
+          "validation.data.split": "train", "run.keep_best_by": "validation/reward_mean"}, {}),
+        (AIME | {"grpo__val_period": -1}, {"validation.every": 0}, {}),
+        ({"data__validation": RESPONSES | {"data_path": "val.jsonl"}},
+         {"validation.data.name": "val.jsonl", "validation.data.prompt_field": "q",
+          "validation.data.answer_field": "a"}, {}),
+        ({"grpo__val_period": 10}, {"validation.every": ABSENT, "run.keep_best_by": ABSENT},
+         {"grpo.val_period": "logging"}),
+        (AIME | {"grpo__val_period": 3, "checkpointing": {"enabled": True, "save_period": 10}},
+         {"run.keep_best_by": ABSENT}, {"checkpointing.keep_top_k": "changed"}),
+        *((AIME | {"grpo__val_period": 1, "checkpointing": KEPT | more}, {}, {"checkpointing.keep_top_k": told})
+          for more, told in [({}, "mapped"), ({"metric_name": "val:val_loss"}, "changed"),
+                             ({"higher_is_better": False}, "changed")]),
+        ({"checkpointing": {"enabled": True}}, {"run.keep_best": 3}, {}),
+        ({"checkpointing": {"enabled": True, "metric_name": None}}, {"run.keep_last": 3}, {}),
+        ({"checkpointing": {"enabled": False}}, {"run.keep_best": ABSENT}, {}),
+        # Engines with devices of their own, and the samplers of asynchronous rollouts
+        ({"policy__generation__colocated": APART, "cluster__num_nodes": 4},
+         {"generation.colocated": False, "generation.engines": 8, "generation.devices": 16}, {}),
+        ({"policy__generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}},
+                                 "vllm_cfg": SPREAD}},
+         {"generation.engines": 2, "generation.dp": 4, "generation.ep": 4, "generation.devices": 8}, {}),
+        *((sampler(**keys), values, {"async_rl.sampler.name": told, "async_rl.max_inflight_prompts": "not applicable"})
+          for keys, values, told in [
+              ({"name": "in_order", "max_lookahead_versions": 2}, order("async", 2, "keep", "position"), "mapped"),
+              ({"name": "in_order", "max_staleness_versions": 2}, order("async", 1, "keep", "position"), "mapped"),
+              ({"name": "windowed", "max_staleness_versions": 3}, order("async", 3, "keep", "arrival"), "changed"),
+              ({"name": "in_order", "max_lookahead_versions": 0}, order("sync", ABSENT, ABSENT, ABSENT), "mapped"),
+          ]),
+        (sampler(name="custom", target="mine:Sampler"), {"rollouts.mode": ABSENT},
+         {"async_rl.sampler.name": "not yet"}),
+        # Penalties that rlctl does not have
+        ({"grpo__reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0.0}},
+         {"reward.overlong_buffer": ABSENT}, {"grpo.reward_shaping.enabled": "not yet"}),
+    ],
+)  # fmt: skip
+def test_keys_become_rlctls_with_these_values(
+    tmp_path: Path, changes: dict[str, Any], values: dict[str, Any], statuses: dict[str, str]
+) -> None:
+    """What the recipe says is in the configuration, and nothing but what is expected to stops a run."""
+    result = recipe(tmp_path, **changes)
+    assert {key: result.values.get(key, ABSENT) for key in values} == values
+    assert {key: status(result, key) for key in statuses} == statuses
+    assert bool(result.unsupported) == ("not yet" in statuses.values())
+    resolve(files=[result.path], environment={})
+
+
+def test_an_epoch_that_ends_sooner_names_the_steps(tmp_path: Path) -> None:
+    said = [line for line in recipe(tmp_path, **EPOCHS, grpo__max_num_epochs=1).changed if "max_num_epochs" in line]
+    assert "set it to 1 x rows of the data / 16 prompts" in said[0]
 
 
 def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
@@ -169,12 +281,6 @@ def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
     ):
         with pytest.raises(InputError, match=r"run\.loggers names wandb"):
             loggers_of(mine)
-
-
-def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
-    result = recipe(tmp_path, logger__wandb__name="${data.no_such_key}")
-    assert status(result, "logger.wandb.name") == "logging"
-    assert result.unsupported == []
 
 
 @pytest.mark.parametrize(
@@ -203,56 +309,16 @@ def test_an_override_replaces_a_section_instead_of_merging_it(tmp_path: Path) ->
     assert found["policy"] == {"a": 1, "x": {"b": 2, "_override_": True, "c": 3}}  # NeMo-RL heeds it at the top alone
 
 
-def test_megatron_wins_when_both_are_on(tmp_path: Path) -> None:
-    result = recipe(tmp_path, policy__dtensor_cfg__enabled=True, policy__dtensor_cfg__tensor_parallel_size=8)
-    assert result.unsupported == []
-    assert result.values["training.tp"] == 2
-    assert status(result, "policy.dtensor_cfg.tensor_parallel_size") == "not applicable"
-
-
-def test_dtensor_alone_is_imported() -> None:
-    result = import_recipe(RECIPES / "base.yaml")
-    assert result.values["training.tp"] == 1
-    assert result.values["optimizer.beta2"] == 0.999
-    assert result.values["training.backend"] == "dtensor"
-    assert not any("dtensor" in line for line in result.unsupported)
-
-
-@pytest.mark.parametrize("word", ["yes", "On", "TRUE"])
-def test_booleans_are_those_of_yaml_1_1(tmp_path: Path, word: str) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"defaults: {RECIPES / 'base.yaml'}\npolicy: {{megatron_cfg: {{enabled: {word}}}}}\n")
-    assert import_recipe(path).values["training.backend"] == "megatron"
-
-
 def test_a_text_in_place_of_a_boolean_stops_a_run(tmp_path: Path) -> None:
     result = recipe(tmp_path, policy__megatron_cfg__enabled="true", policy__megatron_cfg__env_vars={"FLAG": "true"})
     assert status(result, "policy.megatron_cfg.enabled") == "not yet"
     assert status(recipe(tmp_path, logger={"wandb": {"name": "on"}}), "logger.wandb.name") != "not yet"
 
 
-def test_what_a_merge_key_brings_in_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("x: &x {seed: 1, max_num_steps: 7}\ngrpo: {<<: *x, seed: 2}\n")
-    values = import_recipe(path).values
-    assert (values["run.seed"], values["run.steps"]) == (2, 7)
-
-
-def test_the_other_spelling_of_the_dtensor_section_is_read(tmp_path: Path) -> None:
-    result = recipe(tmp_path, policy__dtensor_config={"enabled": True})
-    assert status(result, "policy.dtensor_config.enabled") == "mapped"
-
-
 def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
     result = recipe(tmp_path, **{f"{DDP}.use_custom_fsdp".replace(".", "__"): True})
     assert any("use_megatron_fsdp" in line for line in result.unsupported)
     assert status(result, f"{DDP}.use_custom_fsdp") == "mapped"
-
-
-def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
-    result = import_recipe(RECIPES / "llama_megatron.yaml")
-    assert status(result, f"{DDP}.average_in_collective") == "not applicable"
-    assert "ddp.average_in_collective" not in result.values
 
 
 @pytest.mark.parametrize(
@@ -336,50 +402,6 @@ def test_a_section_in_place_of_a_value_is_refused_once(tmp_path: Path, key: str,
     assert key not in result.source.values()
 
 
-def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:
-    peft = {"enabled": True, "dim": 8, "alpha": 16, "target_modules": ["linear_qkv", "linear_proj"], "dropout": 0.0}
-    result = recipe(tmp_path, policy__megatron_cfg__peft=peft)
-    lora = resolve(files=[result.path], environment={}).config.training.lora
-    assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("attention",))
-    assert not any("peft" in line for line in result.unsupported)
-    result = recipe(tmp_path, policy__megatron_cfg__peft=peft | {"enabled": False})
-    assert resolve(files=[result.path], environment={}).config.training.lora.rank == 0
-
-
-def test_float8_training_is_that_of_the_recipe(tmp_path: Path) -> None:
-    fp8 = {"enabled": True, "fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": False, "fp8_amax_history_len": 4}
-    result = recipe(tmp_path, policy__megatron_cfg__fp8_cfg=fp8)
-    assert not any("fp8" in line for line in result.unsupported)
-    passed = resolve(files=[result.path], environment={}).config.megatron.passed
-    assert (passed["fp8"], passed["fp8_recipe"], passed["fp8_amax_history_len"]) == ("hybrid", "blockwise", 4)
-    result = recipe(tmp_path, policy__megatron_cfg__fp8_cfg=fp8 | {"enabled": False, "fp8_param": True})
-    assert not any("fp8" in line for line in result.unsupported)
-    assert "fp8" not in resolve(files=[result.path], environment={}).config.megatron.passed
-
-
-@pytest.mark.parametrize(
-    ("offload", "fraction", "expected", "said"),
-    [(True, 1.0, True, False), (True, 0.0, False, False), (True, 0.5, True, True), (False, 0.5, False, False)],
-)
-def test_optimizer_states_are_all_in_host_memory_or_none(
-    tmp_path: Path, offload: bool, fraction: float, expected: bool, said: bool
-) -> None:
-    optimizer = {"optimizer_cpu_offload": offload, "optimizer_offload_fraction": fraction, "pin_cpu_grads": True}
-    result = recipe(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in optimizer.items()})
-    assert result.values["training.optimizer_offload"] is expected
-    assert any("optimizer_offload_fraction" in line for line in result.changed) == said
-    assert sum(entry.key.endswith("optimizer_offload_fraction") for entry in result.entries) == 1
-    assert not any("pin_cpu_grads" in line for line in result.unsupported)
-
-
-def test_a_frozen_router_stays_frozen(tmp_path: Path) -> None:
-    result = recipe(tmp_path, policy__megatron_cfg__expert_model_parallel_size=8)
-    assert result.values["training.ep"] == 8
-    assert result.values["training.freeze_router"] is True
-    assert not any("freeze_moe_router" in line for line in result.unsupported)
-    assert not any("moe_router_dtype" in line for line in result.unsupported)
-
-
 def test_fields_of_the_engines_are_passed_through(tmp_path: Path) -> None:
     result = recipe(
         tmp_path,
@@ -428,12 +450,6 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
     resolved = resolve(files=[result.path], environment={})
     resolved.require_supported()
     assert [line for line in resolved.notes if line.startswith(f"left out: {name} = fp32") and said in line]
-
-
-def test_a_reference_of_an_unknown_key_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
-    result = recipe(tmp_path, run_name="${oc.env:RLCTL_NO_SUCH_NAME}-first")
-    assert status(result, "run_name") == "not known"
-    assert result.unsupported == []
 
 
 @pytest.mark.parametrize(
@@ -490,37 +506,10 @@ def test_a_model_that_takes_images_is_for_text_where_the_data_are(model: str, tm
     assert result.values["model.name"] == model
 
 
-def test_optimizer_steps_follow_from_the_global_batch(tmp_path: Path) -> None:
-    assert recipe(tmp_path, policy__train_global_batch_size=128).values["batch.optimizer_steps"] == 4
-
-
-def test_a_prompt_template_keeps_its_order(tmp_path: Path) -> None:
-    (tmp_path / "think.txt").write_text("Think, and answer inside \\boxed{{}}.\n{}\n\nGo on.")
-    result = recipe(tmp_path, data__prompt_file="think.txt")
-    assert result.values["data.prompt_template"] == "Think, and answer inside \\boxed{}.\n{prompt}\n\nGo on."
-
-
-def test_braces_of_a_prompt_template_stay_text(tmp_path: Path) -> None:
-    (tmp_path / "think.txt").write_text("Write <answer>{{answer}}</answer>.\n{}")
-    template = recipe(tmp_path, data__prompt_file="think.txt").values["data.prompt_template"]
-    assert PromptTemplate(template).render({"prompt": "2 + 3?"}, "row 0") == "Write <answer>{answer}</answer>.\n2 + 3?"
-
-
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_prompt_in_place_of_its_file_stops_a_run(key: str) -> None:
     result = import_recipe(None, [Override(f"data.{key}", "Think step by step. " * 20)])
     assert any(line.startswith(f"data.{key} = Think") for line in result.unsupported)
-
-
-@pytest.mark.parametrize("text", ["No place for the question.", "{} and {}"])
-def test_a_template_without_one_place_for_the_question_stops_a_run(tmp_path: Path, text: str) -> None:
-    (tmp_path / "think.txt").write_text(text)
-    assert any("data.prompt_file" in line for line in recipe(tmp_path, data__prompt_file="think.txt").unsupported)
-
-
-def test_a_system_prompt_file_is_the_system_prompt(tmp_path: Path) -> None:
-    (tmp_path / "system.txt").write_text("Be brief.")
-    assert recipe(tmp_path, data__system_prompt_file="system.txt").values["data.system_prompt"] == "Be brief."
 
 
 def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> None:
@@ -534,13 +523,6 @@ def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> N
     allowed = asked.allowing_differences()
     allowed.require_supported()
     assert sum(line.startswith("left out: ") for line in allowed.notes) == 3
-
-
-def test_a_dtensor_recipe_runs_on_megatron_when_that_is_asked_for() -> None:
-    resolved = resolve(files=[RECIPES / "base.yaml"], flags={"training.backend": "megatron"}, environment={})
-    resolved.require_supported()
-    config = resolved.config
-    assert (config.training.backend, config.training.tp, config.optimizer.lr) == ("megatron", 1, 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -664,40 +646,6 @@ def test_what_one_block_leaves_out_is_that_of_the_other(tmp_path: Path) -> None:
     assert learning(import_recipe(path)) == LEARNING | {"optimizer.lr": 1e-6, "scheduler.init_lr": 1e-7}
 
 
-def test_weight_decay_is_by_default_that_of_the_libraries(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"grpo": {}, "policy": {"optimizer": {"kwargs": {"lr": 1e-6}}}}))
-    assert import_recipe(path).values["optimizer.weight_decay"] == 0.01
-
-
-@pytest.mark.parametrize(
-    ("kind", "cap", "least", "expected"),
-    [
-        ("tis", 2.0, None, ("truncated", 2.0)),
-        (None, None, None, ("truncated", 1e9)),
-        ("icepop", 5.0, 0.5, ("masked", 5.0)),
-    ],
-)
-def test_importance_weights_are_those_of_the_recipe(
-    tmp_path: Path, kind: str | None, cap: float | None, least: float | None, expected: tuple[str, float]
-) -> None:
-    names = ("type", "ratio", "ratio_min")
-    changes = {f"loss_fn__truncated_importance_sampling_{n}": v for n, v in zip(names, (kind, cap, least), strict=True)}
-    result = recipe(tmp_path, loss_fn__use_importance_sampling_correction=True, **changes)
-    values = result.values
-    assert (values["loss.importance_correction"], values["loss.importance_cap"]) == expected
-    assert values.get("loss.importance_floor") == least
-    assert not any("importance" in line for line in result.unsupported)
-
-
-def test_a_mask_of_sequences_is_that_of_the_recipe(tmp_path: Path) -> None:
-    names = {"type": "seq-mask-tis", "ratio": 1.002, "ratio_min": 0.999}
-    changes = {f"loss_fn__truncated_importance_sampling_{name}": value for name, value in names.items()}
-    config = resolve(files=[recipe(tmp_path, **changes, loss_fn__use_importance_sampling_correction=True).path],
-                     environment={}).config  # fmt: skip
-    assert (config.loss.importance_correction, config.loss.sequence_mask) == ("untruncated", (0.999, 1.002))
-
-
 def test_variables_and_stop_tokens_reach_the_configuration(tmp_path: Path) -> None:
     variables = {"NCCL_ALGO": "Ring", "NVTE_FLAG": 1, "NRL_REFIT_NUM_BUFFERS": 1}
     path = recipe(
@@ -740,110 +688,12 @@ def test_no_chat_template_joins_the_messages(tmp_path: Path, template: str | Non
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("epochs", "steps", "told"),
-    [(1, 1000, "changed"), (10, 1000, "changed"), (1000, 1000, "not applicable"), (None, 1000, "not applicable")],
-)
-def test_epochs_that_may_end_sooner_are_a_difference(tmp_path: Path, epochs: int | None, steps: int, told: str) -> None:
-    result = recipe(
-        tmp_path, grpo__max_num_epochs=epochs, grpo__max_num_steps=steps, grpo__num_prompts_per_step=16,
-        policy__train_global_batch_size=128,
-    )  # fmt: skip
-    assert status(result, "grpo.max_num_epochs") == told
-    assert result.unsupported == []
-    said = [line for line in result.changed if "max_num_epochs" in line]
-    assert bool(said) == (told == "changed")
-    assert all(f"set it to {epochs} x rows of the data / 16 prompts" in line for line in said)
-
-
-def test_a_file_dataset_keeps_its_fields(tmp_path: Path) -> None:
-    data = {"dataset_name": "ResponseDataset", "train_data_path": "x.jsonl", "input_key": "q", "output_key": "a"}
-    result = recipe(tmp_path, data=data)
-    assert (result.values["data.name"], result.values["data.prompt_field"]) == ("x.jsonl", "q")
-
-
-def test_other_yaml_is_not_taken_for_a_recipe(tmp_path: Path) -> None:
-    assert not is_nemo_rl({"run": {"steps": 3}, "training": {"tp": 2}})
-    path = tmp_path / "mine.yaml"
-    path.write_text("run: { steps: 3 }\n")
-    assert resolve(files=[path], environment={}).config.run.steps == 3
-
-
-def test_flags_and_set_win_over_a_recipe() -> None:
-    resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "run.steps=2"], environment={})
-    assert (resolved.config.training.tp, resolved.config.run.steps) == (1, 2)
-
-
-def test_dynamic_batching_is_dynamic_batching(tmp_path: Path) -> None:
-    alone = {"policy__dynamic_batching": {"enabled": True}, "policy__sequence_packing": {"enabled": False}}
-    result = recipe(tmp_path, **alone)
-    assert result.values["training.dynamic_batching"] is True
-    assert result.values["training.packing"] is False
-    assert result.values["training.micro_batch_tokens"] == 4096
-    assert resolve(files=[tmp_path / "recipe.yaml"], environment={}).config.training.dynamic_batching
-
-
-def test_packing_wins_over_dynamic_batching_and_that_is_said(tmp_path: Path) -> None:
-    result = recipe(tmp_path, policy__dynamic_batching={"enabled": True})
-    assert result.values["training.packing"] is True
-    assert "training.dynamic_batching" not in result.values
-    assert status(result, "policy.dynamic_batching.enabled") == "changed"
-
-
-def test_datasets_take_what_they_do_not_say_from_the_defaults_of_all(tmp_path: Path) -> None:
-    default = {"dataset_name": "ResponseDataset", "input_key": "q", "output_key": "a", "prompt_file": "think.txt"}
-    data = {"_override_": True, "default": default, "train": {"data_path": "x.jsonl", "input_key": "question"}}
-    values = recipe(tmp_path, data=data).values
-    assert [values[f"data.{key}"] for key in ("name", "prompt_field", "answer_field")] == ["x.jsonl", "question", "a"]
-    own = {**data, "train": {"dataset_name": "DeepScaler", "prompt_file": None}}
-    values = recipe(tmp_path, data=own).values
-    assert "DeepScaleR" in values["data.name"]
-    assert "data.prompt_template" not in values
-
-
 def test_a_list_of_sources_settles_what_a_recipe_s_data_set_stands_for(tmp_path: Path) -> None:
     path = recipe(tmp_path, data__dataset_name="clevr").path
     assert resolve(files=[path], environment={}).refusals
     mixed = resolve(files=[path], sets=["data.sources=[{name: a.jsonl}, {name: b.jsonl}]"], environment={})
     mixed.require_supported()
     assert [source.name for source in mixed.config.data.sources] == ["a.jsonl", "b.jsonl"]
-
-
-def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:
-    data = {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}
-    assert status(recipe(tmp_path, data=data), "data.train") == "not yet"
-
-
-def test_a_subset_of_a_dataset_is_part_of_its_name(tmp_path: Path) -> None:
-    train = {"dataset_name": "ResponseDataset", "data_path": "openai/gsm8k", "subset": "main", "split": "train"}
-    both = recipe(tmp_path, data={"train": train, "validation": {**train, "split": "test"}}).values
-    assert (both["data.name"], both["validation.data.name"]) == ("openai/gsm8k:main", "openai/gsm8k:main")
-
-
-@pytest.mark.parametrize("changes", [{"metric_name": "val:val_loss"}, {"higher_is_better": False}])
-def test_checkpoints_that_are_best_in_another_sense_are_a_difference(tmp_path: Path, changes: dict[str, Any]) -> None:
-    validation = {"data": {"validation": {"dataset_name": "AIME2024"}}, "grpo": {"val_period": 1}}
-    kept = {"enabled": True, "save_period": 1, "keep_top_k": 2, "metric_name": "val_reward"}
-    assert status(recipe(tmp_path, **validation, checkpointing=kept), "checkpointing.keep_top_k") == "mapped"
-    result = recipe(tmp_path, **validation, checkpointing=kept | changes)
-    assert status(result, "checkpointing.keep_top_k") == "changed"
-
-
-def test_the_best_checkpoints_are_kept_where_the_recipe_names_a_metric(tmp_path: Path) -> None:
-    assert recipe(tmp_path, checkpointing={"enabled": True}).values["run.keep_best"] == 3
-    assert recipe(tmp_path, checkpointing={"enabled": True, "metric_name": None}).values["run.keep_last"] == 3
-    assert "run.keep_best" not in recipe(tmp_path, checkpointing={"enabled": False}).values
-
-
-def test_engines_with_devices_of_their_own_are_counted(tmp_path: Path) -> None:
-    apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}
-    values = recipe(tmp_path, policy__generation__colocated=apart, cluster__num_nodes=4).values
-    assert (values["generation.colocated"], values["generation.engines"]) == (False, 8)  # of two devices each
-    assert values["generation.devices"] == 16
-    spread = {"tensor_parallel_size": 1, "expert_parallel_size": 4}
-    apart["resources"]["num_nodes"] = 1
-    values = recipe(tmp_path, policy__generation={"colocated": apart, "vllm_cfg": spread}).values
-    assert [values[f"generation.{key}"] for key in ("engines", "dp", "ep", "devices")] == [2, 4, 4, 8]
 
 
 def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_path: Path) -> None:
@@ -868,26 +718,6 @@ def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_p
     assert made.training is not None
     assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
     assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
-
-
-@pytest.mark.parametrize(
-    ("sampler", "values", "told"),
-    [
-        ({"name": "in_order", "max_lookahead_versions": 2}, ("async", 2, "keep", "position"), "mapped"),
-        ({"name": "in_order", "max_staleness_versions": 2}, ("async", 1, "keep", "position"), "mapped"),
-        ({"name": "windowed", "max_staleness_versions": 3}, ("async", 3, "keep", "arrival"), "changed"),
-        ({"name": "in_order", "max_lookahead_versions": 0}, ("sync", None, None, None), "mapped"),
-        ({"name": "custom", "target": "mine:Sampler"}, (None, None, None, None), "not yet"),
-    ],
-)
-def test_the_sampler_of_a_single_controller_says_how_old_rollouts_may_be(
-    tmp_path: Path, sampler: dict[str, object], values: tuple[object, ...], told: str
-) -> None:
-    found = recipe(tmp_path, async_rl={"sampler": sampler, "max_inflight_prompts": 4}, grpo__async_grpo=None)
-    keys = ("rollouts.mode", "rollouts.max_staleness", "refit.in_flight", "rollouts.order")
-    assert tuple(found.values.get(key) for key in keys) == values
-    assert status(found, "async_rl.sampler.name") == told
-    assert status(found, "async_rl.max_inflight_prompts") == "not applicable"
 
 
 MEGATRON_FORM = {
@@ -991,12 +821,82 @@ def overridden(*texts: str, **more: Any) -> Resolved:
     return resolve(files=[FORM], overrides=texts, environment={}, **more)
 
 
-def test_overrides_of_a_recipe_are_applied_before_references_are_resolved() -> None:
-    resolved = overridden("policy.max_total_sequence_length=2048", "policy.generation.max_new_tokens=1024")
-    assert resolved.config.training.micro_batch_tokens == 2048  # the product of it
-    assert resolved.config.generation.max_new_tokens == 1024
-    assert resolved.origin["generation.max_new_tokens"] == "override policy.generation.max_new_tokens"
-    assert resolved.origin["training.micro_batch_tokens"].startswith("file ")
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["policy.max_total_sequence_length=2048", "policy.generation.max_new_tokens=1024"],
+         {"training.micro_batch_tokens": 2048, "generation.max_new_tokens": 1024}),  # a reference is their product
+        (["~policy.generation.stop_token_ids"], {"generation.stop_token_ids": []}),
+        (["+policy.generation.vllm_kwargs.max_num_seqs=64"], {"generation.max_concurrent": 64}),
+        (["+policy.generation.vllm_kwargs={max_num_seqs: 64}"], {"generation.max_concurrent": 64}),
+        (["policy.megatron_cfg={tensor_model_parallel_size: 2}"],
+         {"training.backend": "megatron", "training.tp": 2, "training.pp": 2}),
+        (["training.tp=2", "+run.seed=7", "data.shuffle=false"],
+         {"training.tp": 2, "run.seed": 7, "data.shuffle": False}),
+        (["grpo.max_num_steps=3"], {"run.steps": 3}),  # stronger than flags and the environment
+        (["policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true"], {"training.backend": "dtensor"}),
+        (["policy.megatron_cfg.apply_rope_fusion=false"], {"megatron.apply_rope_fusion": False}),
+        (["++policy.megatron_cfg.recompute_num_layers=2"], {"megatron.recompute_num_layers": 2}),
+        (["++policy.megatron_cfg.model_overrides.masked_softmax_fusion=false"],
+         {"megatron.masked_softmax_fusion": False}),
+    ],
+)  # fmt: skip
+def test_overrides_of_a_recipe_hold(texts: list[str], values: dict[str, Any]) -> None:
+    resolved = overridden(*texts, flags={"run.steps": 4} if "run.steps" in values else {})
+    found = dict(resolved.leaves())
+    assert {key: found[key] for key in values} == values
+    if "generation.max_new_tokens" in values:
+        assert resolved.origin["generation.max_new_tokens"] == "override policy.generation.max_new_tokens"
+        assert resolved.origin["training.micro_batch_tokens"].startswith("file ")
+
+
+def test_overrides_and_sets_win_over_a_recipe_and_need_none() -> None:
+    resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "run.steps=2"], environment={})
+    assert (resolved.config.training.tp, resolved.config.run.steps) == (1, 2)
+    assert resolve(overrides=["run.steps=9", "policy.model_name=x/y"], environment={}).config.model.name == "x/y"
+    base = resolve(files=[RECIPES / "base.yaml"], flags={"training.backend": "megatron"}, environment={})
+    base.require_supported()
+    assert (base.config.training.backend, base.config.optimizer.lr) == ("megatron", 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("run: {steps: 3}\n", {"run.steps": 3}),  # no recipe
+        ("x: &x {seed: 1, max_num_steps: 7}\ngrpo: {<<: *x, seed: 2}\n", {"run.seed": 2, "run.steps": 7}),
+        *((f"defaults: {RECIPES / 'base.yaml'}\npolicy: {{megatron_cfg: {{enabled: {word}}}}}\n",
+           {"training.backend": "megatron"}) for word in ("yes", "On", "TRUE")),  # booleans are those of YAML 1.1
+    ],
+)  # fmt: skip
+def test_a_file_is_read_as_nemo_rl_reads_it(text: str, values: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    found = dict(resolve(files=[path], environment={}).leaves())
+    assert {key: found[key] for key in values} == values
+    assert is_nemo_rl(yaml.safe_load(text)) == ("run:" not in text)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("prompt_file", "Think, and answer inside \\boxed{{}}.\n{}\n\nGo on.",
+         "Think, and answer inside \\boxed{}.\n2 + 3?\n\nGo on."),
+        ("prompt_file", "Write <answer>{{answer}}</answer>.\n{}", "Write <answer>{answer}</answer>.\n2 + 3?"),
+        ("prompt_file", "No place for the question.", None),
+        ("prompt_file", "{} and {}", None),
+        ("system_prompt_file", "Be brief.", "Be brief."),
+    ],
+)  # fmt: skip
+def test_files_of_prompts_are_the_prompts(key: str, text: str, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "think.txt").write_text(text)
+    result = recipe(tmp_path, **{f"data__{key}": "think.txt"})
+    if expected is None:
+        assert any(line.startswith(f"data.{key}") for line in result.unsupported)
+    elif key == "system_prompt_file":
+        assert result.values["data.system_prompt"] == expected
+    else:
+        template = PromptTemplate(result.values["data.prompt_template"])
+        assert template.render({"prompt": "2 + 3?"}, "row 0") == expected
 
 
 def test_an_override_names_rlctl_s_key_once() -> None:
@@ -1006,29 +906,6 @@ def test_an_override_names_rlctl_s_key_once() -> None:
     assert lines == [
         "note: grpo.num_prompts_per_step is rlctl's batch.prompts; policy.model_name is rlctl's model.name"
     ]
-
-
-def test_an_override_is_stronger_than_flags_and_the_environment() -> None:
-    resolved = resolve(
-        files=[FORM],
-        overrides=["grpo.max_num_steps=3"],
-        flags={"run.steps": 4},
-        environment={"RLCTL_RUN__STEPS": "5"},
-    )
-    assert resolved.config.run.steps == 3
-
-
-def test_a_key_is_taken_out_or_added() -> None:
-    assert overridden("~policy.generation.stop_token_ids").config.generation.stop_token_ids == ()
-    added = overridden("+policy.generation.vllm_kwargs.max_num_seqs=64").config
-    assert added.generation.max_concurrent == 64
-
-
-def test_a_mapping_is_merged_into_the_section_that_it_overrides() -> None:
-    merged = overridden("policy.megatron_cfg={tensor_model_parallel_size: 2}").config
-    assert (merged.training.backend, merged.training.tp, merged.training.pp) == ("megatron", 2, 2)
-    added = overridden("+policy.generation.vllm_kwargs={max_num_seqs: 64}").config
-    assert added.generation.max_concurrent == 64
 
 
 def test_a_mapping_may_be_in_hydra_s_form() -> None:
@@ -1053,11 +930,6 @@ def test_an_override_under_a_name_that_both_have_is_followed_by_references(tmp_p
     path.write_text(yaml.safe_dump({"defaults": str(FORM), "policy": {"generation": {"colocated": own}}}))
     resolved = resolve(files=[path], overrides=["cluster.gpus_per_node=4"], environment={})
     assert (resolved.config.cluster.gpus_per_node, resolved.config.generation.devices) == (4, 4)
-
-
-def test_overrides_of_rlctl_s_own_keys_are_set() -> None:
-    assert overridden("training.tp=2", "+run.seed=7", "data.shuffle=false").config.training.tp == 2
-    assert resolve(overrides=["run.steps=9", "policy.model_name=x/y"], environment={}).config.model.name == "x/y"
 
 
 @pytest.mark.parametrize(
@@ -1149,19 +1021,6 @@ def test_what_is_computed_again_is_what_the_command_line_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("text", "passed"),
-    [
-        ("policy.megatron_cfg.apply_rope_fusion=false", ("apply_rope_fusion", False)),
-        ("++policy.megatron_cfg.recompute_num_layers=2", ("recompute_num_layers", 2)),
-        ("++policy.megatron_cfg.model_overrides.masked_softmax_fusion=false", ("masked_softmax_fusion", False)),
-    ],
-)
-def test_what_megatron_s_configuration_has_reaches_it(text: str, passed: tuple[str, Any]) -> None:
-    config = overridden(text).config
-    assert config.megatron.passed[passed[0]] == passed[1]
-
-
-@pytest.mark.parametrize(
     "text",
     ["policy.megatron_cfg.pipeline_dtype=float32", "++policy.megatron_cfg.layernorm_epsilon=1e-6",
      "policy.megatron_cfg.optimizer.use_distributed_optimizer=false", "++policy.megatron_cfg.num_layers=2",
@@ -1181,64 +1040,12 @@ def test_a_misspelt_argument_of_a_scheduler_stops_a_run(tmp_path: Path) -> None:
     assert any("total_itrs" in line for line in import_recipe(path, [wrong]).unsupported)
 
 
-def test_an_override_settles_what_stopped_a_run() -> None:
-    asked = resolve(files=[RECIPES / "base.yaml"], overrides=["policy.megatron_cfg.enabled=true"], environment={})
-    asked.require_supported()
-    assert asked.config.training.backend == "megatron"
-
-
 def test_lines_with_one_reason_are_one_line(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}
     lines = recipe(tmp_path, policy__hf_config_overrides__rope_scaling=scaling).unsupported
     assert [line.partition(":")[0] for line in lines] == [
         "policy.hf_config_overrides.rope_scaling.beta_fast and 2 more"
     ]
-
-
-def test_validation_is_mapped_where_its_prompts_can_be_read(tmp_path: Path) -> None:
-    result = recipe(
-        tmp_path, data__validation={"dataset_name": "AIME2024"}, grpo__val_period=5, grpo__val_at_start=True,
-        grpo__max_val_samples=64, policy__generation__temperature=0.8, checkpointing={"enabled": True},
-    )  # fmt: skip
-    found = {key: value for key, value in result.values.items() if key.startswith("validation.")}
-    assert found == {
-        "validation.every": 5, "validation.at_start": True, "validation.max_prompts": 64,
-        "validation.temperature": 0.8, "validation.data.name": "HuggingFaceH4/aime_2024",
-        "validation.data.prompt_field": "problem", "validation.data.answer_field": "answer",
-        "validation.data.split": "train",
-    }  # fmt: skip
-    assert result.values["run.keep_best_by"] == "validation/reward_mean"  # metric_name is val_reward
-    resolved = resolve(files=[result.path], environment={})
-    assert resolved.config.validation.data.split == "train"
-
-
-def test_a_period_below_one_turns_validation_off(tmp_path: Path) -> None:
-    result = recipe(tmp_path, data__validation={"dataset_name": "AIME2024"}, grpo__val_period=-1)
-    assert result.values["validation.every"] == 0
-    assert result.unsupported == []
-
-
-def test_a_file_of_validation_has_its_own_fields(tmp_path: Path) -> None:
-    data = {"dataset_name": "ResponseDataset", "data_path": "val.jsonl", "input_key": "q", "output_key": "a"}
-    found = recipe(tmp_path, data__validation=data).values
-    assert found["validation.data.name"] == "val.jsonl"
-    assert (found["validation.data.prompt_field"], found["validation.data.answer_field"]) == ("q", "a")
-
-
-def test_a_recipe_that_validates_on_a_part_of_its_data_runs_without(tmp_path: Path) -> None:
-    result = recipe(tmp_path, grpo__val_period=10)
-    assert not [key for key in result.values if key.startswith("validation.")]
-    assert status(result, "grpo.val_period") == "logging"
-    assert "run.keep_best_by" not in result.values
-
-
-def test_the_best_is_kept_by_training_where_checkpoints_fall_between_validations(tmp_path: Path) -> None:
-    result = recipe(
-        tmp_path, data__validation={"dataset_name": "AIME2024"}, grpo__val_period=3,
-        checkpointing={"enabled": True, "save_period": 10},
-    )  # fmt: skip
-    assert "run.keep_best_by" not in result.values
-    assert status(result, "checkpointing.keep_top_k") == "changed"
 
 
 def test_dapo_of_a_recipe_is_dynamic_sampling_and_its_penalty(tmp_path: Path) -> None:
@@ -1262,13 +1069,6 @@ def test_dapo_of_a_recipe_is_dynamic_sampling_and_its_penalty(tmp_path: Path) ->
     ours = overlong_penalty(lengths, 896, config.reward.overlong_buffer, config.reward.overlong_factor)
     theirs = np.minimum(0.0, -(lengths - (768 - 128)) / 128 * 0.5)
     np.testing.assert_allclose(ours, theirs, atol=1e-12)
-
-
-def test_a_penalty_that_rlctl_does_not_have_stops_a_run(tmp_path: Path) -> None:
-    shaping = {"enabled": True, "stop_properly_penalty_coef": 0.0}
-    result = recipe(tmp_path, grpo__reward_shaping=shaping)
-    assert status(result, "grpo.reward_shaping.enabled") == "not yet"
-    assert "reward.overlong_buffer" not in result.values
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config
-from support.dtensor_cases import make_worker as make_of_modules
-from support.parallel_cases import Case, make_worker, plan_of
+from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pool
 from support.reference import hf_model, make_batch, megatron_weights
 
@@ -31,11 +30,11 @@ def loss_of(name: str) -> RunLoss:
 
 def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list[Any]:
     """The result of a step by each loss from the same weights, which are loaded from a directory or given."""
-    worker: Any = make_of_modules(rank, case, model) if isinstance(model, Path) else make_worker(rank, case, model)
+    worker = make_worker(rank, case, model)
     worker.hold_reference()
     found = []
     for loss in losses:
-        worker.load_batch(plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], list)
+        load_batch(worker, rank, case, make_batch())
         worker.add_logprobs("old_logprobs")
         worker.add_logprobs("reference_logprobs")
         for row in worker._rows[0]:
@@ -51,7 +50,7 @@ def test_every_algorithm_is_the_same_on_both_backends(pools: Pools, name: str, t
     model.save_pretrained(tmp_path)
     weights = megatron_weights("qwen3", model.state_dict())
     modules, megatron = LAYOUTS[name]
-    of_modules = pools(modules.world_size).run(run_losses, Case("qwen3", modules), tmp_path, losses)
+    of_modules = pools(modules.world_size).run(run_losses, Case("qwen3", modules, backend="dtensor"), tmp_path, losses)
     of_megatron = pools(megatron.world_size).run(run_losses, Case("qwen3", megatron), weights, losses)
     for index, algorithm in enumerate(BUILT_IN):
         ours, theirs = (only_result([rank[index] for rank in ranks]) for ranks in (of_modules, of_megatron))

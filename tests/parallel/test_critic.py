@@ -17,14 +17,16 @@ from support.critic_cases import (
     reference_critic,
     require_columns_and_steps,
     run_critic,
+    run_critic_changed,
     run_critic_checkpoint,
     run_loaded,
 )
-from support.parallel_cases import Case, assemble
+from support.parallel_cases import Case, Model, assemble
 from support.pool import Pool
 from support.reference import Optim, close, hf_model, make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
+Published = Callable[[str], Path]
 TOLERANCE = 1e-6
 
 
@@ -55,6 +57,29 @@ MORE_CASES = {
 }
 
 
+def of_modules(kind: str = "llama", recompute: str = "none", **sizes: int) -> Case:
+    return Case(kind, ParallelSpec(**sizes), recompute=recompute, backend="dtensor")
+
+
+MODULES = {
+    "fsdp-alone": of_modules("llama-tied"),
+    "fsdp-dp2": of_modules("llama-tied", dp=2),
+    "fsdp-tp2": of_modules("llama", "full", tp=2),
+    "fsdp-cp2": of_modules("qwen3", "selective", cp=2),
+    "fsdp-replicate2": of_modules("qwen2", dp=2, replicate=2),
+    "fsdp-ep2": of_modules("qwen3moe", dp=2, ep=2),
+    "fsdp-mla-cp2": of_modules("deepseek", cp=2),
+    "fsdp-tp2-dp2": of_modules("qwen3", tp=2, dp=2),
+    "fsdp-tp2-cp2": of_modules("llama-tied", tp=2, cp=2),
+}
+CASES |= {name: MODULES.pop(name) for name in ("fsdp-dp2", "fsdp-tp2")}
+MORE_CASES |= MODULES
+
+
+def model_of(case: Case, published: Published) -> Model:
+    return published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -62,8 +87,8 @@ MORE_CASES = {
         *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MORE_CASES.items()),
     ],
 )
-def test_values_advantages_and_steps_equal_transformers(pools: Pools, case: Case) -> None:
-    ranks = pools(case.parallel.world_size).run(run_critic, case, reference_weights(case.kind), make_batch())
+def test_values_advantages_and_steps_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
+    ranks = pools(case.parallel.world_size).run(run_critic, case, model_of(case, published), make_batch())
     expected = reference(case.kind)
     require_columns_and_steps(ranks, [rank.piece.results for rank in ranks], expected)
     params, spread = assemble([rank.piece.params for rank in ranks])
@@ -82,15 +107,25 @@ def test_values_advantages_and_steps_equal_transformers(pools: Pools, case: Case
 CHECKPOINTS = {
     "alone": (Case(), Case()),
     "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
+    "fsdp-dp2-to-tp2": (of_modules("llama-tied", dp=2), of_modules("llama-tied", tp=2)),
 }
 
 
-@pytest.mark.parametrize(("before", "after"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
-def test_policy_and_critic_go_on_where_they_were_saved(pools: Pools, before: Case, after: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(pytest.param(*both, id=name) for name, both in CHECKPOINTS.items()),
+        pytest.param(of_modules(), of_modules(), id="fsdp-alone", marks=pytest.mark.slow),
+    ],
+)
+def test_policy_and_critic_go_on_where_they_were_saved(
+    pools: Pools, published: Published, before: Case, after: Case, tmp_path: Path
+) -> None:
     directory = tmp_path / "policy"
     directory.mkdir()
     pool = pools(before.parallel.world_size)
-    ranks = pool.run(run_critic_checkpoint, before, after, reference_weights(before.kind), make_batch(), directory)
+    model = model_of(before, published)
+    ranks = pool.run(run_critic_checkpoint, before, after, model, make_batch(), directory)
     for model in range(2):
         straight, resumed = (only_result([pair[model] for rank in ranks for pair in rank[i]]) for i in (0, 2))
         if before == after:
@@ -101,6 +136,29 @@ def test_policy_and_critic_go_on_where_they_were_saved(pools: Pools, before: Cas
     assert f"critic.{HEAD}" in kept
     for name, value in kept.items():
         assert torch.equal(loaded[name], value) if before == after else close(loaded[name], value), name
+
+
+CHANGED = {
+    "alone": Case(),
+    "dp2": Case("llama-tied", ParallelSpec(dp=2)),
+    "ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CHANGED.values(), ids=CHANGED.keys())
+def test_a_run_with_a_critic_may_change_its_backend(
+    pools: Pools, published: Published, case: Case, tmp_path: Path
+) -> None:
+    """The loss and the gradients of the next step of both models agree within rounding."""
+    places = [tmp_path / "first", tmp_path / "second"]
+    arguments = case, published(case.kind), reference_weights(case.kind), make_batch(), places
+    ranks = pools(case.parallel.world_size).run(run_critic_changed, *arguments)
+    for part in range(2):
+        straight, changed, back = (only_result([rank[i][part] for rank in ranks]) for i in range(3))
+        for ours in (changed, back):
+            assert abs(ours.loss - straight.loss) <= TOLERANCE
+            assert ours.grad_norm == pytest.approx(straight.grad_norm, rel=1e-5)
 
 
 def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(pools: Pools, tmp_path: Path) -> None:

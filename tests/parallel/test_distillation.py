@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import RlctlConfig
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.distillation import Distillation
-from support.parallel_cases import WEIGHT, Case, assemble
+from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pool
 from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
-from support.taught import run_module_student, run_module_teacher, run_student, run_teacher, together
+from support.taught import run_student, run_teacher, together
 
 Pools = Callable[[int], Pool]
 TOP = 5
@@ -86,7 +87,7 @@ MODULES = {
 def test_a_student_learns_what_its_teacher_says(pools: Pools, name: str, form: str) -> None:
     student, teacher = CASES[name]
     weights = [megatron_weights(case.kind, model.state_dict()) for case, model in of_both(student, teacher)]
-    grads = check(pools, student, teacher, form, (run_student, weights[0]), (run_teacher, weights[1]))
+    grads = check(pools, student, teacher, form, weights[0], weights[1])
     for key, value in megatron_weights("llama", grads.wanted).items():
         assert torch.allclose(grads.found[key], value, rtol=1e-4, atol=1e-6), key
 
@@ -103,11 +104,10 @@ QUICK_MODULES = [("teacher-tp2-student-dp2", "top-k")]
     ],
 )
 def test_a_student_of_modules_learns_what_its_teacher_says(pools: Pools, name: str, form: str, tmp_path: Path) -> None:
-    student, teacher = MODULES[name]
+    student, teacher = (replace(case, backend="dtensor") for case in MODULES[name])
     for place, (_, model) in zip(("student", "teacher"), of_both(student, teacher), strict=True):
         model.save_pretrained(tmp_path / place)
-    runs = (run_module_student, tmp_path / "student"), (run_module_teacher, tmp_path / "teacher")
-    grads = check(pools, student, teacher, form, *runs)
+    grads = check(pools, student, teacher, form, tmp_path / "student", tmp_path / "teacher")
     for key, value in grads.wanted.items():
         assert torch.allclose(grads.found[key], value, rtol=1e-4, atol=1e-6), key
 
@@ -123,21 +123,14 @@ class Gradients(NamedTuple):
     wanted: dict[str, Tensor]
 
 
-def check(
-    pools: Pools,
-    student: Case,
-    teacher: Case,
-    form: str,
-    of_student: tuple[Callable[..., Any], object],
-    of_teacher: tuple[Callable[..., Any], object],
-) -> Gradients:
-    """Compare the loss and its metric; each pair is what a rank runs, and the weights that it takes."""
+def check(pools: Pools, student: Case, teacher: Case, form: str, of_student: Model, of_teacher: Model) -> Gradients:
+    """Compare the loss and its metric."""
     options = {"loss": form, "top_k": TOP, "reward_weight": 1}
     ours, theirs = hf_model("llama").double(), hf_model(teacher.kind, TEACHER_SEED).double()
     loss, kl = expected(ours, theirs, options)
 
     teaching = Teaching(vocab=256, top=TOP if form == "top-k" else 0)
-    ranks = pools(teacher.parallel.world_size).run(of_teacher[0], teacher, of_teacher[1], make_batch(), teaching)
+    ranks = pools(teacher.parallel.world_size).run(run_teacher, teacher, of_teacher, make_batch(), teaching)
     for _, kept in ranks:
         assert kept["optimizer"] is None
         assert kept["trained"] == 0
@@ -147,9 +140,7 @@ def check(
         {"run": {"algorithm": "distillation"}, "distillation": options, "loss": {"importance_correction": "off"}}
     )
     run_loss = RunLoss(Distillation(config))
-    found = pools(student.parallel.world_size).run(
-        of_student[0], student, of_student[1], make_batch(), taught, run_loss
-    )
+    found = pools(student.parallel.world_size).run(run_student, student, of_student, make_batch(), taught, run_loss)
 
     result = only_result([rank.results[0] for rank in found])
     assert result.loss == pytest.approx(loss, rel=1e-5)

@@ -1,5 +1,5 @@
-"""Adapters on transformers' modules train as the plain model of the merged weights does, under any sharding, and as
-those of the Megatron backend do."""
+"""Adapters on transformers' modules: as those of the Megatron backend, of families without a file, and as PEFT has
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import only_result
@@ -21,21 +20,18 @@ from rlctl.backends.lookup import policy_backend
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.model_facts import facts_in
-from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
-from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_family, run_saved
-from support.dtensor_cases import run_case, run_changed
-from support.parallel_cases import WEIGHT, Case
-from support.parallel_cases import run_case as run_megatron
+from support.adapters import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
+from support.dtensor_cases import run_changed
+from support.parallel_cases import WEIGHT, Case, assemble, run_case
 from support.parallel_families import hf_model as family_model
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
 from support.reference import (
-    Optim,
     advantage,
     close,
     hf_model,
@@ -51,64 +47,8 @@ TOLERANCE = 1e-6
 """As in `test_dtensor.py`."""
 
 
-def check(pools: Pools, published: Published, case: Case, after: Case, saved: Path | None) -> None:
-    wanted = expected(case.kind)
-    if saved is not None:
-        saved.mkdir()
-    ranks = pools(case.parallel.world_size).run(
-        run_adapters, case, after, published(case.kind), make_batch(), wanted.merged, saved
-    )
-    for column, theirs in (("logprobs", wanted.logprobs), ("reference", wanted.base_logprobs)):
-        found = {key: value for rank in ranks for key, value in rank[column].items()}
-        assert found.keys() == theirs.keys()
-        assert all(close(found[key], value, 1e-5) for key, value in theirs.items()), column
-    assert max(rank["differs"] for rank in ranks) <= TOLERANCE
-    results = [only_result([rank["results"][step] for rank in ranks]) for step in range(2)]
-    for result, loss, norm in zip(results, wanted.losses, wanted.norms, strict=True):
-        assert abs(result.loss - loss) <= TOLERANCE * max(1, abs(loss))
-        assert abs(result.grad_norm - norm) <= TOLERANCE * max(1, norm)
-    unclip = max(1.0, (results[0].grad_norm + 1e-6) / Optim().clip)  # clipping scales them in place
-    grads = ranks[0]["grads"]
-    assert grads.keys() <= wanted.grads.keys()  # a shared A once
-    assert {name for name in wanted.grads if name.endswith("lora_b")} <= grads.keys()
-    for name, value in grads.items():
-        assert close(value * unclip, wanted.grads[name], TOLERANCE), name
-    for name, value in ranks[0]["params"].items():
-        theirs = (wanted.base | wanted.lora)[name]
-        assert close(value, theirs, TOLERANCE if name in wanted.lora else 0), name
-    freed, left = ranks[0]["asleep"]
-    assert freed > 0
-    assert left == 0
-
-
 def case_of(kind: str, recompute: str = "none", **sizes: int) -> Case:
-    return Case(kind, ParallelSpec(**sizes), recompute=recompute)
-
-
-CASES = {
-    "one": (case_of("llama", "full"), None),
-    "dp2": (case_of("llama-tied", dp=2), case_of("llama-tied", tp=2)),
-    "replicate2": (case_of("qwen2", dp=2, replicate=2), None),
-    "tp2": (case_of("qwen2", "full", tp=2), case_of("qwen2", dp=2)),
-    "cp2": (case_of("qwen3", "selective", cp=2), None),
-    "moe-dp2": (case_of("qwen3moe", dp=2), None),
-    "mla-ep2": (case_of("deepseek", dp=2, ep=2), case_of("deepseek", cp=2)),
-    "tp2-dp2": (case_of("llama-tied", "selective", tp=2, dp=2), case_of("llama-tied", dp=4)),
-    "tp4-of-2-key-heads": (case_of("qwen2", tp=4), None),
-    "tp2-cp2": (case_of("qwen3", tp=2, cp=2), None),
-    "replicate2-tp2": (case_of("llama", tp=2, dp=2, replicate=2), None),
-    "mla-ep2-shard2": (case_of("deepseek", dp=4, ep=2), None),
-    "moe-tp2": (case_of("qwen3moe", tp=2), case_of("qwen3moe", dp=2, ep=2)),
-    "mla-tp2-ep2": (case_of("deepseek", "full", tp=2, dp=2, ep=2), None),
-}
-QUICK = ("dp2", "tp2", "mla-ep2")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
-def test_adapters_train_as_the_merged_model_does(pools: Pools, published: Published, name: str, tmp_path: Path) -> None:
-    """Where a second case is named, the second step comes after a save, and a load under its sharding."""
-    case, after = CASES[name]
-    check(pools, published, case, after or case, tmp_path / "saved" if after is not None else None)
+    return Case(kind, ParallelSpec(**sizes), recompute=recompute, backend="dtensor")
 
 
 @pytest.mark.slow
@@ -117,7 +57,8 @@ def test_both_backends_train_the_same_adapters(pools: Pools, published: Publishe
     case = replace(case_of("qwen3", dp=2), lora=LORA)
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
     ours = pools(2).run(run_case, case, published(case.kind), make_batch())
-    theirs = pools(2).run(run_megatron, case, weights, make_batch())
+    theirs = pools(2).run(run_case, replace(case, backend="megatron"), weights, make_batch())
+    params, _ = assemble([rank.params for rank in ours])
     for step in range(2):
         one, other = (only_result([rank.results[step] for rank in ranks]) for ranks in (ours, theirs))
         for name in ("loss", "grad_norm"):
@@ -126,7 +67,7 @@ def test_both_backends_train_the_same_adapters(pools: Pools, published: Publishe
     assert fused
     for name, value in fused.items():
         layer = name.split(".")[2]
-        assert close(ours[0].params[f"model.layers.{layer}.self_attn.o_proj.lora_b"], value, TOLERANCE)
+        assert close(params[f"model.layers.{layer}.self_attn.o_proj.lora_b"], value, TOLERANCE)
 
 
 CHANGED = {
@@ -139,38 +80,19 @@ CHANGED = {
 def test_a_run_with_adapters_may_change_its_backend(
     pools: Pools, published: Published, name: str, tmp_path: Path
 ) -> None:
-    """Adapters and their moments are the same in both: the next steps agree within rounding."""
-    case, places = replace(CHANGED[name], lora=LORA), [tmp_path / "first", tmp_path / "second"]
+    """Adapters are the same in both, and so are the loss and the gradients of the next step."""
+    case, places = replace(CHANGED[name], lora=LORA, backend="megatron"), [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
     ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
-    second, third, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(4))
-    for ours, theirs in ((changed, second), (back, third)):
-        assert abs(ours.loss - theirs.loss) <= TOLERANCE
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-    for _, (straight, ours) in ranks:
-        assert straight.keys() == ours.keys()
-        for tensor, value in straight.items():
-            assert (ours[tensor] - value).abs().max() < TOLERANCE, tensor
-
-
-def saved_run(pools: Pools, base: Path, case: Case, run: Path) -> dict[tuple[int, int], Tensor]:
-    """Write a run with a checkpoint of adapters; return the policy's log-probs."""
-    ranks = pools(case.parallel.world_size).run(run_saved, case, base, make_batch(), policy_of(run, base))
-    return {key: value for rank in ranks for key, value in rank.items()}
-
-
-def policy_of(run: Path, base: Path) -> Path:
-    """The directory of a run's checkpoint, which is to be written; the run's manifest is there."""
-    policy = run / "checkpoints" / "step_1" / "policy"
-    policy.mkdir(parents=True)
-    manifest = {
-        "model": {"directory": str(base), "fingerprint": model_fingerprint(base)},
-        "config": {"training.lora.rank": {"value": LORA.rank}, "training.lora.alpha": {"value": LORA.alpha}},
-    }
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    return policy
+    straight, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(3))
+    for ours in (changed, back):
+        assert abs(ours.loss - straight.loss) <= TOLERANCE
+        assert ours.grad_norm == pytest.approx(straight.grad_norm, rel=1e-5)
+    for _, (saved, read) in ranks:
+        assert saved.keys() == read.keys()
+        assert all(torch.equal(read[tensor], value) for tensor, value in saved.items())
 
 
 UNFILED = {
@@ -205,7 +127,8 @@ def test_a_family_without_a_file_takes_adapters_and_is_exported(
     spec = PolicySpec(facts, ParallelSpec(dp=dp), optimizer=OptimizerConfig(), temperature=1.0, lora=LORA)
     policy_backend("dtensor").refuse(spec)
     alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
-    case = Case(parallel=ParallelSpec(dp=dp), share_prompts=False, micro_batch_tokens=48, **alone)
+    parallel = ParallelSpec(dp=dp)
+    case = Case(parallel=parallel, share_prompts=False, micro_batch_tokens=48, backend="dtensor", **alone)
     ranks = pools(dp).run(run_family, case, base, facts, family_batch(), policy_of(run, base))
     losses = [only_result([rank["results"][step] for rank in ranks]).loss for step in range(3)]
     assert len(set(losses)) == 3
@@ -253,7 +176,7 @@ def test_adapters_are_exported_merged_and_as_peft_names_them(
     from safetensors.torch import load_file
 
     case, run, base = case_of("deepseek", dp=2, ep=2), tmp_path / "run", published("deepseek")
-    saved_run(pools, base, case, run)
+    pools(2).run(run_saved, case, base, make_batch(), policy_of(run, base))
     found = inspect(run)
     assert (found.format, found.adapters) == ("dtensor torch_dist", True)
     wanted = expected(case.kind)

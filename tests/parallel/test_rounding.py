@@ -14,7 +14,7 @@ from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import WEIGHT, Case
 from support.pool import Pool
 from support.reference import make_batch, reference_weights, run_reference
-from support.rounding_cases import run_changed_backend, run_dtensor, run_float16, run_megatron
+from support.rounding_cases import run_changed_backend, run_float16, run_rounded
 
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
@@ -32,10 +32,10 @@ MEGATRON = {
     ),
 }
 DTENSOR = {
-    "one": Case(),
-    "dp2": Case("llama-tied", ParallelSpec(dp=2)),
-    "tp2": Case("qwen3", ParallelSpec(tp=2)),
-    "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+    "fsdp-one": Case(backend="dtensor"),
+    "fsdp-dp2": Case("llama-tied", ParallelSpec(dp=2), backend="dtensor"),
+    "fsdp-tp2": Case("qwen3", ParallelSpec(tp=2), backend="dtensor"),
+    "fsdp-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2), backend="dtensor"),
 }
 
 
@@ -45,25 +45,15 @@ def cells(table: dict[str, Case], *quick: str) -> list:
     ]
 
 
-def check(ranks: list[list[tuple[bool, int, int]]]) -> None:
-    """`ranks`: before training, and after each step, of each rank."""
-    for before, *after in ranks:
+@pytest.mark.parametrize("case", [*cells(MEGATRON, "host", "dp2", "ep2"), *cells(DTENSOR, "fsdp-one", "fsdp-dp2")])
+def test_a_policy_computes_with_the_rounded_weights(pools: Pools, published: Published, case: Case) -> None:
+    case = replace(case, dtype="bfloat16")
+    model = published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
+    for before, *after in pools(case.parallel.world_size).run(run_rounded, case, model, make_batch()):
         assert before[0]
         for same, differing, values in after:
             assert same
             assert differing > 0.01 * values
-
-
-@pytest.mark.parametrize("case", cells(MEGATRON, "host", "dp2", "ep2"))
-def test_megatron_computes_with_the_rounded_weights(pools: Pools, case: Case) -> None:
-    case = replace(case, dtype="bfloat16")
-    check(pools(case.parallel.world_size).run(run_megatron, case, reference_weights(case.kind), make_batch()))
-
-
-@pytest.mark.parametrize("case", cells(DTENSOR, "one", "dp2"))
-def test_fsdp_computes_with_the_rounded_weights(pools: Pools, published: Published, case: Case) -> None:
-    case = replace(case, dtype="bfloat16")
-    check(pools(case.parallel.world_size).run(run_dtensor, case, published(case.kind), make_batch()))
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -88,10 +78,8 @@ def test_float16_trains_with_a_loss_scale_and_is_finer_than_bfloat16(
     expected = run_reference("llama", make_batch(), WEIGHT)
     errors = {}
     for dtype in ("bfloat16", "float16"):
-        case = Case(dtype=dtype)
-        (found,) = pools(1).run(
-            run_float16, backend, case, published("llama"), reference_weights("llama"), make_batch()
-        )
+        model = published("llama") if backend == "dtensor" else reference_weights("llama")
+        (found,) = pools(1).run(run_float16, Case(dtype=dtype, backend=backend), model, make_batch())
         logprobs, (first, broken, last) = found
         errors[dtype] = torch.cat([(value - expected.logprobs[key]).abs() for key, value in logprobs.items()]).mean()
         assert (first.skipped, broken.skipped, last.skipped) == (False, True, False)

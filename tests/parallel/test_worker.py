@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.gspo import Gspo
 from support.parallel_cases import (
     Case,
+    Model,
+    assemble,
     plan_of,
     run_asleep,
     run_broken,
@@ -33,9 +36,14 @@ from support.parallel_cases import (
     run_without,
 )
 from support.pool import Pool
-from support.reference import Optim, facts, make_batch, reference_weights
+from support.reference import Optim, facts, hf_model, make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
+Published = Callable[[str], Path]
+
+
+def model_of(case: Case, published: Published) -> Model:
+    return published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -74,14 +82,20 @@ def test_shared_prompts_save_tokens_and_change_nothing_else(pools: Pools) -> Non
     assert shared.tokens == alone.tokens - saved
 
 
-def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:
-    (broken, then, straight), same, odd = pools(1).run(run_broken, Case(), reference_weights("llama"), make_batch())[0]
+@pytest.mark.parametrize(
+    "case", [Case(), Case(parallel=ParallelSpec(dp=2), backend="dtensor")], ids=["one", "fsdp-dp2"]
+)
+def test_a_step_without_finite_gradient_is_skipped(pools: Pools, published: Published, case: Case) -> None:
+    ranks = pools(case.parallel.world_size).run(run_broken, case, model_of(case, published), make_batch())
+    broken, then, straight = (only_result([rank[0][i] for rank in ranks]) for i in range(3))
     assert broken.skipped
     assert not np.isfinite(broken.grad_norm)
-    assert same
     assert then == straight
     assert not then.skipped
-    assert odd == [[], ["embedding.word_embeddings.weight"]]
+    for _, same, (before, after) in ranks:
+        assert same
+        assert before == []
+        assert after == ["embedding.word_embeddings.weight" if case.backend == "megatron" else after[0]]
 
 
 def test_the_norm_of_a_large_gradient_is_right_to_float32s_rounding(pools: Pools) -> None:
@@ -185,14 +199,36 @@ def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools
     assert abs(frozen.results[0].grad_norm - squares**0.5) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.guard
-@pytest.mark.parametrize("case", [Case("qwen3moe", ParallelSpec(dp=2, ep=2)), Case(lora=LoraConfig(rank=2))])
-def test_a_sleep_empties_the_device_and_changes_no_bit(pools: Pools, case: Case) -> None:
-    weights = reference_weights(case.kind)
-    for (plain, slept), freed, left in pools(case.parallel.world_size).run(run_asleep, case, weights, make_batch()):
+def test_frozen_routers_of_transformers_keep_their_weights(pools: Pools, published: Published) -> None:
+    case = Case("qwen3moe", ParallelSpec(dp=2), freeze_router=True, backend="dtensor")
+    params, _ = assemble([piece.params for piece in pools(2).run(run_case, case, published(case.kind), make_batch())])
+    begun = hf_model(case.kind).state_dict()
+    stayed = {name for name, value in params.items() if torch.equal(value, begun[name])}
+    assert stayed == {name for name in begun if name.endswith("mlp.gate.weight")}
+
+
+ASLEEP = {
+    "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+    "adapters": Case(lora=LoraConfig(rank=2)),
+    "fsdp-dp2": Case("llama-tied", ParallelSpec(dp=2), backend="dtensor"),
+}
+ON_HOST = Case("llama-tied", ParallelSpec(dp=2), optimizer_offload=True, backend="dtensor")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name, marks=(pytest.mark.slow, pytest.mark.guard)) for name, case in ASLEEP.items()),
+        pytest.param(ON_HOST, id="fsdp-dp2-states-on-host"),
+    ],
+)
+def test_a_sleep_empties_the_device_and_changes_no_bit(pools: Pools, published: Published, case: Case) -> None:
+    model, whole = model_of(case, published), sum(value.numel() for value in reference_weights(case.kind).values()) * 4
+    for (plain, slept), freed, left, moved in pools(case.parallel.world_size).run(
+        run_asleep, case, model, make_batch()
+    ):
         assert left == 0
-        whole = sum(value.numel() for value in weights.values()) * 4
         assert freed > whole / case.parallel.world_size
+        assert not moved
         assert plain[0] == slept[0]
-        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(plain[1], slept[1], strict=True))
+        assert all(torch.equal(value, slept[1][name]) for name, value in plain[1].items())

@@ -72,15 +72,6 @@ def test_what_cannot_be_planned_says_why(
     assert not out
 
 
-def test_no_plan_is_an_object_too(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--gpus-per-node", "1", "--set", "training.optimizer_offload=false", "--json"]
-    code, out, _ = rlctl(capsys, *NODE, *arguments)
-    assert code == 4
-    data = json.loads(out)
-    assert data["error"]["exit_code"] == 4
-    assert data["fits"] is False
-
-
 def test_two_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = rlctl(capsys, *NODE, "--compare", "training.tp=1", "training.tp=4,generation.tp=4")
     assert code == 0
@@ -97,12 +88,6 @@ def test_the_arithmetic_of_two_plans(capsys: pytest.CaptureFixture[str]) -> None
     assert "a rank (TP 4)" in " ".join(out.split())
     code, out, _ = rlctl(capsys, *NODE, *sides, "--json")
     assert [any("8.030B" in line for line in lines) for lines in json.loads(out)["explain"]] == [True, True]
-
-
-def test_explain_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = rlctl(capsys, *NODE, "--explain")
-    assert code == 0
-    assert "8.030B parameters" in out
 
 
 @pytest.mark.parametrize("preset", ["laptop", "1gpu", "1node", "2nodes", "8nodes", "long-context", "moe-large"])
@@ -257,6 +242,7 @@ def test_the_same_keys_are_there_where_nothing_fits(capsys: pytest.CaptureFixtur
     code, out, _ = rlctl(capsys, *NODE, "--model", "deepseek-ai/DeepSeek-V3", "--json")
     assert code == 4
     data = json.loads(out)
+    assert data["error"]["exit_code"] == 4
     assert data.keys() >= CONTRACT.keys()
     assert (data["fits"], data["runnable"], data["training"], data["generation"]) == (False, False, None, None)
     assert data["seconds"].keys() == CONTRACT["seconds"].keys()  # type: ignore[attr-defined]

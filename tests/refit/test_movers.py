@@ -244,6 +244,19 @@ def test_engines_on_other_nodes_get_the_collective_mover(stage: Stage) -> None:
     session.close()
 
 
+def test_ranks_with_nothing_to_send_stay_out_of_a_group(stage: Stage) -> None:
+    facts, target = FAMILIES["llama"], VllmParallel(tp=2)
+    policy = stage.policy(facts, ParallelSpec(dp=2), {0: "one", 1: "two"})
+    session = open_session(policy, stage.engines(facts, target, {0: "one", 1: "two"}), facts, members=2,
+                           mover="collective")  # fmt: skip
+    groups = [channel.connection.group for channel in session.setup.channels]
+    members = [group.names for group in groups if group is not None]
+    assert members == [("policy rank 0", "engine 0 worker 0"), ("policy rank 1", "engine 1 worker 0")]
+    assert [channel.senders for channel in session.setup.channels] == [(0,), (1,)]
+    refit_twice(session)
+    session.close()
+
+
 def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -> None:
     """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
     facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), ParallelSpec(tp=2), VllmParallel(tp=2)

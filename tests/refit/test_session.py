@@ -11,7 +11,7 @@ import pytest
 from ray import cloudpickle
 
 from rlctl.apps.refit_report import LogprobLimit
-from rlctl.backends.base import EngineWorker, PolicySpec
+from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.engine import VllmEngine
@@ -160,7 +160,7 @@ def test_corrupted_layout_is_caught_with_the_tensor_named(engine: HostedEngine, 
     with pytest.raises(VerificationError, match=r"1 differ \(model\.layers\.1\.self_attn\.q_proj\.weight\)"):
         session.refit(1)
     with pytest.raises(WorkerError, match="half-updated"):
-        engine.call(EngineWorker.generate, requests(), Sampling(4), 30.0)
+        engine.call(EpisodeWorker.generate, requests(), Sampling(4), 30.0)
     session.close()
     healthy = open_session(make_source(engine.model), engine)
     healthy.refit(2)
@@ -206,7 +206,7 @@ def test_killed_sender_is_reported_and_the_engine_refuses(
     with pytest.raises(WorkerError, match=r"phase transfer: policy rank [01] .*died"):
         session.refit(2)
     with pytest.raises(WorkerError, match="half-updated weights: the refit to version 2"):
-        engine.call(EngineWorker.generate, requests(), Sampling(4), 30.0)
+        engine.call(EpisodeWorker.generate, requests(), Sampling(4), 30.0)
     session.close()
     again = open_session(make_source(engine.model), engine)
     again.refit(3)
@@ -216,7 +216,7 @@ def test_killed_sender_is_reported_and_the_engine_refuses(
 
 def be_impatient(worker: Any, seconds: float) -> None:
     """Have the engine's end wait so long for the policy, once it is open: that may take a busy machine longer."""
-    worker.weight_transfer_engine.receiver.ring.timeout_s = seconds
+    worker.rlctl_weights.receiver.ring.timeout_s = seconds
 
 
 @pytest.mark.slow
@@ -291,7 +291,7 @@ def test_an_engine_that_decodes_with_what_no_reading_sees_is_caught(
         assert why.value.exit_code == 5
         assert "a graph or a cache that still has earlier weights" in (why.value.hint or "")
         with pytest.raises(WorkerError, match="half-updated"):
-            engine.call(EngineWorker.generate, requests(), Sampling(4), 30.0)
+            engine.call(EpisodeWorker.generate, requests(), Sampling(4), 30.0)
         engine.call(VllmEngine._rpc, decode_with_the_weight)
         assert sync.refit(3, verify=True).decoding < 1e-5
         assert sync.refit(4).decoding is None  # a sample of the tensors, and no look at what is decoded

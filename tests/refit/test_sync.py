@@ -34,6 +34,10 @@ class Party:
         self.asked.append((time.monotonic_ns(), f"{self.name} sleeps" + (", weights kept" if keep_weights else "")))
         return 7
 
+    def device_used(self) -> tuple[int, int]:
+        self.asked.append((time.monotonic_ns(), f"{self.name}'s device is looked at"))
+        return 3, 80
+
     def break_down(self) -> None:
         self.broken = True
 
@@ -86,6 +90,20 @@ def test_a_step_on_shared_devices(parties: tuple[WorkerGroup, WorkerGroup]) -> N
     turns.to_weights()
     turns.to_policy()  # to save
     assert happened(parties) == ["policy sleeps, weights kept", "engine sleeps", "policy wakes"]
+
+
+def test_memory_is_looked_at_once_when_both_sleep(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    turns, told = turns_of(*parties), list[tuple[int, int]]()
+    turns.when_all_sleep = told.append
+    turns.to_weights()
+    turns.to_policy()
+    assert told == []  # the engines have captured no graphs yet
+    happened(parties)
+    for looked in (["policy's device is looked at"], []):
+        with turns.generating():
+            happened(parties)
+        assert happened(parties) == ["engine sleeps", *looked, "policy wakes"]
+    assert told == [(3, 80)]
 
 
 def test_weights_move_in_the_middle_of_a_generation(parties: tuple[WorkerGroup, WorkerGroup]) -> None:

@@ -13,23 +13,28 @@ from torch import Tensor
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import MinibatchResult, WeightedRollout
 from rlctl.backends.clients import only_result
-from rlctl.backends.megatron.worker import MegatronWorker
-from rlctl.backends.rank_with_critic import RankWithCritic
+from rlctl.backends.dtensor.tensor_parallel import local_part
+from rlctl.backends.dtensor.worker import HEAD as MODULE_HEAD
+from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.config.schema import RlctlConfig
-from rlctl.data.rollouts import RolloutColumns
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
 from support.parallel_cases import (
+    Batch,
     Case,
     Loss,
+    Model,
     Piece,
     column_by_rollout,
     fill,
     gather_gradients,
+    load_batch,
+    make_worker,
+    memory_of,
     pieces,
-    plan_of,
     rows_of,
+    spec_of,
+    whole,
 )
-from support.parallel_cases import spec_of as policy_spec_of
 from support.reference import Optim, close, facts, hf_model, megatron_weights
 
 CLIP = 0.05
@@ -59,7 +64,7 @@ class Critics:
 
 @dataclass
 class CriticPiece:
-    """One rank's part of it, and whether the policy stayed as it was."""
+    """One rank's part of it, by the names of its backend, and whether the policy stayed as it was."""
 
     piece: Piece
     columns: dict[str, dict[tuple[int, int], Tensor]]
@@ -72,80 +77,116 @@ def head_of(kind: str) -> Tensor:
     return 0.1 * torch.randn(1, facts(kind).hidden, generator=generator)
 
 
-def rewarded(batch: dict[int, RolloutColumns]) -> list[WeightedRollout]:
+def rewarded(batch: Batch) -> list[WeightedRollout]:
     """The rollouts with their rewards where advantages are, one of them left out."""
     rows = rows_of(batch)
     return [replace(row, token_weight=0.0) if (row.position, row.sample) == LEFT_OUT else row for row in rows]
 
 
-def make_critic(rank: int, case: Case, weights: dict[str, Tensor] | None, *, offload: bool = False) -> MegatronWorker:
-    """A policy with a critic, both on the reference's weights."""
-    spec = policy_spec_of(case)
-    worker = MegatronWorker(
-        rank, case.parallel.world_size, "127.0.0.1", replace(spec, critic=CriticSpec(spec.optimizer, offload))
-    )
-    worker.build()
-    if weights is not None:
-        fill(worker, weights)
-        worker.critic_begin()
-        assert isinstance(worker.critic, MegatronWorker)
-        fill(worker.critic, weights | {HEAD: head_of(case.kind)})
-        worker.critic_end()
+def make_critic(rank: int, case: Case, model: Model, *, offload: bool = False, load: bool = True) -> Any:
+    """A policy with a critic, both on the reference's weights, and a head that is not 0."""
+    worker = make_worker(rank, case, model, load=load, critic=CriticSpec(spec_of(case).optimizer, offload))
+    if not load or model is None:
+        return worker
+    worker.critic_begin()
+    if isinstance(worker, DTensorWorker):
+        head = local_part(worker.critic.model.get_parameter("head.weight").detach())
+        assert not head.any()
+        head.copy_(head_of(case.kind)[: head.shape[0]])  # of its one row, the first shard has all
+    else:
+        fill(worker.critic, model | {HEAD: head_of(case.kind)})
+    worker.critic_end()
     return worker
 
 
-def run_critic(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> CriticPiece:
+def critic_pieces(worker: Any, case: Case, what: str) -> list[Any]:
+    """As `pieces`, of the critic, by Megatron's names. Collective."""
+    critic = worker.critic
+    if not isinstance(critic, DTensorWorker):
+        return list(pieces(critic, what))
+    critic._reshard()
+    named = dict(critic.saved())
+    if what == "grad":
+        parameters = {name.removeprefix("inner."): p.grad for name, p in critic.model.named_parameters()}
+        named = {name: value for name, value in parameters.items() if value is not None}
+        named[MODULE_HEAD] = named.pop("head.weight")
+    found = {name: whole(value) for name, value in named.items()}
+    head = found.pop(MODULE_HEAD)
+    found = named_for(case.kind, found) | {HEAD: head}
+    return [(name, value, 0, 1, None) for name, value in found.items() if worker.rank == 0]
+
+
+def run_critic(rank: int, case: Case, model: Model, batch: Batch) -> CriticPiece:
     """Advantages, and two optimizer steps of the critic. It takes turns with the policy; under data parallelism it
     stays next to it, and both sleep between the steps."""
     turns = case.parallel.dp == 1
-    worker = make_critic(rank, case, weights, offload=turns)
-    critic = worker.critic
-    assert isinstance(critic, MegatronWorker)
+    worker = make_critic(rank, case, model, offload=turns)
     before = {name: value.clone() for name, value in worker.parameters().items()}
-    shard = plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    shard = load_batch(worker, rank, case, batch, rewarded(batch))
     results, grads = [], []
     worker.critic_begin()
     worker.estimate(TokenAdvantages(CONFIG))
     for step in range(2):
         results.append(worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr))
         if step == 0:
-            gather_gradients(critic)
-            grads = list(pieces(critic, "grad"))
+            gather_gradients(worker.critic)
+            grads = critic_pieces(worker, case, "grad")
         if step == 0 and not turns:
             sleep_together(worker)
-    params = list(pieces(critic, "data"))
+    params = critic_pieces(worker, case, "data")
     worker.critic_end()
     stayed = all(torch.equal(before[name], value) for name, value in worker.parameters().items())
     columns = {column: column_by_rollout(worker, shard, column) for column in COLUMNS}
     return CriticPiece(Piece(results, {}, grads, params), columns, stayed)
 
 
-def sleep_together(worker: MegatronWorker) -> None:
+def sleep_together(worker: Any) -> None:
     """Put both models to sleep, the policy's weights later as for a refit, and wake them."""
-    assert isinstance(worker.critic, MegatronWorker)
     worker.critic_end()
     assert 0 < worker.sleep(keep_weights=True) < worker.sleep()
-    chunks = (*worker.chunks, *worker.critic.chunks)
-    assert not sum(param.untyped_storage().nbytes() for chunk in chunks for param in chunk.parameters())
+    assert not sum(value.untyped_storage().nbytes() for one in (worker, worker.critic) for value in memory_of(one))
     worker.wake()
     worker.critic_begin()
 
 
 def run_critic_checkpoint(
-    rank: int, before: Case, after: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+    rank: int, before: Case, after: Case, model: Model, batch: Batch, directory: Path
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """(results, parameters of both models) of the second step: uninterrupted, and after save, rebuild as `after`,
     load."""
-    worker = make_critic(rank, before, weights, offload=True)
+    worker = make_critic(rank, before, model, offload=True)
     step_both(worker, before, batch, rank)
+    assert worker.parameters_not_finite() == []
     worker.save_begin(directory)
-    worker.save_finish()
+    assert worker.damaged_files(directory, worker.save_finish()) == []
     straight = step_both(worker, before, batch, rank)
-    kept = _all_pieces(worker)
-    worker = make_critic(rank, after, None)
+    kept = _all_pieces(worker, before)
+    worker = make_critic(rank, after, model, load=False)
     worker.load_saved(directory)
-    return [straight], kept, [step_both(worker, after, batch, rank)], _all_pieces(worker)
+    return [straight], kept, [step_both(worker, after, batch, rank)], _all_pieces(worker, after)
+
+
+def run_critic_changed(
+    rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
+) -> list[Any]:
+    """(critic's, policy's) result of Megatron's second step, of the dtensor backend's that goes on after the first, and
+    of Megatron's that goes on with what the dtensor backend saved before its step."""
+    for place in places:
+        place.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    worker = make_critic(rank, case, weights)
+    step_both(worker, case, batch, rank)
+    results = []
+    for number, place in enumerate([*places, None]):
+        if place is not None:
+            worker.save_begin(place)
+            worker.save_finish()
+        results.append(step_both(worker, case, batch, rank))
+        if place is not None:
+            other = replace(case, backend="megatron" if number else "dtensor")
+            worker = make_critic(rank, other, None if number else directory, load=False)
+            worker.load_saved(place)
+    return results
 
 
 def require_columns_and_steps(
@@ -165,10 +206,10 @@ def require_columns_and_steps(
 
 
 def step_both(
-    worker: RankWithCritic, case: Case, batch: dict[int, RolloutColumns], rank: int
+    worker: Any, case: Case, batch: Batch, rank: int
 ) -> tuple[MinibatchResult | None, MinibatchResult | None]:
     """Train the critic and then the policy on the batch."""
-    worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)
+    load_batch(worker, rank, case, batch, rewarded(batch))
     worker.critic_begin()
     worker.estimate(TokenAdvantages(CONFIG))
     of_critic = worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr)
@@ -176,10 +217,9 @@ def step_both(
     return of_critic, worker.train_minibatch(0, Loss(), Optim().lr)
 
 
-def _all_pieces(worker: MegatronWorker) -> list[Any]:
-    assert isinstance(worker.critic, MegatronWorker)
+def _all_pieces(worker: Any, case: Case) -> list[Any]:
     worker.critic_begin()
-    own = [(f"critic.{name}", *rest) for name, *rest in pieces(worker.critic, "data")]
+    own = [(f"critic.{name}", *rest) for name, *rest in critic_pieces(worker, case, "data")]
     worker.critic_end()
     return [*own, *pieces(worker, "data")]
 
@@ -188,14 +228,13 @@ def run_loaded(rank: int, case: Case, directory: Path) -> list[Any]:
     """The critic's parameters after a model was loaded for both."""
     worker = make_critic(rank, case, None)
     worker.load_model(directory)
-    assert isinstance(worker.critic, MegatronWorker)
     return list(pieces(worker.critic, "data"))
 
 
 # --- the same, one rollout at a time
 
 
-def reference_critic(kind: str, batch: dict[int, RolloutColumns]) -> Critics:
+def reference_critic(kind: str, batch: Batch) -> Critics:
     """Two optimizer steps of torch's AdamW on transformers' model with a head, advantages by loops in float64."""
     model, optim, out = hf_model(kind), Optim(), Critics()
     head = torch.nn.Parameter(head_of(kind))
@@ -239,7 +278,7 @@ class _Values:
     def __init__(self, model: Any, head: Tensor) -> None:
         self._model, self._head = model, head
 
-    def __call__(self, batch: dict[int, RolloutColumns], row: WeightedRollout) -> Tensor:
+    def __call__(self, batch: Batch, row: WeightedRollout) -> Tensor:
         columns = batch[row.position]
         span = columns.slice(row.sample)
         tokens = torch.from_numpy(columns.tokens_T[span].astype("int64"))

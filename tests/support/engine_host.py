@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.cluster.workers import PendingCall
+from rlctl.rollouts.episodes import ONE_TURN
 from support.engine_policies import WholeTensorPolicy
 
+VLLM = "rlctl.backends.vllm.engine:VllmEngine"
 TESTS = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 
@@ -26,12 +28,12 @@ class SwappingEngine:
         self.engine: Any = None
         self.places = places
 
-    def swap(self, spec: Any) -> None:
-        """End the engine and start another."""
-        from rlctl.backends.vllm.engine import VllmEngine
+    def swap(self, spec: Any, episode: str = ONE_TURN) -> None:
+        """End the engine and start another, which plays that kind of episode."""
+        from rlctl.rollouts.episodes import engine_worker
 
         self.close()
-        self.engine = VllmEngine(spec, places=self.places if spec.replicas > 1 else None)
+        self.engine = engine_worker(VLLM, episode, spec=spec, places=self.places if spec.replicas > 1 else None)
         self.engine.start()
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -51,7 +53,7 @@ class SwappingEngine:
     def tokens_in_flight(self) -> int:
         """Tokens that the samples being generated have so far; 0 if nothing is generated."""
         with self.engine._lock.ask():
-            return sum(sample.tokens for flight in self.engine._flights for sample in flight.samples.values())
+            return sum(sample.tokens for sample in self.engine._samples.values())
 
     def thread_and_stream(self) -> tuple[int, int]:
         """The thread of this call, and the CUDA stream on which it uses the engine."""
@@ -123,14 +125,14 @@ class SwappingEngine:
         """Of each worker of the engine: how each tensor comes into it, and why."""
 
         def look(worker: Any) -> dict[str, tuple[str, str]]:
-            taken = worker.weight_transfer_engine.assignment.taken()
+            taken = worker.rlctl_weights.assignment.routes()
             return {tensor: (one.path, one.reason) for one in taken for tensor in one.tensors}
 
         return self.on_model(look)
 
     def reloaded(self) -> tuple[str, ...]:
         """Paths of the modules that a refit gives to vLLM's loader, in any worker."""
-        of_workers = self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)
+        of_workers = self.on_model(lambda worker: worker.rlctl_weights.assignment.reloaded)
         return tuple(sorted({path for own in of_workers for path in own}))
 
     def break_parameter(self, tensor: str) -> None:

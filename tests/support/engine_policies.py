@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlctl.backends.base import EngineWorker
+from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.refit.channels import plan_channels
@@ -69,10 +69,10 @@ class WholeTensorPolicy(RefitSender):
 
     def open(self, engine: Any, receive: str = "loader", staging_bytes: int = 1 << 30) -> None:
         """What a session does when it opens."""
-        engine.call(EngineWorker.refit_open, {"table": self.rows(), "receive": receive})
+        engine.call(EngineWorker.refit_open, self.rows(), receive)
         needs, place = engine.call(EngineWorker.refit_needs), self.refit_place()
         channels = plan_channels("shared-memory", needs, [place], staging_bytes=staging_bytes, timeout_s=60.0)
-        addresses = self.refit_make(channels, "127.0.0.1").addresses
+        addresses = self.refit_make(channels, (place,), "127.0.0.1").addresses
         weakref.finalize(self, _unlink, list(addresses.values()))  # also when the tests are interrupted
         channels = tuple(replace(c, connection=replace(c.connection, address=addresses[c.index])) for c in channels)
         assert self.refit_connect(SenderSetup(self.table, (place,), channels)) == ()
@@ -97,10 +97,10 @@ class WholeTensorPolicy(RefitSender):
         finally:
             submitted.results()
 
-    def _send_round(self, sender: Any, index: int, incoming: Any) -> float:
+    def _send_round(self, end: Any, index: int) -> float:
         if index == self.fail_in_round:
             raise ValueError("asked for")
-        return super()._send_round(sender, index, incoming)
+        return super()._send_round(end, index)
 
     def logprobs(self, prompt: tuple[int, ...], response: list[int], sampling: Sampling) -> torch.Tensor:
         """Log-probs of `response` under the model, of the distribution that `sampling` draws from."""
@@ -123,7 +123,7 @@ def requests(samples: int = 4, base: int = 0) -> list[GroupRequest]:
 
 def generate(engine: Any, sampling: Sampling, wanted: list[GroupRequest] | None = None) -> list[Any]:
     """Groups as (result, columns, texts)."""
-    results = engine.call(EngineWorker.generate, wanted or requests(), sampling, 60.0)
+    results = engine.call(EpisodeWorker.generate, wanted or requests(), sampling, 60.0)
     return [(result, result.columns, result.texts) for result in results]
 
 

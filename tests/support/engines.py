@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.apps.crew import ENGINE_WORKER
 from rlctl.backends.base import EngineWorker
 from rlctl.cluster.workers import PendingCall
 
@@ -32,11 +33,11 @@ class HostedEngine:
 
 @pytest.fixture(scope="session")
 def placement() -> Iterator[Any]:
-    """Ray on this machine, with room for a few workers."""
+    """Ray on this machine, with room for a few workers and, by its account, two GPUs."""
     from rlctl.cluster.placement import Placement
     from rlctl.cluster.ray_session import ray_session
 
-    with ray_session():
+    with ray_session(gpus=2):
         yield Placement(4, gpus=False, timeout_s=START_TIMEOUT_S)
 
 
@@ -58,18 +59,18 @@ def tiny_facts(*, tied: bool) -> Any:
 def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: str = "engine") -> HostedEngine:
     """A running engine for a tiny model of `tiny_models`."""
     from rlctl.backends.vllm.args import engine_spec
-    from rlctl.backends.vllm.engine import VllmEngine
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
     from rlctl.config.schema import RlctlConfig
+    from support.engine_host import VLLM
 
     # So few tokens a step that prompts are computed in parts, as long ones are.
     generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, "max_batched_tokens": 256}
     config = RlctlConfig.model_validate({"generation": generation})
     facts = tiny_facts(tied="tied" in model.name)
     spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=tp)
-    worker = WorkerSpec({"spec": spec}, (placement.bundles[0],), spec.environment)
+    worker = WorkerSpec({"worker": VLLM, "spec": spec}, (placement.bundles[0],), spec.environment)
     group = WorkerGroup(
-        name, VllmEngine, [worker], placement, logs, start_timeout_s=START_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
+        name, ENGINE_WORKER, [worker], placement, logs, start_timeout_s=START_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
     )
     group.within(START_TIMEOUT_S).call(EngineWorker.start)
     return HostedEngine(group, model)

@@ -14,12 +14,11 @@ cpu.install()
 import transformers.models.auto.modeling_auto  # noqa: E402, F401
 
 import rlctl.backends.dtensor.worker  # noqa: E402, F401
-from rlctl.backends.dtensor import checkpoint, lora, model, optimizer, tensor_parallel, value_worker  # noqa: E402, F401
+from rlctl.backends.dtensor import checkpoint, lora, model, optimizer, tensor_parallel  # noqa: E402, F401
 from support import (  # noqa: E402, F401
+    adapters,
     critic_cases,
-    dtensor_adapters,
     dtensor_cases,
-    dtensor_critics,
     host_states,
     parallel_cases,
     parallel_families,

@@ -1,5 +1,5 @@
-"""What runs inside the pool's processes: a policy on the reference's weights and batch, two optimizer steps, its
-pieces back."""
+"""What runs inside the pool's processes, whatever backend trains: a policy on the reference's weights and batch, two
+optimizer steps, its pieces back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlctl.backends.base import Dtype, PolicySpec
 from rlctl.backends.batch import (
@@ -24,6 +25,8 @@ from rlctl.backends.batch import (
     TokenBatch,
     WeightedRollout,
 )
+from rlctl.backends.dtensor.tensor_parallel import local_part
+from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.worker import MegatronWorker
@@ -31,11 +34,16 @@ from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig, RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.facts import ModelFacts
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.grpo import Grpo
 from support.reference import Optim, advantage, facts, prompt_tokens, token_loss
 
 WEIGHT = 0.01
+WORKERS: dict[str, Any] = {"megatron": MegatronWorker, "dtensor": DTensorWorker}
+Model = dict[str, Tensor] | Path | None
+"""The reference's weights by Megatron's names, or a directory with them."""
+Batch = dict[int, RolloutColumns]
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Case:
     lora: LoraConfig = field(default_factory=LoraConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    backend: str = "megatron"
 
 
 @dataclass
@@ -67,10 +76,12 @@ class Piece:
     results: list[MinibatchResult | None]
     logprobs: dict[tuple[int, int], Tensor]
     grads: list[tuple[str, Tensor, int, int, int | None]]
-    """name, local tensor, part, parts, split axis (None: whole)"""
+    """name, local tensor, part, parts, split axis (None: whole); of transformers' modules whole, on rank 0 alone"""
     params: list[tuple[str, Tensor, int, int, int | None]]
     tokens: int = 0
     """Tokens of the rows that this rank computed, padding not counted."""
+    held: int = 0
+    """Elements of parameters on this rank."""
 
 
 class Loss:
@@ -107,7 +118,7 @@ def spec_of(case: Case) -> PolicySpec:
     )
 
 
-def rows_of(batch: dict[int, RolloutColumns]) -> list[WeightedRollout]:
+def rows_of(batch: Batch) -> list[WeightedRollout]:
     return [
         WeightedRollout(
             group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT
@@ -117,7 +128,7 @@ def rows_of(batch: dict[int, RolloutColumns]) -> list[WeightedRollout]:
     ]
 
 
-def plan_of(case: Case, batch: dict[int, RolloutColumns], rows: list[WeightedRollout] | None = None) -> BatchPlan:
+def plan_of(case: Case, batch: Batch, rows: list[WeightedRollout] | None = None) -> BatchPlan:
     """The plan of `rows`, or of all rollouts of the batch."""
     return plan_batch(
         [rows_of(batch) if rows is None else rows],
@@ -132,13 +143,50 @@ def plan_of(case: Case, batch: dict[int, RolloutColumns], rows: list[WeightedRol
     )
 
 
-def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> MegatronWorker:
-    """A worker in the pool's process group, on the reference's weights."""
-    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", spec_of(case))
+def make_worker(
+    rank: int, case: Case, model: Model, *, load: bool = True, own_facts: ModelFacts | None = None, **more: Any
+) -> Any:
+    """A worker in the pool's process group, on a model; `own_facts`: where they are no case's, `more`: of the spec."""
+    directory = model if isinstance(model, Path) else None
+    spec = replace(spec_of(case), facts=own_facts or facts(case.kind), model_dir=directory, **more)
+    worker = WORKERS[case.backend](rank, case.parallel.world_size, "127.0.0.1", spec)
+    worker.prepare()
     worker.build()
-    if weights is not None:
-        fill(worker, weights)
+    if load and directory is not None:
+        worker.load_model(directory)
+    elif load and model is not None:
+        fill(worker, model)
     return worker
+
+
+def load_batch(worker: Any, rank: int, case: Case, batch: Batch, rows: list[WeightedRollout] | None = None) -> Any:
+    """Load this rank's part of the batch (or of `rows` of it), and return that part."""
+    shard = plan_of(case, batch, rows).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    return shard
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """In transformers' shape: gate and up of experts are apart in the worker."""
+    found = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return found.flatten(1, 2) if found.dim() == 4 else found
+
+
+def wholes(worker: Any, what: str) -> dict[str, Tensor]:
+    """Parameters of transformers' modules (`data`, with stored buffers) or gradients (`grad`), whole. Collective."""
+    worker.parameters()
+    inner = worker.model.inner
+    named = dict(inner.named_parameters())
+    if what == "grad":
+        return {name: whole(value.grad) for name, value in named.items() if value.grad is not None}
+    buffers = {name: inner.get_buffer(name) for name in worker._buffers}
+    return {name: whole(value) for name, value in (named | buffers).items()}
+
+
+def memory_of(worker: Any) -> list[Tensor]:
+    """This rank's part of the model's parameters and of the reference, where they are stored."""
+    held = [local_part(value) for model in worker.models for value in model.parameters()]
+    return [*held, *(worker._reference or {}).values()]
 
 
 def run_gradient_norm(rank: int, gradients: list[torch.Tensor]) -> float:
@@ -168,14 +216,14 @@ def answers(port: int) -> bool:
 def run_case(
     rank: int,
     case: Case,
-    weights: dict[str, Tensor],
-    batch: dict[int, RolloutColumns],
+    model: Model,
+    batch: Batch,
     loss: MicroBatchLoss | None = None,
+    own_facts: ModelFacts | None = None,
 ) -> Piece:
     loss = loss or Loss()
-    worker = make_worker(rank, case, weights)
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    worker = make_worker(rank, case, model, own_facts=own_facts)
+    shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     results, grads = [], []
@@ -184,11 +232,12 @@ def run_case(
         if step == 0:
             gather_gradients(worker)
             grads = list(pieces(worker, "grad"))
-    return Piece(results, logprobs, grads, list(pieces(worker, "data")), tokens_of(worker))
+    held = sum(value.numel() for value in worker.parameters().values())
+    return Piece(results, logprobs, grads, list(pieces(worker, "data")), tokens_of(worker), held)
 
 
 def run_without(
-    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], advantages: dict[int, float]
+    rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, advantages: dict[int, float]
 ) -> list[Piece]:
     """Two steps under GRPO's loss on rollouts with the advantages of their groups: on all of them, and on those whose
     advantage is not 0."""
@@ -197,7 +246,7 @@ def run_without(
     found = []
     for own in (rows, [row for row in rows if row.advantage]):
         worker = make_worker(rank, case, weights)
-        worker.load_batch(plan_of(case, batch, own).shards[case.parallel.data_rank(rank)], list)
+        load_batch(worker, rank, case, batch, own)
         results = [worker.train_minibatch(0, loss, Optim().lr)]
         gather_gradients(worker)
         grads = list(pieces(worker, "grad"))
@@ -206,14 +255,14 @@ def run_without(
     return found
 
 
-def tokens_of(worker: MegatronWorker) -> int:
+def tokens_of(worker: Any) -> int:
     """Tokens of the loaded rows, shared prompts counted once, padding not counted."""
     return sum(row.tokens for minibatch in worker._rows for row in minibatch)
 
 
-def gather_gradients(worker: MegatronWorker) -> None:
-    """The whole sum on every rank: the distributed optimizer leaves each data-parallel rank its own part of it."""
-    for chunk in worker.chunks:
+def gather_gradients(worker: Any) -> None:
+    """The whole sum on every rank: Megatron's optimizer leaves each data-parallel rank its own part of it."""
+    for chunk in getattr(worker, "chunks", ()):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets if group.size() > 1 else ():
@@ -225,28 +274,34 @@ def run_checkpoint(
     rank: int,
     before: Case,
     after: Case,
-    weights: dict[str, Tensor],
-    batch: dict[int, RolloutColumns],
+    model: Model,
+    batch: Batch,
     directory: Path,
     by_megatron: bool = False,
-) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """(results, params) of the second step: uninterrupted, and after save, rebuild as `after`, load. `by_megatron`: the
-    optimizer's part is saved as Megatron does it, whole tensors with all hyperparameters."""
-    worker = make_worker(rank, before, weights)
-    worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
+    own_facts: ModelFacts | None = None,
+) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
+    """(results, params) of the second step: uninterrupted, and after save, rebuild as `after`, load; and what a worker
+    of transformers' modules holds that was given the checkpoint for a model. `by_megatron`: the optimizer's part is
+    saved as Megatron does it, whole tensors with all hyperparameters."""
+    worker = make_worker(rank, before, model, own_facts=own_facts)
+    load_batch(worker, rank, before, batch)
     worker.train_minibatch(0, Loss(), Optim().lr)
     if by_megatron:
         save_by_megatron(worker, directory)
+        straight = worker.train_minibatch(0, Loss(), Optim().lr)
     else:
         worker.save_begin(directory)
-        worker.save_finish()
-    straight = worker.train_minibatch(0, Loss(), Optim().lr)
-    kept = list(pieces(worker, "data"))
-    worker = make_worker(rank, after, None)
+        straight = worker.train_minibatch(0, Loss(), Optim().lr)  # while the snapshot is written
+        assert worker.damaged_files(directory, worker.save_finish()) == []
+    kept, published = list(pieces(worker, "data")), list[Any]()
+    worker = make_worker(rank, after, model, load=False, own_facts=own_facts)
+    if after.backend == "dtensor":
+        worker.load_model(directory)
+        published = list(pieces(worker, "data"))
     worker.load_saved(directory)
-    worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
+    load_batch(worker, rank, after, batch)
     resumed = worker.train_minibatch(0, Loss(), Optim().lr)
-    return [straight], kept, [resumed], list(pieces(worker, "data"))
+    return [straight], kept, [resumed], list(pieces(worker, "data")), published
 
 
 def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
@@ -265,12 +320,12 @@ def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
 
 
 def run_checkpoint_of_no_step(
-    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+    rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, directory: Path
 ) -> list[tuple[Any, list[Any]]]:
     """Result and params of the first step: without a save, with one before it, and from that."""
 
     def first_step(worker: MegatronWorker) -> tuple[Any, list[Any]]:
-        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        load_batch(worker, rank, case, batch)
         return worker.train_minibatch(0, Loss(), Optim().lr), list(pieces(worker, "data"))
 
     found = [first_step(make_worker(rank, case, weights))]
@@ -283,7 +338,7 @@ def run_checkpoint_of_no_step(
     return [*found, first_step(worker)]
 
 
-def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[tuple[int, int], Tensor]:
+def column_by_rollout(worker: Any, shard: Any, column: str) -> dict[tuple[int, int], Tensor]:
     out = {}
     for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True):
         for index, rollout in enumerate(micro):
@@ -317,8 +372,12 @@ def join(parts: list[Tensor], name: str, axis: int | None) -> Tensor:
     return torch.cat(parts, axis)
 
 
-def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int, int, int | None]]:
+def pieces(worker: Any, what: str) -> Iterator[tuple[str, Tensor, int, int, int | None]]:
     """(global name, tensor, part, parts, split axis) of this rank's parameters, gradients, or live storage."""
+    if isinstance(worker, DTensorWorker):
+        found = wholes(worker, what)
+        yield from ((name, value, 0, 1, None) for name, value in found.items() if worker.rank == 0)
+        return
     from megatron.core import parallel_state as ps
 
     worker._gather_parameters()
@@ -393,29 +452,24 @@ def run_held(rank: int, case: Case, directory: Path) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in worker.parameters().items()}
 
 
-def log_probs(worker: MegatronWorker, column: LogprobColumn) -> LogprobStats | None:
+def log_probs(worker: Any, column: LogprobColumn) -> LogprobStats | None:
     """Adds a column of log-probs, and compares it with the engine's."""
     worker.add_logprobs(column)
     return worker.logprob_difference(column)
 
 
-def run_logprobs(
-    rank: int, case: Case, weights: dict[str, Tensor], batches: list[dict[int, RolloutColumns]]
-) -> list[dict]:
+def run_logprobs(rank: int, case: Case, weights: dict[str, Tensor], batches: list[Batch]) -> list[dict]:
     """Log-probs of each batch under the same weights."""
     worker = make_worker(rank, case, weights)
     found = []
     for batch in batches:
-        shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-        worker.load_batch(shard, list)
+        shard = load_batch(worker, rank, case, batch)
         worker.add_logprobs("old_logprobs")
         found.append(column_by_rollout(worker, shard, "old_logprobs"))
     return found
 
 
-def run_tree_limits(
-    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], limits: list[int]
-) -> list[Piece]:
+def run_tree_limits(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, limits: list[int]) -> list[Piece]:
     """The case with units of up to each of `limits` tokens attended in one masked square."""
     from rlctl.backends import row_attention
 
@@ -437,29 +491,29 @@ class BrokenLoss(Loss):
         return LossOutput(out.loss * float("nan"), out.sums, out.maxima)
 
 
-def run_broken(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
-    """(results of a broken step and the one after it, and without it), parameters unchanged by the broken one, and
-    those that are not finite before and after one of them is spoilt."""
-    results = []
+def run_broken(rank: int, case: Case, model: Model, batch: Batch) -> tuple:
+    """(results of a broken step and the one after it, and without it), whether the broken one changed nothing, and the
+    parameters that are not finite before and after one of them is spoilt."""
+    results, same = [], False
     for losses in ([BrokenLoss(), Loss()], [Loss()]):
-        worker = make_worker(rank, case, weights)
-        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        worker = make_worker(rank, case, model)
+        load_batch(worker, rank, case, batch)
+        before = {name: value.clone() for name, value in worker.parameters().items()}
         for number, loss in enumerate(losses):
             results.append(worker.train_minibatch(0, loss, Optim().lr))
             if number == 0 and len(losses) == 2:
-                same = all(torch.equal(value, weights[name]) for name, value, *_ in pieces(worker, "data"))
+                same = all(torch.equal(value, before[name]) for name, value in worker.parameters().items())
     odd = [worker.parameters_not_finite()]
     next(iter(worker.parameters().values()))[-1] = torch.inf
     return results, same, [*odd, worker.parameters_not_finite()]
 
 
-def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch) -> tuple:
     """Log-probs before training, of the reference after a step, of the policy after it, and whether refit memory
     stayed put."""
     worker = make_worker(rank, case, weights)
     worker.hold_reference()
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")
     before = column_by_rollout(worker, shard, "old_logprobs")
     places = {name: value.data_ptr() for name, value in worker.parameters().items()}
@@ -480,13 +534,15 @@ def run_built_configs(rank: int, spec: PolicySpec) -> tuple[Any, Any, Any]:
     return transformer, worker.chunks[0].ddp_config, worker.optimizer.config
 
 
-def run_asleep(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
-    """(results and parameters of two steps without a sleep between them and with one, bytes freed, bytes left)."""
-    found, freed, left = [], 0, 0
+def run_asleep(rank: int, case: Case, model: Model, batch: Batch) -> tuple:
+    """(results and parameters of two steps without a sleep between them and with one), bytes freed, bytes left, and
+    whether the memory that refits read stayed where it was."""
+    found, freed, left, moved = [], 0, 0, False
     for sleeps in (False, True):
-        worker = make_worker(rank, case, weights)
+        worker = make_worker(rank, case, model)
         worker.hold_reference()
-        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        load_batch(worker, rank, case, batch)
+        places = {name: value.data_ptr() for name, value in worker.parameters().items()}
         results = [worker.train_minibatch(0, Loss(), Optim().lr)]
         if sleeps:
             weights_on = {name: value.clone() for name, value in worker.parameters().items()}
@@ -494,13 +550,16 @@ def run_asleep(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
             assert all(torch.equal(value, weights_on[name]) for name, value in worker.parameters().items())
             freed = worker.sleep()
             assert 0 < part < freed
-            left = sum(param.untyped_storage().nbytes() for chunk in worker.chunks for param in chunk.parameters())
-            left += sum(value.untyped_storage().nbytes() for value in (worker._reference or {}).values())
+            left = sum(value.untyped_storage().nbytes() for value in memory_of(worker))
             worker.wake()
+            if case.optimizer_offload and case.backend == "dtensor":
+                assert not any(state.untyped_storage().nbytes() for state in worker._states())
         results.append(worker.train_minibatch(0, Loss(), Optim().lr))
         results.append(log_probs(worker, "reference_logprobs"))
-        found.append((results, [(name, value) for name, value, *_ in pieces(worker, "data")]))
-    return found, freed, left
+        if not sleeps and not case.lora.rank:
+            moved = any(value.data_ptr() != places[name] for name, value in worker.parameters().items())
+        found.append((results, {name: value.clone() for name, value in worker.parameters().items()}))
+    return found, freed, left, moved
 
 
 class Allocations:
@@ -534,12 +593,12 @@ class Allocations:
 
 
 def run_checkpoint_memory(
-    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+    rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, directory: Path
 ) -> tuple[int, int, list[tuple[int, int]]]:
     """Bytes of the rank's weights, of its own optimizer states, and for a save and a load what each allocates at most
     and what its collectives gather."""
     worker = make_worker(rank, case, weights)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    load_batch(worker, rank, case, batch)
     worker.train_minibatch(0, Loss(), Optim().lr)
     own = sum(
         value.nbytes

@@ -62,7 +62,7 @@ class Reference:
 
 
 def facts(kind: str) -> ModelFacts:
-    """The same tiny model as `hf_model(kind)`; `gemma3` has none."""
+    """The same tiny model as `hf_model(kind)`."""
     family, _, variant = kind.partition("-")
     if family == "gemma3":
         return facts_from_hf_config(GEMMA)
@@ -136,6 +136,10 @@ def hf_model(kind: str, seed: int = 0) -> Any:
         model = T.Qwen3MoeForCausalLM(
             T.Qwen3MoeConfig(**base, head_dim=32, mlp_only_layers=[], decoder_sparse_step=1, **moe)
         )
+    elif family == "gemma3":
+        own = {key: value for key, value in GEMMA.items() if key not in ("architectures", "model_type")}
+        config = T.Gemma3TextConfig(**own, attn_implementation="eager", initializer_range=0.1)
+        model = T.Gemma3ForCausalLM(config)
     else:
         model = T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**(base | _deepseek())))
     with torch.no_grad():
@@ -359,7 +363,7 @@ def megatron_weights(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]
         }
         layer = {
             "input_layernorm.weight": theirs["input_layernorm.weight"],
-            "pre_mlp_layernorm.weight": theirs["post_attention_layernorm.weight"],
+            **_norms(theirs),
             **(_mla(theirs) if f.mla else _attention(f, theirs)),
             **(_experts(theirs) if f.is_moe_layer(i) else _mlp("mlp", "mlp", theirs)),
         }
@@ -381,6 +385,17 @@ def _attention(f: ModelFacts, w: dict[str, Tensor]) -> dict[str, Tensor]:
     if f.qk_norm:
         out |= {f"self_attention.{n}_layernorm.weight": w[f"self_attn.{n}_norm.weight"] for n in "qk"}
     return out
+
+
+def _norms(w: dict[str, Tensor]) -> dict[str, Tensor]:
+    after_attention = w["post_attention_layernorm.weight"]
+    if "pre_feedforward_layernorm.weight" not in w:
+        return {"pre_mlp_layernorm.weight": after_attention}
+    return {  # Gemma's four
+        "pre_mlp_layernorm.weight": w["pre_feedforward_layernorm.weight"],
+        "self_attention.linear_proj.post_layernorm.weight": after_attention,
+        "mlp.linear_fc2.post_layernorm.weight": w["post_feedforward_layernorm.weight"],
+    }
 
 
 def _mla(w: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -68,4 +68,7 @@ def answer(request: GroupRequest) -> GroupResult:
         np.zeros(samples * length, np.int32), np.arange(samples + 1, dtype=np.int32) * length, mask,
         np.zeros(samples * length, np.float32), versions,
     )  # fmt: skip
-    return GroupResult.of(request, columns, ["a"] * samples, ["stop", "length"], 0)
+    return GroupResult(
+        request.group, columns, ["a"] * samples, prompt, (length,) * samples, (2,) * samples, ("stop", "length"),
+        (((VERSION, 2),),) * samples, (None,) * samples,
+    )  # fmt: skip

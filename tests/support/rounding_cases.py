@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,20 @@ from torch import Tensor, nn
 
 from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
-from rlctl.data.rollouts import RolloutColumns
-from support.dtensor_cases import make_worker, whole, wholes
-from support.parallel_cases import BrokenLoss, Case, Loss, column_by_rollout, plan_of
-from support.parallel_cases import make_worker as make_megatron
+from support.parallel_cases import (
+    Batch,
+    BrokenLoss,
+    Case,
+    Loss,
+    Model,
+    column_by_rollout,
+    load_batch,
+    make_worker,
+    whole,
+    wholes,
+)
 from support.reference import Optim
 
-Batch = dict[int, RolloutColumns]
 Found = dict[str, tuple[Tensor, Tensor]]
 """By name: what is computed with, and float32."""
 
@@ -72,25 +80,15 @@ def dtensor_weights(worker: Any) -> Found:
     }
 
 
-def run_megatron(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch) -> list[tuple[bool, int, int]]:
+def run_rounded(rank: int, case: Case, model: Model, batch: Batch) -> list[tuple[bool, int, int]]:
     """Before training, and after each of two steps."""
-    worker = make_megatron(rank, case, weights)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    found = [agreement(megatron_weights(worker))]
+    worker = make_worker(rank, case, model)
+    weights = megatron_weights if case.backend == "megatron" else dtensor_weights
+    load_batch(worker, rank, case, batch)
+    found = [agreement(weights(worker))]
     for _ in range(2):
         worker.train_minibatch(0, Loss(), Optim().lr)
-        found.append(agreement(megatron_weights(worker)))
-    return found
-
-
-def run_dtensor(rank: int, case: Case, directory: Path, batch: Batch) -> list[tuple[bool, int, int]]:
-    """Likewise."""
-    worker = make_worker(rank, case, directory)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    found = [agreement(dtensor_weights(worker))]
-    for _ in range(2):
-        worker.train_minibatch(0, Loss(), Optim().lr)
-        found.append(agreement(dtensor_weights(worker)))
+        found.append(agreement(weights(worker)))
     return found
 
 
@@ -99,31 +97,27 @@ def run_changed_backend(
 ) -> list[dict[str, Tensor]]:
     """What Megatron holds after a step, what it holds when FSDP2 has taken the checkpoint over and handed it back
     without a step, and the float32 weights of both."""
-    worker = make_megatron(rank, case, weights)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    worker = make_worker(rank, case, weights)
+    load_batch(worker, rank, case, batch)
     worker.train_minibatch(0, Loss(), Optim().lr)
     worker.save_begin(places[0])
     worker.save_finish()
-    between = make_worker(rank, case, directory, load=False)
+    between = make_worker(rank, replace(case, backend="dtensor"), directory, load=False)
     between.load_saved(places[0])
     between.save_begin(places[1])
     between.save_finish()
-    back = make_megatron(rank, case, None)
+    back = make_worker(rank, case, None)
     back.load_saved(places[1])
     held = [{name: value.clone() for name, value in one.parameters().items()} for one in (worker, back)]
     masters = [{name: master for name, (_, master) in megatron_weights(one).items()} for one in (worker, back)]
     return [*held, *masters]
 
 
-def run_float16(
-    rank: int, backend: str, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch
-) -> tuple:
+def run_float16(rank: int, case: Case, model: Model, batch: Batch) -> tuple:
     """Log-probs before training by rollout, and the results of a step that is taken, one whose loss is not finite, and
     one more that is taken."""
-    megatron = backend == "megatron"
-    worker: Any = make_megatron(rank, case, weights) if megatron else make_worker(rank, case, directory)
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    worker = make_worker(rank, case, model)
+    shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     losses = (Loss(), BrokenLoss(), Loss())

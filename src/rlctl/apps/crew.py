@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.backends.base import Device, EngineSpec, EngineWorker, PolicySpec, PolicyWorker
+from rlctl.backends.base import Device, EngineSpec, EngineWorker, EpisodeWorker, PolicySpec, PolicyWorker
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.lookup import EngineBackend, PolicyBackend
 from rlctl.checkpoints.model_source import ModelSource
@@ -20,11 +20,13 @@ from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import MachineError
 from rlctl.refit.weight_sender import SendingPolicy
+from rlctl.rollouts.episodes import ONE_TURN
 
 if TYPE_CHECKING:
     from rlctl.refit.sync import WeightSync
 
 POLICY_WORKER = "rlctl.refit.weight_sender:policy_worker"
+ENGINE_WORKER = "rlctl.rollouts.episodes:engine_worker"
 REWARD_WORKER = "rlctl.envs.reward_worker:RewardWorker"
 # Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
 # refit, and one that looks.
@@ -40,6 +42,8 @@ class EnginesSpec:
     count: int
     ranks: int
     """Devices of one replica of an engine."""
+    episode: str = ONE_TURN
+    """The course of an episode, as `module:function`."""
 
     @property
     def devices(self) -> int:
@@ -249,15 +253,16 @@ class _Start:
         shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
         return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
-    def engines(self, spec: EnginesSpec) -> WorkerGroup[EngineWorker]:
+    def engines(self, spec: EnginesSpec) -> WorkerGroup[EpisodeWorker]:
         places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks)
         env, first = spec.engine.environment, spec.ranks
+        shared = {"worker": spec.backend.worker, "episode": spec.episode, "spec": spec.engine}
         engines = [
-            WorkerSpec({"spec": spec.engine, "index": index}, own[:first], env, others=own[first:])
+            WorkerSpec(shared | {"index": index}, own[:first], env, others=own[first:])
             for index, own in enumerate(places)
         ]
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
-        return self._group("engine", spec.backend.worker, engines, self.of_engines, concurrency=calls)
+        return self._group("engine", ENGINE_WORKER, engines, self.of_engines, concurrency=calls)
 
     def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.

@@ -36,6 +36,7 @@ from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
 from rlctl.envs.scorers import Rewards
 from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError, MachineError
+from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable
@@ -215,6 +216,8 @@ def prepare_job(
         _require_refit_directory(config.refit.directory)
     model, teacher = open_model(config.model, tell, copies=starts), open_teacher(config, tell, copies=starts)
     source, facts = model.source, model.facts
+    if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
+        tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
     prompts = PromptStream.open(config, source.directory)
     if teacher:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
@@ -287,7 +290,8 @@ def check_plan(
     planned_policy(config, facts, plan)
     if teacher is not None:
         planned_teacher(config, facts, teacher, plan)
-    engine_backend().refuse(config, facts, device_of(plan))
+    if plan.generation is not None:
+        engine_backend().refuse(config, facts, device_of(plan))
     return plan
 
 

@@ -22,6 +22,8 @@ from rlctl.cluster.workers import telling_waits
 from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.result import Plan
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
@@ -151,6 +153,7 @@ def _train(
             job.config.refit, None if resume_from else job.source, offload=job.offload, tell=display.say,
             restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
         )  # fmt: skip
+        sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used)) else None
         stack.enter_context(sync)
         saver = Saver(run, policy, job.config, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
@@ -187,6 +190,23 @@ def _train(
         display.doing("stopping the processes")
         _keep_memory(run, crew, display)
         return steps.step, interrupted
+
+
+def crowded(plan: Plan, used: tuple[int, int]) -> str:
+    """Return why training will not fit after all, with `used` (bytes in use, all bytes) of a GPU on which policy and
+    engines sleep; empty: it fits."""
+    in_use, size = used
+    training = plan.memory["training"]
+    planned = training.parts["engine asleep"] + plan.memory["generation"].parts["policy asleep"]
+    need = training.total + in_use - planned
+    if need <= size:
+        return ""
+    return (
+        f"While policy and engines sleep, {in_use / GIB:.1f} GiB of a GPU are in use, and the plan has "
+        f"{planned / GIB:.1f}. Training then needs about {need / GIB:.1f} GiB of {size / GIB:.1f} and may run out of "
+        "memory. Give it less with --set training.micro_batch_tokens=N, or engines that keep less with "
+        "--set vllm.enforce_eager=true (no CUDA graphs)."
+    )
 
 
 def _converted(job: Job, display: Display) -> Job:

@@ -176,7 +176,10 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
         return None
     was, now_is = before.name(), now.parallel.name()
     if backend != job.plan.backend:
-        was, now_is = f"{was} by {backend}", f"{now_is} by {job.plan.backend}"
+        return (
+            f"training was laid out as {was} by {backend} and goes on as {now_is} by {job.plan.backend}: the weights "
+            "are the same, and the optimizer's moments start from zero"
+        )
     return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
 
 

@@ -24,7 +24,7 @@ from rlctl.backends.batch import (
     MinibatchResult,
     ValueLoss,
 )
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError, WorkerError
@@ -240,6 +240,11 @@ class PolicyWorker(Protocol):
         collective (an all-gather that overlaps is completed): to be called on all ranks."""
         ...
 
+    def device_used(self) -> tuple[int, int] | None:
+        """Bytes of this rank's GPU that are in use, by whatever process, and all that it has; None on a CPU. Not
+        collective."""
+        ...
+
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...
@@ -291,8 +296,9 @@ class CriticWorker(Protocol):
 class WeightReceiver(Protocol):
     """The receiving side of a refit: an engine, or a process that holds parameters like one."""
 
-    def refit_open(self, init_info: dict[str, Any]) -> None:
-        """Take what stays the same over all refits: the published tensors (`table`) and the way in (`receive`)."""
+    def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
+        """Take what stays the same over all refits: the published tensors as (name, dtype, shape), and `loader`,
+        `direct` or `auto`."""
 
     def refit_needs(self) -> list[Need]:
         """List what each process of the engine needs, and where it is."""
@@ -334,7 +340,25 @@ class WeightReceiver(Protocol):
 
 
 class EngineWorker(WeightReceiver, Protocol):
-    """One generation engine; a process of its own, or the first of several. No method is collective over engines."""
+    """One generation engine; a process of its own, or the first of several. No method is collective over engines.
+
+    It knows requests for one sample each; `EpisodeWorker` is what the driver asks.
+    """
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that it took on last."""
+        ...
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the device is the policy's, so that nothing is decoded."""
+        ...
 
     def start(self) -> None:
         """Load the model. Raises ConfigError or MachineError where the engine refuses what was asked for."""
@@ -342,24 +366,21 @@ class EngineWorker(WeightReceiver, Protocol):
     def require_alive(self) -> None:
         """Raise WorkerError unless every process of the engine answers."""
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
-        """Return one result a request, in their order. Raises InputError for a prompt that does not fit,
-        WaitTimeoutError after `timeout_s`, and WorkerError while the weights are half-updated."""
+    def require_ready(self, timeout_s: float) -> None:
+        """Wait for a refit that waits for samples in flight. Raises WorkerError while the weights are half-updated or
+        the engine sleeps."""
+
+    def add_samples(self, requests: Sequence[SampleRequest]) -> None:
+        """Begin some samples, which are decoded by `finished_samples`. While the weights change or the engine sleeps
+        they wait. Raises InputError for tokens that do not fit."""
+
+    def finished_samples(self, timeout_s: float) -> list[SampleResult]:
+        """Decode until some samples are finished, and return these; nothing where none is after `timeout_s`. Raises
+        WorkerError where the weights that they were sampled with did not pass verification."""
         ...
 
-    def generate_apart(
-        self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
-    ) -> tuple[list[GroupResult], list[Any]]:
-        """As `generate`, with the token-sized values apart (`messages.apart`), to be handed on by handle."""
-        ...
-
-    def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
-        """Begin the samples of some prompts, which are decoded while `collect_apart` waits for some."""
-
-    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
-        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_apart`, or
-        nothing where the engine falls asleep before. Raises WaitTimeoutError after `timeout_s`."""
-        ...
+    def drop_samples(self, keys: Sequence[str]) -> None:
+        """End samples that nobody waits for any more."""
 
     def forget_prompts(self) -> None:
         """Drop what is cached of earlier prompts, so that the next ones are computed as in a new engine."""
@@ -377,3 +398,26 @@ class EngineWorker(WeightReceiver, Protocol):
 
     def close(self) -> None:
         """Let go of the model."""
+
+
+class EpisodeWorker(EngineWorker, Protocol):
+    """An engine that plays episodes (`rollouts/episodes.py`): the process that the driver asks."""
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
+        """Return one result a request, in their order. Raises InputError for a prompt that does not fit,
+        WaitTimeoutError after `timeout_s`, and WorkerError while the weights are half-updated."""
+        ...
+
+    def generate_apart(
+        self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+    ) -> tuple[list[GroupResult], list[Any]]:
+        """As `generate`, with the token-sized values apart (`messages.apart`), to be handed on by handle."""
+        ...
+
+    def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        """Begin the episodes of some prompts, which go on by themselves."""
+
+    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_apart`, or
+        nothing where the engine falls asleep before. Raises WaitTimeoutError after `timeout_s`."""
+        ...

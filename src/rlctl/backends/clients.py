@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rlctl.backends.base import CriticWorker, EngineWorker, PolicySpec, PolicyWorker
+from rlctl.backends.base import CriticWorker, EpisodeWorker, PolicySpec, PolicyWorker
 from rlctl.backends.batch import (
     AdvantageEstimate,
     BatchShard,
@@ -117,6 +117,11 @@ class PolicyClient(Generic[W_co]):
     def wake(self) -> None:
         self.group.call(PolicyWorker.wake)
 
+    def device_used(self) -> tuple[int, int] | None:
+        """Return (bytes in use, all bytes) of the GPU with the least left; None without GPUs."""
+        found = [one for one in self.group.call(PolicyWorker.device_used) if one is not None]
+        return max(found, key=lambda one: one[0] - one[1], default=None)
+
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters, of any rank, with a value that is not finite."""
         return sorted({name for part in self.group.call(PolicyWorker.parameters_not_finite) for name in part})
@@ -216,10 +221,10 @@ class EngineClient:
     """Asks all generation engines, which know nothing of one another: a call is never collective, and one that allows
     for the loss of an engine says so."""
 
-    def __init__(self, group: WorkerGroup[EngineWorker], *, keeps: bool = False) -> None:
+    def __init__(self, group: WorkerGroup[EpisodeWorker], *, keeps: bool = False) -> None:
         """`keeps`: what engines have made is copied to this node, because theirs may be lost without the policy's."""
         self.group, self._keeps = group, keeps
-        self._aside: list[WorkerGroup[EngineWorker]] = []
+        self._aside: list[WorkerGroup[EpisodeWorker]] = []
         """Engines that are waiting for a host."""
 
     def __len__(self) -> int:
@@ -231,7 +236,7 @@ class EngineClient:
         """Give each engine its share of the requests; return the results of each engine, with handles of columns and
         texts, or the error of one that failed, is gone, or did not answer in `timeout_s`."""
         asked, handles = self.group.within(timeout_s + MARGIN_S).submit_apart(
-            EngineWorker.generate_apart,
+            EpisodeWorker.generate_apart,
             [(share, sampling, timeout_s) for share in shares],
             [VALUES_A_GROUP * len(share) for share in shares],
         )
@@ -253,18 +258,18 @@ class EngineClient:
     ) -> PendingGroups:
         """Have one of `engines` generate `requests`, all of which it gives back at once."""
         asked, (values,) = self._alone(engine, timeout_s).submit_apart(
-            EngineWorker.generate_apart, [(requests, sampling, timeout_s)], [VALUES_A_GROUP * len(requests)]
+            EpisodeWorker.generate_apart, [(requests, sampling, timeout_s)], [VALUES_A_GROUP * len(requests)]
         )
         return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
 
     def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
-        self._alone(engine, ANSWER_TIMEOUT_S).call(EngineWorker.submit, requests, sampling)
+        self._alone(engine, ANSWER_TIMEOUT_S).call(EpisodeWorker.submit, requests, sampling)
 
     def collect(self, engine: object, timeout_s: float) -> PendingGroups:
         """Ask one of `engines` for the next of the groups that were submitted to it."""
         asked, (values,) = self._alone(engine, timeout_s).submit_apart(
-            EngineWorker.collect_apart, [(timeout_s,)], [VALUES_A_GROUP]
+            EpisodeWorker.collect_apart, [(timeout_s,)], [VALUES_A_GROUP]
         )
         return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
 
@@ -273,7 +278,7 @@ class EngineClient:
         """The engines that there are now. One that takes another's place is another engine."""
         return list(self.group.hosts)
 
-    def _alone(self, engine: object, timeout_s: float) -> WorkerGroup[EngineWorker]:
+    def _alone(self, engine: object, timeout_s: float) -> WorkerGroup[EpisodeWorker]:
         """Raises WorkerError where the engine is there no more."""
         if engine not in self.group.hosts:
             raise WorkerError("An engine was replaced while groups were asked of it.")
@@ -281,19 +286,19 @@ class EngineClient:
 
     def forget_prompts(self) -> None:
         """Let the engines drop what they cached of earlier prompts. One whose process is gone has no cache."""
-        _require_of_the_living(self.group.submit(EngineWorker.forget_prompts))
+        _require_of_the_living(self.group.submit(EpisodeWorker.forget_prompts))
 
     def sleep(self) -> None:
         """Let the engines give their devices' memory back. One whose process is gone holds none, and is passed over."""
-        _require_of_the_living(self.group.submit(EngineWorker.sleep))
+        _require_of_the_living(self.group.submit(EpisodeWorker.sleep))
 
     def wake(self) -> None:
         """Let the engines take their memory again. One whose process is gone is missed when it is to answer."""
-        _require_of_the_living(self.group.submit(EngineWorker.wake))
+        _require_of_the_living(self.group.submit(EpisodeWorker.wake))
 
     def lost(self) -> list[int]:
         """The ranks of engines of which a process is gone or does not answer."""
-        outcomes = self.group.within(ANSWER_TIMEOUT_S).submit(EngineWorker.require_alive).outcomes()
+        outcomes = self.group.within(ANSWER_TIMEOUT_S).submit(EpisodeWorker.require_alive).outcomes()
         return [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
 
     def replace(self, ranks: Sequence[int]) -> None:
@@ -321,9 +326,9 @@ class EngineClient:
         return taken
 
 
-def _start_again(group: WorkerGroup[EngineWorker], ranks: Sequence[int]) -> None:
+def _start_again(group: WorkerGroup[EpisodeWorker], ranks: Sequence[int]) -> None:
     group.restart(ranks)
-    group.part(ranks).within(group.start_timeout_s).call(EngineWorker.start)
+    group.part(ranks).within(group.start_timeout_s).call(EpisodeWorker.start)
 
 
 def only_result(results: Sequence[R | None]) -> R:

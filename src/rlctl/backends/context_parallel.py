@@ -1,4 +1,5 @@
-"""Context parallelism of packed rows: which tokens a rank holds, and how keys and log-probs are put together again.
+"""The tokens of a packed row that a rank holds under context parallelism, and the collectives that put parts of rows
+together again.
 
 Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen.
 """
@@ -20,22 +21,57 @@ def zigzag(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
 
-class GatherContext(torch.autograd.Function):
-    """Concatenates the context-parallel ranks' parts along dim 0; backward sums and scatters."""
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """The parts of all ranks, concatenated along dim 0."""
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """This rank's part along dim 0 of the sum over the ranks."""
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    torch.distributed.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class Gather(torch.autograd.Function):
+    """`gathered`; backward sums and scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
+        return gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        torch.distributed.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
+        return summed(grads[0], ctx.group), None
+
+
+class ShareOut(torch.autograd.Function):
+    """`summed`; backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gathered(grads[0], ctx.group), None
+
+
+class GatherValues(torch.autograd.Function):
+    """`gathered`, where each rank computes the same from the whole, and keeps the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return gathered(values_T, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 class JoinContext(torch.autograd.Function):

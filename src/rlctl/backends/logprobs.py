@@ -64,7 +64,7 @@ def chunked_logprobs(
         response, count = further.shape
         everything = torch.cat([targets, further.flatten()])
         places = torch.cat([inverse, inverse.repeat_interleave(count)])
-        out = token_logprobs(logits_UV, places, everything, vocab, temperature)
+        out = TokenLogprobs.apply(logits_UV, places, everything, vocab, temperature)
         rows = [out[:, :response], out[0, response:].view(response, count).T]
         return torch.cat(rows if top is None else [*rows, further.T.float()])
 
@@ -104,15 +104,9 @@ def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Top) -> Tensor:
     return ids_UK
 
 
-def token_logprobs(
-    logits_UV: Tensor, inverse_R: Tensor, targets_R: Tensor, vocab: VocabPart, temperature: float
-) -> Tensor:
-    """float32 [2, R] as in `chunked_logprobs`. Overwrites the logits where they are float32."""
-    return TokenLogprobs.apply(logits_UV, inverse_R, targets_R, vocab, temperature)
-
-
 class TokenLogprobs(torch.autograd.Function):
-    """Log-softmax of logits / temperature at the chosen tokens, over a vocabulary split across `group`.
+    """float32 [2, R] as in `chunked_logprobs`: log-softmax of logits / temperature at the chosen tokens, over a
+    vocabulary split across `group`. Overwrites the logits where they are float32.
 
     With p = softmax: d logprob / d logits = (onehot - p) / temperature, and of the entropy H = log Z - sum p x,
     d H / d logits = -p (log p + H) / temperature.
@@ -129,7 +123,9 @@ class TokenLogprobs(torch.autograd.Function):
         if vocab.group.size() > 1:
             torch.distributed.all_reduce(top_U, torch.distributed.ReduceOp.MAX, group=vocab.group)
         x.sub_(top_U[:, None])
-        local_R, outside_R = _local_targets(targets_R, vocab.start, x.shape[1])
+        local_R = targets_R - vocab.start
+        outside_R = (local_R < 0) | (local_R >= x.shape[1])
+        local_R = local_R.masked_fill(outside_R, 0)
         chosen_R = x[inverse_R, local_R].masked_fill_(outside_R, 0.0)
         # exp in place would lose x, which the entropy needs: sum p x is taken row by row without a second [U, V].
         weighted_U, total_U = _exponentiate(x)
@@ -173,12 +169,6 @@ def _scale_with_entropy(exp_UV: Tensor, factor_U: Tensor, entropy_U: Tensor, shi
 def _rows_at_a_time(x_UV: Tensor) -> int:
     """Rows whose copies stay in a processor's cache, or are few enough for a GPU's memory."""
     return 64 if x_UV.device.type == "cpu" else 4096
-
-
-def _local_targets(targets_R: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    local_R = targets_R - start
-    outside_R = (local_R < 0) | (local_R >= width)
-    return local_R.masked_fill(outside_R, 0), outside_R
 
 
 def _exponentiate(x_UV: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from rlctl.checkpoints.plan_execution import with_adapter
-from rlctl.checkpoints.rounding import narrowed
-from rlctl.config.schema import LoraConfig, Rounding
+from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 
 LAYERS = {
@@ -64,11 +62,6 @@ def first_a(rank: int, inputs: int, seed: int, name: str) -> Tensor:
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of an adapter."""
     return name.rpartition(".")[2] in ("lora_a", "lora_b")
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, rounding: Rounding) -> Tensor:
-    """W', or this rank's part of it: added up in float32, and rounded once to the weight's dtype."""
-    return narrowed(with_adapter(weight.detach(), a.detach(), b.detach(), scale), weight.dtype, rounding)
 
 
 @contextlib.contextmanager

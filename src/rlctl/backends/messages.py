@@ -1,6 +1,7 @@
-"""Requests to a generation engine and its answers. Nothing here imports torch or vLLM.
+"""Requests to a generation engine and its answers: samples, and the groups of episodes that are made of them. Nothing
+here imports torch or vLLM.
 
-Suffix G: the samples of one prompt.
+Suffix G: the episodes of one prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GenerationConfig
-from rlctl.data.rollouts import RolloutColumns, TokensByVersion
+from rlctl.data.rollouts import TokensByVersion
 
 
 @dataclass(frozen=True)
@@ -47,64 +48,64 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class SampleRequest:
+    """One sample that an engine is asked for: what it goes on from, and how its tokens are drawn."""
+
+    key: str
+    """Name by which the caller knows the answer. Keys that are equal up to their last dot belong to one prompt."""
+    tokens: tuple[int, ...]
+    seed: int
+    """A sample depends on its own seed alone, not on its neighbors in the batch."""
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """The answer to a `SampleRequest`. Suffix R: the tokens that were sampled."""
+
+    key: str
+    tokens_R: np.ndarray  # int32
+    logprobs_R: np.ndarray  # float32
+    versions_R: np.ndarray  # int32: version of the weights that chose the token
+    text: str
+    stop_reason: str
+    """As `Rollout.stop_reason`."""
+    routed_T: np.ndarray | None = None
+    """int16 [T, layers, experts a token] of the request's tokens and those that were sampled, where it is recorded."""
+
+
+@dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, and the seed of each sample wanted of it."""
+    """One prompt, and the seed of each episode wanted of it."""
 
     group: int
     """Number by which the caller knows the answer; in training the position of the prompt."""
     prompt_tokens: tuple[int, ...]
     seeds: tuple[int, ...]
-    """One sample a seed. A sample depends on its own seed alone, not on its neighbours in the batch."""
+    """One episode a seed."""
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The samples of one prompt: what is token-sized, or handles of it, and scalars by sample."""
+    """The finished episodes of one prompt: what is token-sized, or handles of it, and scalars by episode."""
 
     group: int
     """The number that the request has."""
     columns: Any
     """The `RolloutColumns`."""
     texts: Any
-    """The completion texts, `list[str]` of length G."""
+    """The text of each episode's last answer, `list[str]` of length G."""
     prompt_tokens: int
     tokens: tuple[int, ...]
-    """Tokens of each sample, its prompt included."""
+    """All tokens of each episode, its prompt included."""
     response_tokens: tuple[int, ...]
-    """Tokens of each sample that the policy chose, counted by the loss mask."""
+    """Tokens of each episode that the policy chose, counted by the loss mask."""
     finish_reasons: tuple[str, ...]
     """As `Rollout.stop_reason`."""
     versions: tuple[TokensByVersion, ...]
-    """The weights that chose the tokens of each sample."""
-
-    @classmethod
-    def of(
-        cls,
-        request: GroupRequest,
-        columns: RolloutColumns,
-        texts: Sequence[str],
-        finish_reasons: Sequence[str],
-        version: int,
-    ) -> GroupResult:
-        """Return the result with the scalars that follow from `columns`. A sample without tokens has `version`."""
-        spans = [columns.slice(row) for row in range(columns.rollouts)]
-        chosen = [columns.loss_mask_T[span] for span in spans]
-        versions = [columns.weight_version_T[span][mask] for span, mask in zip(spans, chosen, strict=True)]
-        return cls(
-            group=request.group,
-            columns=columns,
-            texts=list(texts),
-            prompt_tokens=len(request.prompt_tokens),
-            tokens=tuple(span.stop - span.start for span in spans),
-            response_tokens=tuple(int(mask.sum()) for mask in chosen),
-            finish_reasons=tuple(finish_reasons),
-            versions=tuple(_counted(part) or ((version, 0),) for part in versions),
-        )
-
-
-def _counted(versions: np.ndarray) -> TokensByVersion:
-    found, counts = np.unique(versions, return_counts=True)
-    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
+    """The weights that chose the tokens of each episode."""
+    rewards: tuple[float | None, ...]
+    """The rewards that the episodes gave themselves; None: its completion is to be scored."""
 
 
 VALUES_A_GROUP = 2

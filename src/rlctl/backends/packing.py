@@ -94,8 +94,13 @@ def plan_batch(
         units = _units(rollouts, micro_batch_tokens, share)
         units.sort(key=lambda u: (-u.cost, u.rollouts[0].position, u.rollouts[0].sample))
         ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
-    shards = tuple(_shard([rank[r] for rank in ranks], columns, share, dynamic) for r in range(dp))
-    return BatchPlan(shards, _stats(minibatches, ranks, shards, dp, multiple))
+    shards = []
+    for rank in range(dp):
+        minis = tuple(tuple(_micro_batch(units) for units in rows[rank]) for rows in ranks)
+        groups = sorted({rollout.position for rows in minis for micro in rows for rollout in micro})
+        shards.append(BatchShard({group: columns[group] for group in groups}, minis, share, dynamic))
+    unshared = sum(rollout.tokens for rollouts in minibatches for rollout in rollouts)
+    return BatchPlan(tuple(shards), _stats(ranks, unshared, multiple, dynamic))
 
 
 def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> int:
@@ -192,71 +197,38 @@ def _fill(order: list[PackingUnit], count: int, limit: int) -> list[list[Packing
     return bins
 
 
-def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[MicroBatch]]:
+def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[list[PackingUnit]]]:
     """Bins by falling cost, each to the rank with the least to do that still lacks one; as many on each rank."""
     count = len(bins) // dp
-    ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
+    ranks: list[list[list[PackingUnit]]] = [[] for _ in range(dp)]
     load = [0.0] * dp
     for units in sorted(bins, key=lambda units: -sum(unit.cost for unit in units)):
         rank = min((r for r in range(dp) if len(ranks[r]) < count), key=lambda r: (load[r], r))
         load[rank] += sum(unit.cost for unit in units)
-        ranks[rank].append(_in_batch_order(units))
+        ranks[rank].append(units)
     return ranks
 
 
-def _in_batch_order(units: list[PackingUnit]) -> MicroBatch:
+def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
     ordered = sorted(units, key=lambda unit: (unit.rollouts[0].position, unit.rollouts[0].sample))
     return tuple(rollout for unit in ordered for rollout in unit.rollouts)
 
 
-def _shard(
-    minibatches: list[list[MicroBatch]], columns: dict[int, object], share: bool, rectangular: bool
-) -> BatchShard:
-    needed = sorted({rollout.position for rows in minibatches for micro in rows for rollout in micro})
-    return BatchShard(
-        {group: columns[group] for group in needed}, tuple(tuple(rows) for rows in minibatches), share, rectangular
-    )
-
-
-def _stats(
-    minibatches: Sequence[Sequence[WeightedRollout]],
-    ranks: list[list[list[MicroBatch]]],
-    shards: tuple[BatchShard, ...],
-    dp: int,
-    multiple: int,
-) -> PackingStats:
-    share = shards[0].share_prompts
+def _stats(ranks: list[list[list[list[PackingUnit]]]], unshared: int, multiple: int, rectangular: bool) -> PackingStats:
+    """`ranks`: the bins of each rank, by mini-batch."""
     tokens = padded = 0
-    for rows in ranks:
-        micros = [micro for rank in rows for micro in rank]
-        used = sum(row_tokens(micro, share) for micro in micros)
+    for units in (units for rows in ranks for own in rows for units in own):
+        used = length = sum(unit.tokens for unit in units)
+        if rectangular and units:
+            length = len(units) * max(unit.tokens for unit in units)
         tokens += used
-        padded += sum(_row_length(micro, shards[0], multiple) for micro in micros) - used
-    busiest = mean = 0.0
-    for rows in ranks:
-        costs = [sum(_micro_cost(micro, share) for micro in rank) for rank in rows]
-        busiest, mean = busiest + max(costs), mean + sum(costs) / dp
+        padded += max(multiple, -(-length // multiple) * multiple) - used
+    costs = [[sum(unit.cost for units in own for unit in units) for own in rows] for rows in ranks]
+    busiest, mean = sum(map(max, costs)), sum(sum(own) / len(own) for own in costs)
     return PackingStats(
         tokens=tokens,
         padded_tokens=padded,
-        unshared_tokens=sum(rollout.tokens for rollouts in minibatches for rollout in rollouts),
-        micro_batches=sum(len(rank) for rank in (rows[0] for rows in ranks)),
+        unshared_tokens=unshared,
+        micro_batches=sum(len(rows[0]) for rows in ranks),
         imbalance=busiest / mean - 1 if mean else 0.0,
     )
-
-
-def _row_length(micro: MicroBatch, shard: BatchShard, multiple: int) -> int:
-    """Tokens of a row with its padding."""
-    length = row_tokens(micro, shard.share_prompts)
-    if shard.rectangular and micro:
-        length = len(micro) * max(rollout.tokens for rollout in micro)
-    return max(multiple, -(-length // multiple) * multiple)
-
-
-def _micro_cost(micro: MicroBatch, share: bool) -> float:
-    if not share:
-        return sum(_unit((rollout,)).cost for rollout in micro)
-    groups: dict[int, list[WeightedRollout]] = defaultdict(list)
-    for rollout in micro:
-        groups[rollout.position].append(rollout)
-    return sum(_unit(tuple(group)).cost for group in groups.values())

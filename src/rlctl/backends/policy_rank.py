@@ -1,5 +1,10 @@
 """One rank of a policy, as far as it is the same whatever backend trains: meeting the other ranks, the rows of a batch,
-passes over them, saves in the background, and the way back to the device."""
+passes over them, saves in the background, and the way back to the device; and the critic next to it.
+
+The critic is a second model in the policy's process and process groups: a rank of the same class (`is_critic`), which
+trains, sleeps, saves and loads as the policy does. Its rows are the policy's, so that each sees the columns that the
+other adds.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,19 @@ import contextlib
 import datetime
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import (
+    AdvantageEstimate,
     BatchShard,
     Fetch,
     GroupLogprobs,
@@ -26,12 +33,16 @@ from rlctl.backends.batch import (
     LossOutput,
     MicroBatchLoss,
     MinibatchResult,
+    ValueLoss,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
+from rlctl.backends.lora import base_weights
 from rlctl.backends.movement import Movement
-from rlctl.backends.results import StepOutcome, logprob_stats, micro_batch_loss, minibatch_result
+from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.backends.rows import PackedRow, add_taught, fetch_rows, taught_by_group
-from rlctl.checkpoints.identity import damaged_files
+from rlctl.checkpoints.identity import damaged_files, file_digest
+from rlctl.checkpoints.megatron.megatron_model import names_modules
+from rlctl.checkpoints.rank_loading import require_policy
 from rlctl.cluster.progress import report
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, WorkerError
@@ -39,23 +50,51 @@ from rlctl.transport.collective import ServedStore
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
 """(row, output of the model) -> (loss, what is collected of the row)."""
+CRITIC = "critic"
+"""The critic's part of a checkpoint, a directory inside of the policy's."""
 
 
-class Save(Protocol):
-    """A save under way on one rank."""
+class Save(ABC):
+    """A snapshot that one rank writes in the background. Every rank makes one and finishes it; the checkpoint is
+    complete when all have."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start writing into an existing empty directory; to be called when the snapshot has been taken."""
+        self.directory = directory
+        pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = pool.submit(self.write)
+        pool.shutdown(wait=False)
+
+    @abstractmethod
+    def write(self) -> dict[str, str]:
+        """Write the snapshot; return the digests of this rank's files."""
+
+    @abstractmethod
+    def write_index(self) -> None:
+        """Complete the checkpoint when this rank has written; collective."""
 
     @property
     def written(self) -> bool:
         """Whether `finish` will not have to wait for this rank."""
-        ...
+        return self._writing.done()
 
     def finish(self) -> dict[str, str]:
         """Wait until the checkpoint is complete; collective. Returns the digests of this rank's files."""
-        ...
+        digests = self._writing.result()
+        self.write_index()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            index = [path for path in self.directory.iterdir() if path.is_file() and path.suffix != ".distcp"]
+            digests |= {path.name: file_digest(path) for path in index}
+        return digests
 
 
 class PolicyRank(ABC):
-    """The base of policy workers; methods as in `PolicyWorker`."""
+    """The base of policy workers; methods as in `PolicyWorker` and `CriticWorker`."""
+
+    saves_modules: ClassVar[bool]
+    """Whether checkpoints have the names of transformers' modules, or Megatron's."""
+    is_critic = False
 
     def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
         """`master_addr`: address of the node of rank 0."""
@@ -68,6 +107,8 @@ class PolicyRank(ABC):
         self.rounding: Rounding = spec.optimizer.rounding
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
+        self.groups: Any = None
+        self.critic: Self | None = None
         self._shard = BatchShard({}, ())
         self._rows: list[list[PackedRow]] = []
         self._reference: dict[str, Tensor] | None = None
@@ -76,15 +117,24 @@ class PolicyRank(ABC):
         self._host_memory: HostMemory | None = None
         self.movement: Movement | None = None
 
-    # --- what a backend does
+    # --- what a backend does, to one model
 
     @abstractmethod
     def prepare(self) -> None:
         """Called once, before the ranks meet."""
 
     @abstractmethod
-    def build(self) -> None:
-        """(Re)build groups, model and optimizer from the spec in the running process group."""
+    def join_groups(self) -> Any:
+        """Make the groups of ranks in the running process group; returns what `groups` is to hold."""
+
+    @abstractmethod
+    def build_model(self) -> None:
+        """Build model and optimizer from the spec, with random weights."""
+
+    @property
+    @abstractmethod
+    def models(self) -> list[nn.Module]:
+        """The model, or its chunks."""
 
     @property
     @abstractmethod
@@ -92,13 +142,25 @@ class PolicyRank(ABC):
         """The data-parallel ranks that hold the same part of a model."""
 
     @abstractmethod
+    def parameters(self) -> Mapping[str, Tensor]: ...
+
+    @abstractmethod
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        """This rank's part of each trained parameter, by name."""
+
+    @abstractmethod
+    def load_weights(self, directory: Path, *, saved: bool = False) -> None:
+        """Fill the weights of the model; the optimizer starts afresh. `saved`: the directory is a checkpoint of this
+        model, whose float32 weights are read."""
+
+    @abstractmethod
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
         """Run the model over `rows`, unless `forward_only` with gradients added up; return the second values of
         `loss_of`, where this rank has the output."""
 
     @abstractmethod
-    def under_weights_of(self, column: LogprobColumn) -> contextlib.AbstractContextManager[None]:
-        """Put the weights that `column` is computed under in place for a moment."""
+    def with_weights(self, others: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Put other weights, by the names of `parameters`, in place for a moment."""
 
     @abstractmethod
     def clear_gradients(self) -> None: ...
@@ -108,8 +170,20 @@ class PolicyRank(ABC):
         """Take one optimizer step on the gradients, or none at all where these are not finite."""
 
     @abstractmethod
+    def offload(self, keep_weights: bool) -> Offloaded:
+        """Move weights, optimizer and reference of this model to host memory."""
+
+    @abstractmethod
     def begin_save(self, directory: Path) -> Save:
         """Take a snapshot for an existing empty directory and start writing it."""
+
+    @abstractmethod
+    def load_checkpoint(self, directory: Path) -> None:
+        """Read what `begin_save` wrote."""
+
+    @abstractmethod
+    def load_adapters(self, directory: Path) -> None:
+        """Read the adapters that the other backend saved."""
 
     # --- life cycle
 
@@ -117,6 +191,26 @@ class PolicyRank(ABC):
         """Hold the port from here on: one that was looked for beforehand may be another process's by `setup`."""
         self._store = ServedStore(self.master_addr, self.spec.timeout_s)
         return self._store.port
+
+    def build(self) -> None:
+        """(Re)build groups, models and optimizers from the spec in the running process group."""
+        self.groups = self.join_groups()
+        self.build_model()
+        self._reference = None
+        self._rows = []
+        self.critic, critic = None, self.spec.critic
+        if critic is None:
+            return
+        if critic.offload:  # turns on the device: the critic is built where the policy was, and waits from here on
+            self.sleep()
+        spec = replace(self.spec, optimizer=critic.optimizer, critic=None, router_replay=False)
+        other = type(self)(self.rank, self.world_size, self.master_addr, spec)
+        other.is_critic, other.groups, other.device = True, self.groups, self.device
+        other.build_model()
+        self.critic = other
+        if critic.offload:
+            other.sleep()
+            self.wake()
 
     def setup(self, port: int) -> None:
         spec = self.spec
@@ -148,11 +242,26 @@ class PolicyRank(ABC):
             torch.distributed.destroy_process_group()
         self._store = None
 
+    def sleep(self, keep_weights: bool = False) -> int:
+        """The bytes returned include those of an earlier `sleep` that kept the weights. A critic that does not take
+        turns with the policy sleeps whenever it does."""
+        of_critic = self.critic.sleep() if self.critic is not None and not self._takes_turns else 0
+        self._offloaded.append(self.offload(keep_weights))
+        return of_critic + sum(part.device_bytes for part in self._offloaded)
+
     def wake(self) -> None:
         while self._offloaded:
             self._offloaded.pop().restore()
         if self._host_memory is not None:
             self._host_memory.rewind()
+        if self.critic is not None and not self._takes_turns:
+            self.critic.wake()
+
+    def device_used(self) -> tuple[int, int] | None:
+        if self.spec.device != "cuda":
+            return None
+        left, size = torch.cuda.mem_get_info()
+        return size - left, size
 
     def host_memory(self) -> HostMemory:
         """Where tensors wait during `sleep`."""
@@ -164,11 +273,44 @@ class PolicyRank(ABC):
         narrow = self.spec.dtype != "float32" and not self.spec.lora.rank and self.spec.teaches is None
         return Movement(getattr(torch, self.spec.dtype), self.rounding) if narrow else None
 
+    # --- weights
+
+    def load_model(self, directory: Path | str) -> None:
+        self.load_weights(Path(directory))
+        if self.critic is not None:
+            with self._critics_turn():
+                self.critic.load_model(directory)
+
+    def hold_reference(self) -> None:
+        """With adapters the reference is the model without them, and nothing is copied."""
+        values = {} if self.spec.lora.rank else self.parameters()
+        self._reference = {name: value.clone() for name, value in values.items()}
+
+    @contextlib.contextmanager
+    def under_weights_of(self, column: LogprobColumn) -> Iterator[None]:
+        """Put the weights that `column` is computed under in place for a moment."""
+        if column == "old_logprobs":
+            yield
+            return
+        if self._reference is None:
+            raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
+        with base_weights(self.models) if self.spec.lora.rank else self.with_weights(self._reference):
+            yield
+
+    def parameters_not_finite(self) -> list[str]:
+        odd = [name for name, value in self.trained() if not value.isfinite().all()]
+        if self.critic is not None:
+            with self._critics_turn():
+                odd += [f"{CRITIC}: {name}" for name in self.critic.parameters_not_finite()]
+        return odd
+
     # --- batches
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
         self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
+        if self.critic is not None:
+            self.critic._rows = self._rows
 
     def add_logprobs(self, column: LogprobColumn) -> None:
         with self.under_weights_of(column):
@@ -245,16 +387,76 @@ class PolicyRank(ABC):
         if self._save is not None:
             raise WorkerError("save_begin was called while a save was under way.")
         self._save = self.begin_save(Path(directory))
+        if self.critic is not None:
+            place = Path(directory, CRITIC)
+            place.mkdir(exist_ok=True)  # each rank makes sure of it
+            with self._critics_turn():
+                self.critic.save_begin(place)
 
     def save_written(self) -> bool:
-        return self._save is None or self._save.written
+        return (self._save is None or self._save.written) and (self.critic is None or self.critic.save_written())
 
     def save_finish(self) -> dict[str, str]:
         save, self._save = self._save, None
         if save is None:
             raise WorkerError("save_finish was called, but no save is under way.")
-        return save.finish()
+        digests = save.finish()
+        if self.critic is not None:
+            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
+        return digests
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
         names = sorted(digests)[self.rank :: self.world_size]
         return damaged_files(Path(directory), {name: digests[name] for name in names})
+
+    def load_saved(self, directory: Path | str) -> None:
+        """The weights alone are read of a checkpoint that the other backend saved; the optimizer starts afresh."""
+        directory = require_policy(Path(directory))
+        if names_modules(directory) == self.saves_modules:
+            self.load_checkpoint(directory)
+        elif self.spec.lora.rank:
+            self.load_adapters(directory)
+        else:
+            self.load_weights(directory, saved=True)
+        if self.critic is not None:
+            with self._critics_turn():
+                self.critic.load_saved(directory / CRITIC)
+
+    # --- the critic
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.spec.critic is not None and self.spec.critic.offload
+
+    def critic_begin(self) -> None:
+        critic = self._require_critic()
+        if self._takes_turns:
+            self.sleep()
+            critic.wake()
+
+    def critic_end(self) -> None:
+        if self._takes_turns:
+            self._require_critic().sleep()
+            self.wake()
+
+    @contextlib.contextmanager
+    def _critics_turn(self) -> Iterator[None]:
+        self.critic_begin()
+        yield
+        self.critic_end()
+
+    def _require_critic(self) -> Self:
+        if self.critic is None:
+            raise WorkerError("This policy was started without a critic.")
+        return self.critic
+
+    def estimate(self, estimate: AdvantageEstimate) -> None:
+        self._require_critic().add_column("values")
+        rows = self._all_rows()
+        if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
+            add_advantages(rows, estimate, self.data_group)
+
+    def train_critic(
+        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        return self._require_critic().train_on(index, loss, PackedRow.value_batch, lr, weight_decay)

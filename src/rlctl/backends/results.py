@@ -87,7 +87,11 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
     are 0."""
     counted = [row.columns_R["advantages"][row.columns_R["token_weights"] != 0].double() for row in rows]
     own = torch.cat(counted) if counted else torch.zeros(0)
-    parts = [part for part in _all_ranks(_moments(own), group) if part[0]]
+    moments = (0, 0.0, 0.0, 0.0, 0.0)  # number, mean, sum of squares around it, smallest and largest value
+    if len(own):
+        square = (own - own.mean()).square().sum()
+        moments = len(own), float(own.mean()), float(square), float(own.min()), float(own.max())
+    parts = [part for part in _all_ranks(moments, group) if part[0]]
     if not parts:
         return
     tokens = sum(count for count, *_ in parts)
@@ -99,20 +103,10 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
         row.columns_R["advantages"] = (row.columns_R["advantages"] - mean) * scale
 
 
-def _moments(values: Tensor) -> tuple[int, float, float, float, float]:
-    """Number, mean, sum of squares around it, smallest and largest value."""
-    if not len(values):
-        return 0, 0.0, 0.0, 0.0, 0.0
-    mean = values.mean()
-    square = (values - mean).square().sum()
-    return len(values), float(mean), float(square), float(values.min()), float(values.max())
-
-
 def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
     """Return sums and maxima over the micro-batches of all data-parallel ranks. Collective over them (`group`)."""
-    local: dict[str, Any] = {"loss": 0.0, "sums": {}, "maxima": {}}
+    local: dict[str, Any] = {"loss": sum(float(micro["loss"]) for micro in found), "sums": {}, "maxima": {}}
     for micro in found:
-        local["loss"] += float(micro["loss"])
         for name, value in micro["sums"].items():
             local["sums"][name] = local["sums"].get(name, 0.0) + float(value)
         for name, value in micro["maxima"].items():

@@ -133,7 +133,9 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
     if len(unit.completions) <= 1:
         return [_Problem(tokens, tokens, None)]
     if unit.tokens <= TREE_TOKENS:
-        return [_Problem(tokens, tokens, _tree_mask(unit))]
+        part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
+        own = (part[None] == 0) | (part[None] == part[:, None])  # of the completions only the token's own
+        return [_Problem(tokens, tokens, np.tri(unit.tokens, dtype=bool) & own)]
     prompt = tokens[: unit.prompt]
     problems = [_Problem(prompt, prompt, None)]
     start = unit.prompt
@@ -147,12 +149,6 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
             problems.append(_Problem(own, both, mask))
         start += length
     return problems
-
-
-def _tree_mask(unit: RowUnit) -> np.ndarray:
-    """bool [tokens, tokens]: causal, and of the completions only the token's own."""
-    part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
-    return np.tri(unit.tokens, dtype=bool) & ((part[None] == 0) | (part[None] == part[:, None]))
 
 
 def _batches(problems: list[_Problem]) -> list[list[_Problem]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,74 +65,23 @@ def require_policy(directory: Path) -> Path:
     return directory
 
 
-def load_moments(
-    directory: Path,
-    world: World,
-    rank: int,
-    moments: Mapping[str, dict[str, torch.Tensor]],
-    facts: ModelFacts,
-    *,
-    critic: bool = False,
-) -> float:
-    """Stream Adam's moments of a policy checkpoint, whichever backend saved it, into the tensors of one rank; returns
-    the optimizer steps that were taken.
-
-    `moments` are, for `exp_avg` and `exp_avg_sq`, contiguous float32 tensors of the trained params under the names of
-    `world.layout(rank)`. Raises as `load_rank` does, and VerificationError where the checkpoint has no moments of one.
-    """
-    from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
-    from rlctl.checkpoints.plan_execution import execute, fill
-
-    found = find(require_policy(directory))
-    assert found is not None
-    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, critic=critic)
-    own = world.layout(rank)
-    for name, tensors in moments.items():
-        params = {param: replace(own.params[param], dtype="float32") for param in tensors}
-        pieces = tuple(replace(piece, transforms=()) for piece in own.pieces if piece.param in tensors)
-        fills = tuple(one for one in own.fills if one.param in tensors)
-        stored, chunks = checkpoint.moments(name)
-        blocks = Blocks(checkpoint.reader, chunks)
-        plan = receive_plan(SingleWorld(stored), Layout(0, params, pieces, fills)).prove()
-        fill(plan.fills, tensors, params)
-        for copy in plan.copies:
-            execute(copy, blocks.read(copy.source_param), tensors[copy.destination_param], blocks.read)
-    return checkpoint.steps
-
-
-@dataclass(frozen=True)
-class StoredAdapters:
-    """The adapters of a policy checkpoint as the optimizer updates them, whole, by published tensor: A [rank, inputs]
-    and B [outputs, rank]."""
-
-    weights: Pairs
-    moments: dict[str, Pairs]
-    """Adam's, by name."""
-    steps: float
-
-
-def load_adapters(directory: Path, facts: ModelFacts) -> StoredAdapters:
-    """Read the adapters of a policy checkpoint and their optimizer's states, whichever backend saved it. Raises
-    InputError where it holds none, or another model's."""
+def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
+    """Read the adapters of a policy checkpoint as the optimizer updates them, whichever backend saved it: A [rank,
+    inputs] and B [outputs, rank] by published tensor. Raises InputError where it holds none, or another model's."""
     from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters
-    from rlctl.checkpoints.megatron.megatron_model import MASTERS, steps_of
+    from rlctl.checkpoints.megatron.megatron_model import MASTERS
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
     reader = TorchDistReader.open(require_policy(directory))
     if not adapter_keys(reader.shapes):
         raise InputError(f"{directory} holds no adapters; its run trained all weights.", "Set training.lora.rank to 0.")
-
-    def read(prefix: str) -> Pairs:
-        return read_adapters(reader, facts, prefix=prefix).pairs
-
-    moments = {name: read(f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
     held = any(key.startswith(MASTERS) for key in reader.shapes)
-    return StoredAdapters(read(MASTERS if held else ""), moments, steps_of(reader))
+    return read_adapters(reader, facts, prefix=MASTERS if held else "").pairs
 
 
-def load_value_head(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the head of a critic's checkpoint, [1, H], whichever backend saved it: `weight`, and Adam's moments of it by
-    name. Raises InputError where it holds none."""
+def load_value_head(directory: Path) -> torch.Tensor:
+    """Read the head of a critic's checkpoint, [1, H], whichever backend saved it. Raises InputError where there is
+    none."""
     from rlctl.checkpoints.megatron.megatron_model import MASTERS, VALUE_HEADS
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
@@ -142,9 +89,7 @@ def load_value_head(directory: Path) -> dict[str, torch.Tensor]:
     key = next((key for key in VALUE_HEADS if key in reader.shapes), None)
     if key is None or reader.shapes[key].shape[0] != 1:
         raise InputError(f"{directory} holds no head of a critic.", "Copy the checkpoint again.")
-    names = {name: f"optimizer.state.{name}.{key}" for name in ("exp_avg", "exp_avg_sq")}
-    names["weight"] = MASTERS + key if MASTERS + key in reader.shapes else key
-    return {name: reader.whole(key) for name, key in names.items()}
+    return reader.whole(MASTERS + key if MASTERS + key in reader.shapes else key)
 
 
 def _open(

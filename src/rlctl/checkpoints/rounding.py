@@ -30,8 +30,9 @@ NARROW = (torch.bfloat16, torch.float16)
 GOLDEN = 40502
 """0.618 of 2^16. It is even, so that a weight and its negative have one threshold, and so that the cell of the largest
 bit patterns has none: a value that is not a number stays one."""
-LARGEST_FLOAT16, INFINITE_FLOAT16 = 0x477FE000, 0x477FF000
-"""float32 patterns of 65504, float16's largest number, and of 65520, from where nearest gives infinity."""
+EVEN_FLOAT16, LARGEST_FLOAT16, INFINITE_FLOAT16 = 0x38800000, 0x477FE000, 0x477FF000
+"""float32 patterns of 2^-14, below which float16's grid is even, of 65504, its largest number, and of 65520, from where
+nearest gives infinity."""
 THREADED = 1 << 22
 """Elements from which several threads of a processor share the work."""
 
@@ -70,14 +71,12 @@ def bfloat16_bits(bits: Tensor) -> Tensor:
 def float16_bits(bits: Tensor) -> Tensor:
     """int16 patterns of float16 from int32 patterns of float32.
 
-    Above 2^-14 a cell is 2^13 patterns of float32. Below, where float16's grid is even, sizes are counted in 2^-37, so
-    that a cell is 2^13 of these.
+    From 2^-14 on a cell is 2^13 patterns of float32. Below, where float16's grid is even, sizes are counted in 2^-37,
+    so that a cell is 2^13 of these.
     """
     size = bits & 0x7FFFFFFF
-    exponent = size >> 23
-    fraction = (size & 0x7FFFFF) | 0x800000
-    even = fraction >> (113 - exponent).clamp(0, 31)
-    fine = torch.where(exponent > 112, size - (112 << 23), even)
+    even = (bits.view(torch.float32).abs().clamp(max=2.0**-13) * 2.0**37).to(torch.int32)
+    fine = torch.where(size >= EVEN_FLOAT16, size - (112 << 23), even)
     threshold = ((((fine >> 13) + 1) * GOLDEN) & 0xFFFF) >> 3
     found = (fine + threshold) >> 13
     found = torch.where(size >= LARGEST_FLOAT16, 0x7BFF, found)
@@ -120,7 +119,10 @@ def _kernel(dtype: torch.dtype) -> Any:
 
     uint16: Any = numba.uint16
     uint32: Any = numba.uint32
-    golden, largest, infinite = uint32(GOLDEN), uint32(LARGEST_FLOAT16), uint32(INFINITE_FLOAT16)
+    int32: Any = numba.int32
+    golden = np.uint32(GOLDEN)
+    smallest, largest, infinite = np.uint32(EVEN_FLOAT16), np.uint32(LARGEST_FLOAT16), np.uint32(INFINITE_FLOAT16)
+    most, scale = np.float32(2.0**-13), np.float32(2.0**37)
 
     def to_bfloat16(source: Any, target: Any) -> None:
         for index in range(source.size):
@@ -129,23 +131,18 @@ def _kernel(dtype: torch.dtype) -> Any:
             target[index] = uint16((bits + threshold) >> uint32(16))
 
     def to_float16(source: Any, target: Any) -> None:
+        # Without branches and shifts by a variable, which would not become vector instructions.
+        values = source.view(np.float32)
         for index in range(source.size):
             bits = source[index]
             size = bits & uint32(0x7FFFFFFF)
-            exponent = size >> uint32(23)
-            if exponent > uint32(112):
-                fine = uint32(size - uint32(112 << 23))
-            else:
-                shift = min(uint32(uint32(113) - exponent), uint32(31))
-                fine = uint32(((size & uint32(0x7FFFFF)) | uint32(0x800000)) >> shift)
+            even = uint32(int32(min(abs(values[index]), most) * scale))
+            fine = uint32(size - uint32(112 << 23)) if size >= smallest else even
             threshold = ((((fine >> uint32(13)) + uint32(1)) * golden) & uint32(0xFFFF)) >> uint32(3)
-            found = uint32((fine + threshold) >> uint32(13))
-            if size >= largest:
-                found = uint32(0x7BFF)
-            if size >= infinite:
-                found = uint32(0x7C00)
-            if size > uint32(0x7F800000):
-                found = uint32(0x7E00)
+            found = uint32(fine + threshold) >> uint32(13)
+            found = uint32(0x7BFF) if size >= largest else found
+            found = uint32(0x7C00) if size >= infinite else found
+            found = uint32(0x7E00) if size > uint32(0x7F800000) else found
             target[index] = uint16(found | ((bits >> uint32(16)) & uint32(0x8000)))
 
     return numba.njit(nogil=True)(to_bfloat16 if dtype == torch.bfloat16 else to_float16)

@@ -9,15 +9,14 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from io import TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from rlctl.errors import InputError, MachineError, RlctlError
 
 FREE_SPACE_MARGIN = 1.02
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Want of space: of the disk, of a quota, of a limit on the size of files."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Lack of space on the disk, or of a quota."""
 MODEL_FILES = (
     "config.json", "*.safetensors", "model.safetensors.index.json", "latest_checkpointed_iteration.txt", ".metadata",
     "rlctl_conversion.json",
@@ -34,7 +33,12 @@ def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
     path = destination.parent / f".{destination.name}.lock"
     waited = False
     while True:
-        with _lock_file(path, destination) as stream:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stream = path.open("w")
+        except OSError as error:
+            raise unwritable(destination, error) from error
+        with stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -54,22 +58,12 @@ def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
             return
 
 
-def _lock_file(path: Path, destination: Path) -> TextIOWrapper:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w")
-    except OSError as error:
-        raise unwritable(destination, error) from error
-
-
 def unwritable(destination: Path, error: OSError) -> RlctlError:
     """The error for a destination that the file system refuses."""
     if error.errno in FULL:
         why = f"{destination.parent} filled up while {destination.name} was written; nothing of it is left."
         return MachineError(why, "Free some space, or choose another destination.")
-    # A directory that is missing although it has just been made is one in which nothing can be made (/proc).
-    reason = "nothing can be made there" if error.errno == errno.ENOENT else error.strerror
-    return InputError(f"{destination} cannot be written: {reason}.", "Choose another destination.")
+    return InputError(f"{destination} cannot be written: {error.strerror}.", "Choose another destination.")
 
 
 def _is_current(path: Path, descriptor: int) -> bool:
@@ -100,27 +94,16 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         yield aside
         flush(aside)
         replace(aside, destination)
-    except (OSError, RuntimeError) as error:
-        refused = _refusal(error, destination.parent)
-        if isinstance(error, RlctlError) or refused is None:
+    except (OSError, RuntimeError) as error:  # torch's writers raise RuntimeErrors
+        named = getattr(error, "filename", None) or destination
+        if isinstance(error, RlctlError) or not Path(os.fsdecode(named)).is_relative_to(destination.parent):
+            raise
+        refused = OSError(errno.ENOSPC, "") if is_full(destination.parent, error) else error
+        if not isinstance(refused, OSError):
             raise
         raise unwritable(destination, refused) from error
     finally:
         _remove(aside)
-
-
-def _refusal(error: BaseException, directory: Path) -> OSError | None:
-    """The file system's refusal behind a failed write below `directory`; None: it failed for another reason.
-
-    torch's writers raise a RuntimeError of their own: the file system's own error is its cause or context.
-    """
-    if is_full(directory, error):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    found = error if isinstance(error, OSError) else error.__cause__ or error.__context__
-    if not isinstance(found, OSError) or isinstance(found, RlctlError):
-        return None
-    elsewhere = found.filename is not None and not Path(os.fsdecode(found.filename)).is_relative_to(directory)
-    return None if elsewhere else found
 
 
 def is_full(directory: Path, error: BaseException) -> bool:

@@ -127,7 +127,7 @@ class Source(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         """Return the kept values as nested sections."""
-        self.kept = [value for value in self.values if not self.overruled(value)]
+        self.kept = [value for value in self.values if not self.superseded(value)]
         return nest(self.kept)
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
@@ -136,12 +136,13 @@ class Source(PydanticBaseSettingsSource):
 
     def standing(self) -> list[Refusal]:
         """Return the refusals that no stronger source settles, once the source has been called."""
-        return [r for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
 
-    def _settled(self, key: str) -> bool:
-        return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
+        def settled(key: str) -> bool:
+            return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
 
-    def overruled(self, value: Value) -> bool:
+        return [one for one in self.refusals if one.settled_by is None or not settled(one.settled_by)]
+
+    def superseded(self, value: Value) -> bool:
         """Return whether a stronger source asks for other data in the other way, a name or a list of sources, or for
         the other kind of machine: with GPUs, or `gpu: cpu` without."""
         if value.key in OTHER_WAY:
@@ -201,9 +202,9 @@ class PresetSource(Source):
         super().__init__(flatten(preset.values, f"preset {preset.name}"))
         self.named = dict(named) | {value.key: value.value for value in self.values if value.key in BELONGS_TO}
 
-    def overruled(self, value: Value) -> bool:
+    def superseded(self, value: Value) -> bool:
         """Return also whether the value describes other data, or another model, than a stronger source names."""
-        return super().overruled(value) or any(
+        return super().superseded(value) or any(
             owner in self.named
             and self._replaced(owner)
             and any(value.key == name or value.key.startswith(f"{name}.") for name in owned)

@@ -16,6 +16,9 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES, weights_of
 from rlctl.models.matrices import Role
 
+OVERFLOWS_IN_FLOAT16 = ("gemma3", "Gemma2ForCausalLM", "Glm4ForCausalLM")
+"""Families whose activations are too large for float16, as vLLM knows them (`_FLOAT16_NOT_SUPPORTED_MODELS`)."""
+
 
 @dataclass(frozen=True)
 class Problem:

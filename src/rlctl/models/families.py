@@ -10,10 +10,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from rlctl.errors import InputError
+from rlctl.errors import InputError, RlctlError
 from rlctl.models import other_families
 from rlctl.models.facts import ModelFacts
-from rlctl.models.hf_config import require_kinds
+from rlctl.models.hf_config import OWN_FILE
 from rlctl.models.matrices import ModelWeights
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss")
@@ -47,7 +47,6 @@ def family(name: str) -> Family:
 
 def family_of_config(config: dict[str, Any]) -> Family:
     """The family of a Hugging Face configuration; InputError names the nearest known architecture."""
-    require_kinds(config)
     architectures = config.get("architectures") or []
     for found in families():
         if set(found.architectures) & set(architectures):
@@ -79,7 +78,7 @@ OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "visual", "mm_v
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    """Return the classes that a configuration names. `require_kinds` tells what is no list of names."""
+    """Return the classes that a configuration names; none where it holds no list of names."""
     named = config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
@@ -109,7 +108,6 @@ def writes_nothing(config: dict[str, Any]) -> bool:
 
 def other_architecture(config: dict[str, Any]) -> str | None:
     """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
-    require_kinds(config, by_layer=True)
     named = _architectures(config)
     if len(named) != 1 or config.get("is_encoder_decoder") or sees(config) or writes_nothing(config):
         return None
@@ -118,7 +116,12 @@ def other_architecture(config: dict[str, Any]) -> str | None:
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
     """Facts of the model that a Hugging Face `config.json` describes. A key that is null there counts as absent."""
-    return family_of_config(config).facts({key: value for key, value in config.items() if value is not None})
+    try:
+        return family_of_config(config).facts({key: value for key, value in config.items() if value is not None})
+    except RlctlError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"config.json holds a value of the wrong kind: {error}.", OWN_FILE) from error
 
 
 @cache

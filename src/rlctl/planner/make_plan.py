@@ -75,17 +75,16 @@ def make_plan(
         raise no_plan(request, rejected)
     best = plans[0]
     others = _others(plans, best)[:top]
-    best = replace(best, beside=_beside(request, plans, best))
-    return replace(
-        best,
-        reasons=tuple(reasons_for(best, request, rejected, rule)),
-        rejected=(
-            *(Rejected(plan.name(), _slower(plan, best)) for plan in others),
-            *_rejected_beside(best, others),
-            *rejected[:top],
-        ),
-        alternatives=tuple(others),
-    )
+    beside = _beside(request, plans, best)
+    best = replace(best, beside=beside)
+    listed = [Rejected(plan.name(), _slower(plan, best)) for plan in others]
+    if beside is not None and all(beside.name() != other.name() for other in others):
+        by = abs(100 * (beside.total_s / best.total_s - 1))
+        less = "slower" if beside.total_s > best.total_s else "faster, but it was not asked for"
+        why = f"{by:.0f}% {less} ({beside.total_s:.1f} s a step)"
+        listed.append(Rejected(f"{beside.name()}; on the same devices", why))
+    reasons = tuple(reasons_for(best, request, rejected, rule))
+    return replace(best, reasons=reasons, rejected=(*listed, *rejected[:top]), alternatives=tuple(others))
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,13 @@ class _Found:
 
 def _found(request: Request, prefer_runnable: bool) -> _Found:
     plans, rejected = feasible_plans(request)
-    if request.workload.goal == "frugal":
-        plans = _frugal(request, plans)
+    whole = request.cluster
+    if request.workload.goal == "frugal" and not whole.is_cpu:  # more devices idle and communicate
+        parts = [replace(whole, nodes=nodes) for nodes in search.powers(whole.nodes) if nodes < whole.nodes]
+        sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
+        parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
+        plans += [plan for part in parts for plan in feasible_plans(replace(request, cluster=part))[0]]
+        plans.sort(key=preference)
     if prefer_runnable:
         plans.sort(key=lambda plan: not plan.runnable)
     return _Found(request, plans, rejected)
@@ -141,7 +145,7 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
     trainings = search.training_candidates(other, devices, best.colocated, request.budget, reject)
     if not trainings:
         return f"{OTHER} cannot: {rejected[0] if rejected else 'no layout divides the devices'}."
-    fastest = trainings[0] if best.teacher is None else trainings[0].taught_by(best.teacher)
+    fastest = trainings[0] if best.teacher is None else trainings[0].with_teacher(best.teacher)
     plan = assemble(other, fastest, best.generation, best.colocated, best.engine_devices)
     if because := refusal(plan):
         return f"{OTHER} cannot: {because.rstrip('.')}."
@@ -180,15 +184,6 @@ def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:
     return min(here, key=lambda plan: (not plan.runnable, score(plan)), default=None)
 
 
-def _rejected_beside(best: Plan, others: list[Plan]) -> list[Rejected]:
-    beside = best.beside
-    if beside is None or any(beside.name() == other.name() for other in others):
-        return []
-    seconds, by = f"{beside.total_s:.1f} s a step", abs(100 * (beside.total_s / best.total_s - 1))
-    less = "slower" if beside.total_s > best.total_s else "faster, but it was not asked for"
-    return [Rejected(f"{beside.name()}; on the same devices", f"{by:.0f}% {less} ({seconds})")]
-
-
 APART = ("generation.colocated", "generation.devices")
 
 
@@ -220,12 +215,17 @@ def _check_mover(request: Request) -> None:
     if mover == "cuda-ipc" and request.cluster.is_cpu:
         raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
     apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
-    if mover == "cuda-ipc" and apart:
-        why = "refit.mover = cuda-ipc, but with generation.colocated = false engines have devices of their own."
-        raise ConfigError(why, "Use auto or collective.")
-    if mover == "shared-memory" and apart and request.cluster.nodes > 1:
-        why = "refit.mover = shared-memory, but with generation.colocated = false engines have nodes of their own."
-        raise ConfigError(why, "Use auto or collective.")
+    shared = {"cuda-ipc": "devices"} | ({"shared-memory": "nodes"} if request.cluster.nodes > 1 else {})
+    if apart and mover in shared:
+        raise ConfigError(
+            f"refit.mover = {mover}, but with generation.colocated = false engines have {shared[mover]} of their own.",
+            "Use auto or collective.",
+        )
+    if mover == "collective" and not apart and not request.cluster.is_cpu and request.workload.rollouts:
+        raise ConfigError(
+            "refit.mover = collective, but engines share GPUs with the policy, and NCCL takes one process of each GPU.",
+            "Use auto or cuda-ipc, or give the engines GPUs: --set generation.colocated=false.",
+        )
 
 
 def _slower(plan: Plan, best: Plan) -> str:
@@ -242,18 +242,6 @@ def _slower(plan: Plan, best: Plan) -> str:
     if ratio < 0.005:
         return "as fast, but less simple"
     return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
-
-
-def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
-    """`plans` and those on a part of the cluster, the fewest GPU seconds first: more devices idle and communicate."""
-    whole = request.cluster
-    parts = [replace(whole, nodes=nodes) for nodes in search.powers(whole.nodes) if nodes < whole.nodes]
-    if whole.gpus_per_node:
-        sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
-        parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
-    for part in parts if not whole.is_cpu else []:
-        plans = plans + feasible_plans(replace(request, cluster=part))[0]
-    return sorted(plans, key=preference)
 
 
 def refuse_unrunnable(plan: Plan) -> None:

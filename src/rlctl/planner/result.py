@@ -20,6 +20,7 @@ from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
+GPU_KEYS = ("memory_fraction", "max_batched_tokens")
 
 
 @dataclass(frozen=True)
@@ -123,37 +124,23 @@ class Plan:
 
     def config_values(self) -> dict[str, Any]:
         """The configuration keys that the plan decides, with their values: what `train` fills in."""
-        return self._training_values() | self._teacher_values() | self._generation_values()
-
-    def _teacher_values(self) -> dict[str, Any]:
-        if self.teacher is None:
-            return {}
-        parallel = self.teacher.choice.parallel
-        return {f"teacher.{size}": getattr(parallel, size) for size in TEACHER_SIZES}
-
-    def _training_values(self) -> dict[str, Any]:
-        training = self.training
-        if training is None:
-            return {}
-        values = {f"training.{key}": value for key, value in training.chosen().items()}
-        values["training.backend"] = self.backend
-        if self.facts.unpacked:
-            batching = {"packing": False, "dynamic_batching": self.workload.dynamic, "share_prompts": False}
-            values |= {f"training.{key}": value for key, value in batching.items()}
-        return values | ({"training.threads": training.threads} if training.threads else {})
-
-    def _generation_values(self) -> dict[str, Any]:
-        generation = self.generation
+        training, generation, values = self.training, self.generation, dict[str, Any]()
+        if training is not None:
+            values |= {f"training.{key}": value for key, value in training.chosen().items()}
+            values["training.backend"] = self.backend
+            if self.facts.unpacked:
+                batching = {"packing": False, "dynamic_batching": self.workload.dynamic, "share_prompts": False}
+                values |= {f"training.{key}": value for key, value in batching.items()}
+            values |= {"training.threads": training.threads} if training.threads else {}
+        if self.teacher is not None:
+            values |= {f"teacher.{size}": getattr(self.teacher.choice.parallel, size) for size in TEACHER_SIZES}
         if generation is None:
-            return {}
-        values: dict[str, Any] = {f"generation.{key}": getattr(generation, key) for key in GENERATION_KEYS}
-        if self.training is not None:
-            values["generation.colocated"] = self.colocated
-            values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}
+            return values
+        keys = (*GENERATION_KEYS, "threads") if self.cluster.is_cpu else (*GENERATION_KEYS, *GPU_KEYS)
+        values |= {f"generation.{key}": getattr(generation, key) for key in keys}
         if self.cluster.is_cpu:
             values["generation.kv_cache_bytes"] = int(generation.kv_cache_bytes)
-            values["generation.threads"] = generation.threads
-        else:
-            values["generation.memory_fraction"] = generation.memory_fraction
-            values["generation.max_batched_tokens"] = generation.max_batched_tokens
+        if training is not None:
+            values["generation.colocated"] = self.colocated
+            values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}
         return values

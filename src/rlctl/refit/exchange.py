@@ -8,12 +8,14 @@ group. The relay puts them into the staging buffer with its own. Rounds bound ho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlctl.refit.records import SenderSetup
 from rlctl.transport.collective import Group, Message, Pending
+from rlctl.transport.movers import MOVERS
 from rlctl.transport.round_buffers import Images, Packer, by_round, message_parts
 from rlctl.transport.rounds import Rounds
 from rlctl.weights.transfer_plan import TransferPlan
@@ -28,6 +30,8 @@ def relay(senders: Sequence[int], rank: int) -> int:
 
 def needs_exchange(setup: SenderSetup) -> bool:
     """Whether some rank does not reach the staging memory of some channel. Every rank finds the same."""
+    if MOVERS[setup.channels[0].connection.mover].messages:
+        return False
     return any(len(channel.senders) < len(setup.places) for channel in setup.channels)
 
 
@@ -36,7 +40,8 @@ class Exchange:
 
     def __init__(self, names: tuple[str, ...], device: torch.device, timeout_s: float) -> None:
         """Use the process group that the policy trains with. Collective over the policy's ranks."""
-        self.group = Group(dist.group.WORLD, names, device, timeout_s)
+        world: Any = dist.group.WORLD
+        self.group = Group(world._get_backend(device), names, device, timeout_s)
         self.device = device
         dist.barrier()  # NCCL makes its communicator with all ranks, and not all of them send in each round
         self._outgoing: dict[int, tuple[Packer, int, list[torch.Tensor]]] = {}

@@ -27,19 +27,19 @@ from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
-from rlctl.transport.collective import CollectiveSender, Group, ServedStore
+from rlctl.transport.collective import CollectiveSender, ServedStore
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Staging, this_node
 from rlctl.weights.readings import combine
-from rlctl.weights.transfer_plan import Copy, RememberingWorld, World, many_objects, receive_plan
+from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, many_objects, receive_plan
 
 
 @dataclass
 class ChannelEnd:
-    """This rank's end of a channel whose staging memory it reaches."""
+    """This rank's end of a channel into which it writes."""
 
     channel: Channel
     packer: Packer
@@ -56,15 +56,15 @@ class SenderState:
     staging: dict[int, Staging]
     """Memory that this rank made, by channel."""
     store: ServedStore | None
-    setup: SenderSetup = SenderSetup(())
+    plans: dict[int, TransferPlan] = field(default_factory=dict)
+    """By channel, until it is opened."""
+    setup: SenderSetup = field(default_factory=lambda: SenderSetup(()))
     ends: dict[int, ChannelEnd] = field(default_factory=dict)
     """By channel."""
     exchange: Exchange | None = None
     """Takes boxes of ranks that do not reach staging memory to those that do; None: all ranks reach it."""
     rounds: int = 0
     """Most rounds of a channel."""
-    group: Group | None = None
-    """With the collective mover: the group of policy ranks and engine workers."""
     whole_copies: tuple[Copy, ...] | None = None
     """This rank's share of each published tensor, which it compares with the engines'."""
 
@@ -99,21 +99,23 @@ class RefitSender(ABC):
             self._refit_device = next(iter(self.parameters().values())).device
         return self._refit_device
 
-    def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
+    def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
         self.refit_close()
         own = (channel for channel in channels if channel.senders[0] == self.rank)
         made = {channel.index: staging for channel in own if (staging := make_staging(channel, self._device()))}
         link = channels[0].connection
         store = ServedStore(host, link.timeout_s) if link.mover == "collective" and self.rank == 0 else None
-        self._refit = SenderState(RememberingWorld(self.layouts()), made, store)
+        state = self._refit = SenderState(RememberingWorld(self.layouts()), made, store)
+        with many_objects():
+            state.plans = {channel.index: _plan(state.world, channel, places) for channel in channels}
         addresses = {index: one.segment.address for index, one in made.items()}
-        return Made(addresses, {index: one.handles for index, one in made.items()}, store.port if store else None)
+        handles = {index: one.handles for index, one in made.items()}
+        sends = frozenset(index for index, plan in state.plans.items() if plan.from_rank(self.rank))
+        return Made(addresses, handles, store.port if store else None, sends)
 
     def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:
         state, problems, link = self._state(), list[str](), setup.channels[0].connection
         state.setup = setup
-        if link.group is not None:
-            state.group = Group.join(link.group, self.rank, self._device(), link.timeout_s)
         if needs_exchange(setup):
             state.exchange = Exchange(tuple(place.name for place in setup.places), self._device(), link.timeout_s)
         with many_objects():
@@ -128,8 +130,7 @@ class RefitSender(ABC):
         """Open this rank's ends of one channel; return the problems of its plan."""
         link = channel.connection
         rounds = cut_rounds(channel.layout, link.capacity)
-        distances = [2 if one.node != channel.node else int(one.device != channel.device) for one in state.setup.places]
-        plan = receive_plan(state.world, chunk_layout(channel.layout, rounds), distances)
+        plan = state.plans.pop(channel.index)
         own, inside = plan.from_rank(self.rank), self.rank in channel.senders
         if not own and not inside:
             return plan.problems()
@@ -140,7 +141,7 @@ class RefitSender(ABC):
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             staging = state.staging.get(channel.index)
-            sender = open_sender(channel, self.rank, packer, staging=staging, group=state.group)
+            sender = open_sender(channel, self.rank, packer, staging=staging, device=self._device())
             place = 0 if messages else channel.senders.index(self.rank)
             changes = ChangePacker(packer, channel, place) if link.sparse else None
             state.ends[channel.index] = ChannelEnd(channel, packer, sender, changes)
@@ -286,8 +287,6 @@ class RefitSender(ABC):
                 end.sender.close()
             for made in state.staging.values():
                 made.segment.close()
-            if state.group:
-                state.group.close()
         self._refit = None
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
@@ -305,6 +304,13 @@ class RefitSender(ABC):
         if self._refit is None:
             raise WorkerError("The policy was asked to take part in a refit before refit_make was called.")
         return self._refit
+
+
+def _plan(world: World, channel: Channel, places: tuple[SenderPlace, ...]) -> TransferPlan:
+    """Return what the receivers of a channel get from which rank."""
+    rounds = cut_rounds(channel.layout, channel.connection.capacity)
+    distances = [2 if one.node != channel.node else int(one.device != channel.device) for one in places]
+    return receive_plan(world, chunk_layout(channel.layout, rounds), distances)
 
 
 def _finish_copies(device: torch.device) -> None:

@@ -53,7 +53,9 @@ class Made:
     handles: dict[int, tuple[tuple, ...]] = field(default_factory=dict)
     """Handles of staging buffers on a device, by channel."""
     store_port: int | None = None
-    """Port of the store at which a collective group meets."""
+    """Port of the store at which collective groups meet."""
+    sends: frozenset[int] = frozenset()
+    """With the collective mover: the channels in which this rank has something to send."""
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,7 @@ class RefitSession:
     def open(self) -> None:
         """Make the staging memory, and tell both sides what stays the same over all refits."""
         places = tuple(self._wait("open", self.policy, WeightSender.refit_place))
-        self._wait(
-            "open", self.engines, WeightReceiver.refit_open, {"table": self.setup.table, "receive": self.receive}
-        )
+        self._wait("open", self.engines, WeightReceiver.refit_open, self.setup.table, self.receive)
         of_engines = self._wait("open", self.engines, WeightReceiver.refit_needs)
         needs = [need for of_engine in of_engines for need in of_engine]
         table = _as_held(self.setup.table, needs)
@@ -145,21 +143,24 @@ class RefitSession:
     ) -> tuple[Channel, ...]:
         """Complete the channels with what the two sides need to find each other."""
         host = meeting_host(needs, places)
-        made = self._wait("open", self.policy, WeightSender.refit_make, channels, host)
+        made = self._wait("open", self.policy, WeightSender.refit_make, channels, places, host)
         addresses = {index: address for one in made for index, address in one.addresses.items()}
         handles = {index: own for one in made for index, own in one.handles.items()}
-        port, group = next((one.store_port for one in made if one.store_port is not None), None), None
-        if port is not None:
-            members = tuple(one.name for one in (*places, *needs))
-            group = Rendezvous(host, port, f"refit-{secrets.token_hex(4)}", members)
-
-        def prepared(c: Channel) -> Connection:
-            return replace(c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()), group=group)
-
-        return tuple(replace(c, connection=prepared(c)) for c in channels)
+        port, run = next((one.store_port for one in made if one.store_port is not None), None), secrets.token_hex(4)
+        done = []
+        for c in channels:
+            link = replace(c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()))
+            if port is not None:  # ranks with nothing to send stay out
+                c = replace(c, senders=tuple(rank for rank, one in enumerate(made) if c.index in one.sends))
+                senders = tuple(places[rank].name for rank in c.senders)
+                group = Rendezvous(host, port, f"refit-{run}-{c.index}", (*senders, *link.receivers))
+                link = replace(link, senders=senders, group=group)
+            done.append(replace(c, connection=link))
+        return tuple(done)
 
     def _connect(self, connections: list[tuple[Connection, ...]]) -> None:
-        """Have both sides open their ends at once: a collective group is complete when all its members have joined."""
+        """Have both sides open their ends at once: a collective group is complete when all its members have joined, and
+        ranks join those of several channels in their order."""
         opening = self.policy.submit(WeightSender.refit_connect, self.setup)
         connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
         limit = self.settings.timeout_s + MARGIN_S
@@ -256,8 +257,8 @@ class RefitSession:
         return tuple(lengths), share
 
     def _move(self, version: int, base: int | None, lengths: tuple[Lengths, ...] | None) -> tuple[list[Sent], float]:
-        """Send everything, or with `lengths` what has changed since `base`, until a side fails. Returns what ranks sent,
-        and the seconds before loading could begin."""
+        """Send everything, or with `lengths` what has changed since `base`, until a side fails. Returns what ranks
+        sent, and the seconds before loading could begin."""
         update: dict[str, Any] = {"version": version, "attempt": self.attempts}
         if self.mover == "disk":  # a version is read once it is complete
             begun = time.perf_counter()

@@ -46,6 +46,9 @@ class DeviceTurns:
         self._policy, self._engines = policy, engines
         self._offload, self._engines_sleep = offload, engines_sleep
         self.turn = Turn.POLICY
+        self.when_all_sleep: Callable[[tuple[int, int]], None] | None = None
+        """Called once, when both sides sleep for the first time after a turn of the engines, with the bytes in use and
+        all bytes of the GPU with the least left."""
 
     @property
     def taken(self) -> bool:
@@ -75,8 +78,15 @@ class DeviceTurns:
         if self._engines_sleep:
             self._engines.sleep()
         if self._offload:
+            if self._engines_sleep and self.turn is Turn.ENGINES:
+                self._look_at_sleepers()
             self._policy.wake()
         self.turn = Turn.POLICY
+
+    def _look_at_sleepers(self) -> None:
+        tell, self.when_all_sleep = self.when_all_sleep, None
+        if tell is not None and (used := self._policy.device_used()) is not None:
+            tell(used)
 
     def to_weights(self) -> None:
         """Let weights move: gradients and optimizer wait, and the engines wake for their weights alone."""

@@ -22,8 +22,9 @@ class WeightSender(Protocol):
         """Where this rank runs."""
         ...
 
-    def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
-        """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect."""
+    def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
+        """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect.
+        `places`: those of all ranks."""
         ...
 
     def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[i
             prompt_tokens=result.prompt_tokens,
             tokens=result.tokens[sample],
             response_tokens=result.response_tokens[sample],
-            reward=None if scores is None else scores.rewards[sample],
+            reward=result.rewards[sample] if scores is None else scores.rewards[sample],
             terms={} if scores is None else {name: values[sample] for name, values in scores.terms.items()},
             accuracy=None if scores is None or scores.accuracies is None else scores.accuracies[sample],
             answered=None if scores is None or scores.answered is None else scores.answered[sample],

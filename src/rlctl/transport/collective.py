@@ -1,20 +1,22 @@
-"""The collective mover: policy ranks send their boxes to engine workers over a process group of both (gloo, NCCL).
+"""The collective mover: policy ranks send their boxes to engine workers over process groups of both (gloo, NCCL).
 
-The group is made from a store of its own and the backend's own class. So it leaves the default groups of the trainers
-and of vLLM as they are, and can be made again, without either, when an engine leaves or joins.
+Each channel has a group of its engine workers and of the ranks that send them something. A group is made from a store
+of its own and the backend's own class. So it leaves the default groups of the trainers and of vLLM as they are, and can
+be made again, without either, when an engine leaves or joins.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.errors import PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
@@ -72,8 +74,9 @@ class Group:
     """This process's membership in a group: it sends and receives bytes, in order between each two members."""
 
     def __init__(self, group: Any, names: tuple[str, ...], device: torch.device, timeout_s: float) -> None:
+        """Send messages over a backend of torch's, which stays when this object is closed."""
         self.names, self.device, self.timeout_s = names, device, timeout_s
-        self._group = group
+        self._group: Any = group
         self._joined = False
 
     @classmethod
@@ -87,6 +90,10 @@ class Group:
                 # Past its own limit NCCL's watchdog ends the process. `Pending.wait` comes first and raises an error.
                 options._timeout = 2 * limit
                 made: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+                meeting = BarrierOptions()
+                meeting.device = device
+                # NCCL makes the communicator here, for which it needs all members at once.
+                Pending(made.barrier(meeting), "Another member", "join", timeout_s).wait("the group")
             else:
                 made = dist.ProcessGroupGloo(store, rank, size, limit)
         except RuntimeError as error:
@@ -97,31 +104,36 @@ class Group:
 
     def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send; `memory` must not change until that is finished."""
-        return self._begin(self._group.send, memory, to, tag, "take")
+        return self._begin([Message(memory, to, tag)], [], "take")
 
     def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
         """Begin to receive into `memory`."""
-        return self._begin(self._group.recv, memory, source, tag, "send")
-
-    def _begin(self, begin: Any, memory: torch.Tensor, peer: int, tag: int, verb: str) -> Pending:
-        """Begin a transfer. Raises PeerFailedError if the other member has left already."""
-        try:
-            return Pending(begin([memory], peer, tag), self.names[peer], verb, self.timeout_s, memory)
-        except RuntimeError as error:
-            raise _left(self.names[peer], verb, "the next message", error) from None
+        return self._begin([], [Message(memory, source, tag)], "send")
 
     def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
         """Begin to send and to receive several messages as one operation. One by one NCCL runs them in order, and two
         ranks that begin by receiving would wait for ever. Without tags, both ends list messages alike."""
         if self.device.type == "cpu":
             return [self.receive(*one) for one in receives] + [self.send(*one) for one in sends]
-        if not sends and not receives:
-            return []
-        operations = [dist.P2POp(dist.irecv, one.memory, one.peer, self._group, one.tag) for one in receives]
-        operations += [dist.P2POp(dist.isend, one.memory, one.peer, self._group, one.tag) for one in sends]
+        return [self._begin(sends, receives, "exchange")] if sends or receives else []
+
+    def _begin(self, sends: list[Message], receives: list[Message], verb: str) -> Pending:
+        """Begin transfers. Raises PeerFailedError if another member has left already."""
         peers = ", ".join(self.names[peer] for peer in sorted({one.peer for one in (*sends, *receives)}))
-        works = dist.batch_isend_irecv(operations)
-        return [Pending(work, peers, "exchange", self.timeout_s) for work in works]
+        batched, work = self.device.type == "cuda", None
+        try:
+            # In a batch NCCL uses the group's communicator; for a message alone it would make one for the two members.
+            if batched:
+                self._group._start_coalescing()
+            for one in receives:
+                work = self._group.recv([one.memory], one.peer, one.tag)
+            for one in sends:
+                work = self._group.send([one.memory], one.peer, one.tag)
+            if batched:
+                work = self._group._end_coalescing()
+            return Pending(work, peers, verb, self.timeout_s, (*sends, *receives))
+        except RuntimeError as error:
+            raise _left(peers, verb, "the next message", error) from None
 
     def send_number(self, number: int, to: int, tag: int) -> Pending:
         return self.send(torch.tensor([number], dtype=torch.int64, device=self.device), to, tag)
@@ -146,9 +158,9 @@ class Group:
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, work: Any, peer: str, verb: str, timeout_s: float, memory: torch.Tensor | None = None) -> None:
-        """`peer` and `verb` are for messages: the other member, and what it should do. `memory` is kept until then."""
-        self._work, self._peer, self._verb, self._timeout_s, self._memory = work, peer, verb, timeout_s, memory
+    def __init__(self, work: Any, peer: str, verb: str, timeout_s: float, kept: Sequence[Message] = ()) -> None:
+        """`peer` and `verb` are for errors: the other member, and what it should do. The memory of `kept` lives on."""
+        self._work, self._peer, self._verb, self._timeout_s, self._kept = work, peer, verb, timeout_s, kept
 
     def wait(self, what: str) -> None:
         """Wait until it is finished. Raises WaitTimeoutError or WorkerError naming the other member."""
@@ -170,9 +182,11 @@ def _left(name: str, verb: str, what: str, error: RuntimeError) -> PeerFailedErr
 class CollectiveSender:
     """Sends one rank's messages to the first receiver of a channel. Two buffers let packing and sending overlap."""
 
-    def __init__(self, channel: Channel, rank: int, packer: Packer, *, group: Group, **_: object) -> None:
+    def __init__(self, channel: Channel, rank: int, packer: Packer, *, device: torch.device, **_: object) -> None:
         link = channel.connection
-        self.packer, self.group, self.tag = packer, group, channel.index
+        assert link.group is not None
+        self.group = group = Group.join(link.group, channel.senders.index(rank), device, link.timeout_s)
+        self.packer, self.tag = packer, channel.index
         self.to = group.names.index(link.receivers[0])
         size = max(region_bytes(link.capacity, len(link.senders)) * link.sparse, *packer.lengths, 0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(2)]
@@ -276,7 +290,9 @@ class CollectiveReceiver:
         else:
             ranks = self.senders if self.before is None else [self.before] * len(self.senders)
             memory = list(zip(ranks, self._parts(index), strict=False))
-        self._arriving[index] = [self.group.receive(one, rank, self.tag) for rank, one in memory if len(one)]
+        self._arriving[index] = self.group.together(
+            [], [Message(one, rank, self.tag) for rank, one in memory if len(one)]
+        )
 
     def _parts(self, index: int) -> list[torch.Tensor]:
         """The parts of round `index` in its image: the whole, or the changes of each sender."""
@@ -299,7 +315,9 @@ class CollectiveReceiver:
                 self.images.unpack(sender, index)
             self._expect(index + 2)
         if self.after is not None:
-            self._leaving[index] = [self.group.send(one, self.after, self.tag) for one in self._parts(index)]
+            self._leaving[index] = self.group.together(
+                [Message(one, self.after, self.tag) for one in self._parts(index)], []
+            )
         return self.images.image(index)
 
     def done(self, index: int) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlctl.cluster.workers import imported
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds
 
 if TYPE_CHECKING:
     import torch
 
-    from rlctl.transport.collective import Group
     from rlctl.transport.round_buffers import Packer
     from rlctl.transport.shared_memory import Staging
 
@@ -59,39 +58,45 @@ class Receiver(Protocol):
 
 
 class Mover(NamedTuple):
-    """The file and the first part of the class names of a mover."""
+    """The file of a mover, and the first part of the names of its classes."""
 
-    place: str
+    file: str
+    name: str
     messages: bool
     """A rank sends its boxes one behind the other, rather than writing them into the image that is read."""
     staging: bool
     """One rank makes memory that the others write or read."""
 
+    def load(self, name: str) -> Any:
+        return getattr(import_module(f"rlctl.transport.{self.file}"), name)
+
 
 MOVERS = {
-    "shared-memory": Mover("rlctl.transport.shared_memory:SharedMemory", messages=False, staging=True),
-    "cuda-ipc": Mover("rlctl.transport.cuda_ipc:CudaIpc", messages=False, staging=True),
-    "collective": Mover("rlctl.transport.collective:Collective", messages=True, staging=False),
-    "disk": Mover("rlctl.transport.disk:Disk", messages=True, staging=False),
+    "shared-memory": Mover("shared_memory", "SharedMemory", messages=False, staging=True),
+    "cuda-ipc": Mover("cuda_ipc", "CudaIpc", messages=False, staging=True),
+    "collective": Mover("collective", "Collective", messages=True, staging=False),
+    "disk": Mover("disk", "Disk", messages=True, staging=False),
 }
 
 
 def make_staging(channel: Channel, device: torch.device) -> Staging | None:
     """Make the staging memory of a channel, on the rank that shares it with others; None: the mover needs none."""
     mover = MOVERS[channel.connection.mover]
-    module = mover.place.partition(":")[0]
-    return imported(f"{module}:make_staging")(channel, device) if mover.staging else None
+    return mover.load("make_staging")(channel, device) if mover.staging else None
 
 
-def open_sender(channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, group: Group | None) -> Sender:
-    """Open the sending end of policy rank `rank`, which made `staging`; `group`: the collective mover's."""
-    kind = imported(f"{MOVERS[channel.connection.mover].place}Sender")
-    return kind(channel, rank, packer, staging=staging, group=group)
+def open_sender(
+    channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
+) -> Sender:
+    """Open the sending end of policy rank `rank`, which made `staging` and has its weights on `device`."""
+    mover = MOVERS[channel.connection.mover]
+    return mover.load(f"{mover.name}Sender")(channel, rank, packer, staging=staging, device=device)
 
 
 def open_receiver(connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
     """Open the receiving end of the engine worker called `name`."""
-    return imported(f"{MOVERS[connection.mover].place}Receiver")(connection, rounds, name, device)
+    mover = MOVERS[connection.mover]
+    return mover.load(f"{mover.name}Receiver")(connection, rounds, name, device)
 
 
 class TimedReceiver:

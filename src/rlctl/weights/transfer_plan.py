@@ -162,8 +162,8 @@ def receive_plan(
 ) -> TransferPlan:
     """Return what the holder of `layout` receives, and from which source ranks: the nearest where several hold a part.
 
-    `distances` are those of each source rank; none given, all are equally far. With `only`, the plan has only the copies
-    from that source rank.
+    `distances` are those of each source rank; none given, all are equally far. With `only`, the plan has only the
+    copies from that source rank.
     """
     copies: list[Copy] = []
     missing: list[str] = []

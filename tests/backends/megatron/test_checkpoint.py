@@ -51,7 +51,7 @@ def saved(state: Any) -> tuple[Any, bytes]:
 
 def test_scales_come_back_and_all_that_is_unpickled_is_seen_beforehand() -> None:
     kept, data = saved(handed_out(Recipe(True)))
-    pickles.scan_archive(data, "shard")
+    pickles.load_saved(io.BytesIO(data), "shard")
     found = {KEY: kept, "decoder.layers.0.mlp.linear_fc1.weight": torch.ones(2)}
     recipe = Recipe(True)
     make_pickles(found, recipe)

@@ -106,3 +106,18 @@ def test_float8_is_refused_without_it_unless_the_gpus_are_elsewhere(
         return
     with pytest.raises(ConfigError, match="TransformerEngine"):
         refuse_wrong_numbers(policy)
+
+
+@pytest.mark.parametrize(
+    ("stages", "device", "batched"), [(2, "cuda", False), (3, "cuda", True), (4, "cuda", True), (4, "cpu", False)]
+)
+def test_virtual_stages_exchange_as_is_right_for_their_number(stages: int, device: str, batched: bool) -> None:
+    policy = spec("Qwen/Qwen3-8B", device, parallel=ParallelSpec(pp=stages, vpp=3))
+    values = args.transformer_values(policy, te=False)
+    assert (values["batch_p2p_comm"], values["overlap_p2p_comm"]) == (batched, not batched)
+    assert values["variable_seq_lengths"]
+
+
+def test_stages_without_virtual_ones_take_the_default() -> None:
+    values = args.transformer_values(spec("Qwen/Qwen3-8B", parallel=ParallelSpec(pp=4)), te=False)
+    assert not {"batch_p2p_comm", "overlap_p2p_comm"} & values.keys()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.backends.base import EngineWorker
+from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling, joined
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 from rlctl.refit.verify import compare
@@ -118,12 +118,12 @@ def test_a_completion_ends_where_the_length_does(engine: HostedEngine) -> None:
 
 def test_prompt_too_long_is_refused(engine: HostedEngine) -> None:
     with pytest.raises(InputError, match="300 tokens"):
-        engine.call(EngineWorker.generate, [GroupRequest(0, (5,) * 300, (1,))], Sampling(4), 60.0)
+        engine.call(EpisodeWorker.generate, [GroupRequest(0, (5,) * 300, (1,))], Sampling(4), 60.0)
 
 
 def test_timeout_names_the_engine_and_leaves_it_usable(engine: HostedEngine) -> None:
     with pytest.raises(WaitTimeoutError, match="Engine 0 completed"):
-        engine.call(EngineWorker.generate, requests(), Sampling(200), 0.05)
+        engine.call(EpisodeWorker.generate, requests(), Sampling(200), 0.05)
     assert len(generate(engine, Sampling(4))) == 4
 
 
@@ -150,9 +150,9 @@ def test_submitted_groups_are_given_back_one_by_one_as_if_they_were_generated(
 ) -> None:
     policy.refit(engine, 5)
     sampling, wanted = Sampling(8), requests()
-    engine.call(EngineWorker.submit, wanted[:3], sampling)
-    engine.call(EngineWorker.submit, wanted[3:], sampling)
-    found = [joined(*engine.call(EngineWorker.collect_apart, 60.0)) for _ in wanted]
+    engine.call(EpisodeWorker.submit, wanted[:3], sampling)
+    engine.call(EpisodeWorker.submit, wanted[3:], sampling)
+    found = [joined(*engine.call(EpisodeWorker.collect_apart, 60.0)) for _ in wanted]
     assert [len(results) for results in found] == [1] * 4
     given = {results[0].group: results[0] for results in found}
     for result, columns, texts in generate(engine, sampling):
@@ -161,7 +161,7 @@ def test_submitted_groups_are_given_back_one_by_one_as_if_they_were_generated(
         assert (one.texts, one.versions) == (texts, result.versions)
     assert not given
     with pytest.raises(WaitTimeoutError, match="nothing to sample"):
-        engine.call(EngineWorker.collect_apart, 0.01)
+        engine.call(EpisodeWorker.collect_apart, 0.01)
 
 
 def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]:
@@ -219,7 +219,7 @@ def test_interrupted_refit_refuses_to_generate_until_a_full_one(
     interrupt(engine, policy, 5)
     for _ in range(2):
         with pytest.raises(WorkerError, match="half-updated weights: the refit to version 5"):
-            engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)
+            engine.call(EpisodeWorker.generate, requests(), Sampling(4), 60.0)
     with pytest.raises(WorkerError, match="half-updated"):
         engine.call(EngineWorker.weight_version)
     policy.refit(engine, 6)
@@ -235,10 +235,10 @@ def test_refit_that_fails_in_the_engine_refuses_too(engine: HostedEngine, policy
     policy.open(engine)
     policy.table = right
     engine.call(EngineWorker.refit_begin, 8)
-    with pytest.raises(WorkerError, match="update_weights"):
+    with pytest.raises(WorkerError, match="receive_update"):
         policy.transfer(engine, 8)
     with pytest.raises(WorkerError, match="half-updated"):
-        engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)
+        engine.call(EpisodeWorker.generate, requests(), Sampling(4), 60.0)
     policy.refit(engine, 9)
     assert readings_differ(engine, policy) == set()
 

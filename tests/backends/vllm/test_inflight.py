@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rlctl.backends.base import EngineSpec, EngineWorker
+from rlctl.backends.base import EngineSpec, EngineWorker, EpisodeWorker
 from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.errors import WorkerError
@@ -28,26 +28,6 @@ from support.tiny_families import tiny_family_facts
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
 Start = Callable[..., "Direct"]
-
-
-def test_samples_are_looked_at_while_nobody_adds_any() -> None:
-    from rlctl.backends.vllm.engine import VllmEngine
-    from rlctl.backends.vllm.inflight import Flight
-
-    engine, alone = VllmEngine(cast(Any, None)), list[bool]()
-
-    def add(added: threading.Event) -> None:
-        with engine._lock.ask():
-            added.set()
-
-    def enough() -> bool:
-        added = threading.Event()
-        threading.Thread(target=add, args=(added,)).start()
-        alone.append(not added.wait(0.1))
-        return True
-
-    engine._fly(Flight(None), enough, time.monotonic() + 30, 30)
-    assert alone == [True]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +82,7 @@ class Direct(HostedEngine):
 def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> list[GroupResult]:
     """Results of a generation into whose middle a refit to `version` came."""
     policy.open(engine)
-    asked = engine.submit(EngineWorker.generate, requests(), LONG, 100.0)
+    asked = engine.submit(EpisodeWorker.generate, requests(), LONG, 100.0)
     engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.refit_begin, version)
     policy.transfer(engine, version)
     engine.call(EngineWorker.refit_finish, version)
@@ -190,12 +170,12 @@ def test_on_a_gpu_all_threads_compute_on_one_stream_and_sleep_frees_memory(
     streams = dict(group.call(SwappingEngine.thread_and_stream)[0] for _ in range(9))
     assert len(streams) > 1
     assert len(set(streams.values())) == 1
-    first = engine.call(EngineWorker.generate, requests(), Sampling(8), 60.0)
+    first = engine.call(EpisodeWorker.generate, requests(), Sampling(8), 60.0)
     awake = group.call(SwappingEngine.free_device_bytes)[0]
     engine.call(EngineWorker.sleep)
     assert group.call(SwappingEngine.free_device_bytes)[0] > awake + (1 << 30)  # the cache is most of a tenth
     engine.call(EngineWorker.wake)
-    again = engine.call(EngineWorker.generate, requests(), Sampling(8), 60.0)
+    again = engine.call(EpisodeWorker.generate, requests(), Sampling(8), 60.0)
     for one, other in zip(first, again, strict=True):
         assert np.array_equal(one.columns.tokens_T, other.columns.tokens_T)
     group.stop()
@@ -271,20 +251,20 @@ def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_
     old.refit(engine, 1)
     new.perturb(5)
     new.open(engine)
-    engine.call(EngineWorker.submit, requests(), LONG)
-    asked = engine.submit(EngineWorker.collect_apart, 100.0)
+    engine.call(EpisodeWorker.submit, requests(), LONG)
+    asked = engine.submit(EpisodeWorker.collect_apart, 100.0)
     engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.sleep)
     assert engine.wait(asked) == ([], [None] * VALUES_A_GROUP)
     tokens = engine.group.call(SwappingEngine.tokens_in_flight)
     engine.call(EngineWorker.refit_begin, 2)
     new.transfer(engine, 2)
     engine.call(EngineWorker.refit_finish, 2)
-    assert engine.call(EngineWorker.collect_apart, 0.05)[0] == []  # the device is still the policy's
+    assert engine.call(EpisodeWorker.collect_apart, 0.05)[0] == []  # the device is still the policy's
     assert engine.group.call(SwappingEngine.tokens_in_flight) == tokens
     engine.call(EngineWorker.wake)
     results = list[GroupResult]()
     while len(results) < len(requests()):
-        results += joined(*engine.call(EngineWorker.collect_apart, 100.0))
+        results += joined(*engine.call(EpisodeWorker.collect_apart, 100.0))
     require_tokens_of_their_versions(results, old, new)
 
 
@@ -322,18 +302,20 @@ def test_a_refit_ends_samples_in_flight(start: Start, tiny_llama: Path) -> None:
             ended += 1
             assert len(versions) < LONG.max_new_tokens
     assert ended >= len(PROMPTS)
-    assert [of[0][0] for of in engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)[0].versions] == [2] * 4
+    assert [of[0][0] for of in engine.call(EpisodeWorker.generate, requests(), Sampling(4), 60.0)[0].versions] == [
+        2
+    ] * 4
 
 
 def test_samples_of_rejected_weights_are_not_returned(start: Start, tiny_llama: Path) -> None:
     engine, policy = start("keep"), WholeTensorPolicy(tiny_llama)
     policy.refit(engine, 1)
-    asked = engine.submit(EngineWorker.generate, requests(), LONG, 100.0)
+    asked = engine.submit(EpisodeWorker.generate, requests(), LONG, 100.0)
     engine.group.call(SwappingEngine.when_in_flight, 0, EngineWorker.refit_reject, 1)
     with pytest.raises(WorkerError, match="did not pass verification"):
         engine.wait(asked)
     policy.refit(engine, 2)
-    assert engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)
+    assert engine.call(EpisodeWorker.generate, requests(), Sampling(4), 60.0)
 
 
 def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights_alone(
@@ -350,11 +332,11 @@ def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights
     for version in (2, 3):
         engine.call(EngineWorker.sleep)
         with pytest.raises(WorkerError, match="asleep"):
-            engine.call(EngineWorker.generate, requests(), short, 60.0)
+            engine.call(EpisodeWorker.generate, requests(), short, 60.0)
         policy.perturb(version)
         policy.refit(engine, version)
         with pytest.raises(WorkerError, match="asleep"):
-            engine.call(EngineWorker.generate, requests(), short, 60.0)
+            engine.call(EpisodeWorker.generate, requests(), short, 60.0)
         engine.call(EngineWorker.wake)
         assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
     engine.call(EngineWorker.sleep)

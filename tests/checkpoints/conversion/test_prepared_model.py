@@ -21,7 +21,6 @@ from rlctl.checkpoints.conversion import prepared_model
 from rlctl.checkpoints.conversion.prepared_model import (
     _unseen,
     conversion_directory,
-    converted_bytes,
     fingerprints_of,
     prepared,
 )
@@ -150,18 +149,7 @@ def test_modules_where_the_user_works_are_not_imported(
     assert prepared(resolve_model(str(tiny_llama)), "float32", 1, print).megatron is not None
 
 
-def test_bytes_of_a_conversion_are_counted_before_it(tiny_llama: Path, tmp_path: Path) -> None:
-    elements = sum(t.numel() for t in load_file(tiny_llama / "model.safetensors").values())
-    assert converted_bytes(tiny_llama, "bfloat16") == 2 * elements
-    assert converted_bytes(tiny_llama, "float32") == 4 * elements
-    packed = {"experts.gate_up_proj_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8)}
-    save_file(packed, tmp_path / "model.safetensors")
-    assert converted_bytes(tmp_path, "bfloat16") == 2 * 2 * 3 * 4 * 32
-
-
-def test_where_there_is_no_place_the_published_files_will_do(
-    tiny_llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_no_place_the_published_files_will_do(tiny_llama: Path, home: Path) -> None:
     source = resolve_model(str(tiny_llama))
     said: list[str] = []
     home.write_text("a file")
@@ -170,12 +158,6 @@ def test_where_there_is_no_place_the_published_files_will_do(
     home.unlink()
     assert prepared(source, "float32", 2, said.append) is source
     assert f"other nodes may not see {home / 'rlctl'}" in said[-1]
-    held = sum(t.numel() * 4 for t in load_file(tiny_llama / "model.safetensors").values())
-    free = shutil.disk_usage(home.parent)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=held))
-    assert prepared(source, "float32", 1, said.append) is source
-    assert re.search(r"has 0\.0017\d* GB free of 0\.0017\d* GB needed", said[-1])
-    monkeypatch.undo()
     assert not home.exists()
 
 
@@ -187,7 +169,7 @@ def test_a_place_that_fills_up_does_not_stop_a_run_unless_it_was_named(
     def fill_up(*_: object) -> None:
         raise MachineError("the disk filled up.")
 
-    monkeypatch.setattr(prepared_model, "convert_in_child", fill_up)
+    monkeypatch.setattr(prepared_model, "call_in_child", fill_up)
     assert prepared(source, "float32", 1, said.append) is source
     assert "starting from the published files" in said[-1]
     monkeypatch.setenv(NAMED[0], str(home / "named"))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import policy_backend
 from rlctl.checkpoints.hf.model_facts import WATCHED, describe, facts_in
-from rlctl.checkpoints.hf.transformers_model import fill_buffers, meta_model
+from rlctl.checkpoints.hf.transformers_model import computed_buffers, meta_model
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
@@ -41,44 +41,16 @@ def slowly(families: list[str], *quick: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", slowly([*FAMILIES, *TRAINED], *QUICK))
-def test_buffers_that_no_file_holds_are_computed_again(family: str, tmp_path: Path) -> None:
+def test_buffers_that_no_file_holds_are_computed(family: str, tmp_path: Path) -> None:
     plain = hf_model(family)
     plain.config.save_pretrained(tmp_path)
-    inner = meta_model(tmp_path, "eager").to_empty(device="cpu")
-    fill_buffers(inner)
+    inner = meta_model(tmp_path, "eager", buffers=True)
+    assert {parameter.device.type for parameter in inner.parameters()} == {"meta"}
     stored, expected = plain.state_dict().keys(), dict(plain.named_buffers())
-    found = {name: value for name, value in inner.named_buffers() if name not in stored}
+    found = computed_buffers(inner)
     assert found.keys() == {name for name in expected if name not in stored}
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)
-def test_a_buffer_that_transformers_cannot_compute_again_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
-    hf_model("llama").config.save_pretrained(tmp_path)
-    inner = meta_model(tmp_path, "eager")
-    inner.model.norm.register_buffer("table", torch.empty(3, device="meta", dtype=dtype), persistent=False)
-    with pytest.raises(InputError, match="how to compute model\\.norm\\.table"):
-        fill_buffers(inner.to_empty(device="cpu"))
-
-
-class Masked(torch.nn.Module):
-    """A model with a table of truth values, which it computes as transformers' models do theirs."""
-
-    causal: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("causal", torch.empty(3, 3, dtype=torch.bool), persistent=False)
-
-    def _init_weights(self, module: Any) -> None:
-        module.causal.copy_(torch.ones(3, 3).tril())
-
-
-def test_truth_values_that_are_computed_again_are_not_refused() -> None:
-    model = Masked()
-    fill_buffers(model)
-    assert model.causal.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
 
 
 @pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe", "granite-hybrid", "gpt-neox", "lfm2-moe"))
@@ -205,13 +177,6 @@ def test_what_cannot_be_trained_from_transformers_modules_is_refused(model_type:
     named = "transformers cannot build this model" in why or values["architectures"][0] in raised.value.message  # type: ignore[index]
     assert named
     assert "docs/adding_a_model.md" in (raised.value.hint or "")
-
-
-def test_attention_in_both_directions_of_xlnet_is_refused(tmp_path: Path) -> None:
-    """It takes no limit of positions, and so none of the other families' sizes."""
-    sizes = {"n_layer": 2, "n_head": 4, "d_model": 64, "d_inner": 128, "vocab_size": 64}
-    with pytest.raises(InputError, match="its attention is not causal \\(attn_type\\)"):
-        facts_in(config(tmp_path, model_type="xlnet", architectures=["XLNetLMHeadModel"], **sizes))
 
 
 NOT_PACKED = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from rlctl.backends.dtensor.tensor_parallel import local_part
+from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import STEP
@@ -34,40 +33,28 @@ class Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class Save:
-    """A save under way on this rank. Every rank makes one and finishes it; the checkpoint is complete when all have."""
+class DTensorSave(Save):
+    """A snapshot of weights and states."""
 
     def __init__(self, directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         # Its own group: what it exchanges in the background must not meet what training does.
         self._group: Any = torch.distributed.new_group(backend="gloo")
         state = dict(_state(weights, optimizer))
-        writing = state_dict_saver.async_save(state, storage_writer=Writer(directory), process_group=self._group)
-        self._directory, self._digests = directory, dict[str, str]()
-        pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = pool.submit(self._write, writing)
-        pool.shutdown(wait=False)
+        self._saving: Any = state_dict_saver.async_save(
+            state, storage_writer=Writer(directory), process_group=self._group
+        )
+        super().__init__(directory)
 
-    def _write(self, writing: Any) -> None:
-        getattr(writing, "upload_completion", writing).result()
-        own = self._directory.glob(f"__{torch.distributed.get_rank()}_*.distcp")
-        self._digests = {path.name: file_digest(path) for path in own}
+    def write(self) -> dict[str, str]:
+        getattr(self._saving, "upload_completion", self._saving).result()
+        own = self.directory.glob(f"__{torch.distributed.get_rank()}_*.distcp")
+        return {path.name: file_digest(path) for path in own}
 
-    @property
-    def written(self) -> bool:
-        """Whether `finish` will not have to wait for this rank."""
-        return self._writing.done()
-
-    def finish(self) -> dict[str, str]:
-        """Wait for the writing; collective. Returns the digests of the files."""
-        self._writing.result()
+    def write_index(self) -> None:
         torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            (self._directory / "metadata.json").write_text(json.dumps(BACKEND))
-            index = [path for path in self._directory.iterdir() if path.is_file() and path.suffix != ".distcp"]
-            self._digests |= {path.name: file_digest(path) for path in index}
         torch.distributed.destroy_process_group(self._group)
-        return self._digests
+        if torch.distributed.get_rank() == 0:
+            (self.directory / "metadata.json").write_text(json.dumps(BACKEND))
 
 
 def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -79,22 +66,8 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.
     if missing:
         raise InputError(f"{directory} holds no {min(missing)}.", "Is it a checkpoint of the same model?")
     state_dict_loader.load(state, checkpoint_id=str(directory))
-    set_steps(optimizer, float(state[STEP]))
-
-
-def set_steps(optimizer: torch.optim.Optimizer, steps: float) -> None:
     for own in optimizer.state.values():
-        own["step"].fill_(steps)
-
-
-def moments_of(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """By moment, what this rank holds of it for each trained parameter, live."""
-    live = dict(_state(weights, optimizer))
-    found: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
-    for moment, own in found.items():
-        prefix = f"optimizer.state.{moment}."
-        own |= {key.removeprefix(prefix): local_part(value) for key, value in live.items() if key.startswith(prefix)}
-    return found
+        own["step"].fill_(float(state[STEP]))
 
 
 def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -11,30 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_to_all_single
 
 from rlctl.models.facts import MoeFacts
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
 
 
-class Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group, as many as `sent` says to each, and receives theirs; backward sends back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SH: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchanged(x_SH, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return _exchanged(grads[0], received, sent, ctx.group), None, None, None
-
-
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send rows to the ranks of a group, as many as `sent` says to each, and receive theirs; backward sends back."""
     out = x.new_empty((sum(received), *x.shape[1:]))
-    torch.distributed.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+    return all_to_all_single(out, x.contiguous(), received, sent, group=group)
 
 
 def spread(inner: Any, world: DTensorWorld, group: Any) -> None:
@@ -56,10 +43,10 @@ def _on_the_experts_ranks(
     torch.distributed.all_to_all_single(theirs, counts, group=group)
     sent, received = counts.tolist(), theirs.tolist()
     token_S = order_S // experts_NK.shape[1]
-    arrived_SH = Exchange.apply(tokens_NH[token_S], sent, received, group)
+    arrived_SH = _exchanged(tokens_NH[token_S], sent, received, group)
     experts = _exchanged(experts_S[order_S] % held, sent, received, group)
     found_SH = forward(arrived_SH, experts[:, None], arrived_SH.new_ones((len(experts), 1)))
-    back_SH = Exchange.apply(found_SH, received, sent, group)
+    back_SH = _exchanged(found_SH, received, sent, group)
     weighted_SH = back_SH * weights_NK.flatten()[order_S, None].to(back_SH.dtype)
     return torch.zeros_like(tokens_NH).index_add(0, token_S, weighted_SH)
 

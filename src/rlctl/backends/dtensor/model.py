@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
+from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part, zigzag
 from rlctl.backends.dtensor.experts import Replay, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
-from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_alike, gather_tokens, local_part
+from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
-from rlctl.checkpoints.hf.transformers_model import body_path, fill_buffers, head_of, layers_of, meta_model
+from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
 from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import Rounding
@@ -98,7 +98,7 @@ def row_attention(
     assert row is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if row.context.size() > 1:
-        k, v = GatherContext.apply(k, row.context), GatherContext.apply(v, row.context)
+        k, v = Gather.apply(k, row.context), Gather.apply(v, row.context)
     out = attend(q, k, v, row.attention, scale=scaling, window=sliding_window, sinks=s_aux, cap=softcap)
     return out.view(1, q.shape[0], q.shape[1], -1), None
 
@@ -129,13 +129,12 @@ class PolicyModel(nn.Module):
         """With router replay, the routers that are told a row's experts."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        return self._packed(row) if self._packs else self._outputs(self._rectangle(row), row)
-
-    def _rectangle(self, row: PackedRow) -> Tensor:
-        """[1, T, H]: the last hidden states of a row whose units are all of one length, each a sequence of its own as
-        transformers computes one. The padding is behind all tokens of a rollout, which never see it."""
-        tokens_BL = row.tokens_T.view(len(row.units), -1)
-        return self._layers(input_ids=tokens_BL).flatten(0, 1)[None]
+        if self._packs:
+            return self._packed(row)
+        # All units are of one length, each a sequence of its own as transformers computes one. The padding is behind
+        # all tokens of a rollout, which never see it.
+        found = self._layers(input_ids=row.tokens_T.view(len(row.units), -1))
+        return self._outputs(found.flatten(0, 1)[None], row)
 
     def _layers(self, **given: Any) -> Tensor:
         return self.inner.get_submodule(self._body)(use_cache=False, **given).last_hidden_state
@@ -157,18 +156,13 @@ class PolicyModel(nn.Module):
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
         """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the last hidden states."""
-        if self._tensor.size() > 1:
-            hidden_1TH = gather_tokens(hidden_1TH, self._tensor)
-        hidden_U = hidden_1TH[0].index_select(0, part.sources_U)
+        hidden_TH = Gather.apply(hidden_1TH[0], self._tensor) if self._tensor.size() > 1 else hidden_1TH[0]
+        hidden_U = hidden_TH.index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
         return chunked_logprobs(
             hidden_U, part.inverse_R, part.targets_R, self._head, vocab, self._temperature, self._chunk,
             part.further_RK, self._top,
         )  # fmt: skip
-
-    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
-        """Divide the model over the ranks of `mesh` (tp), and its experts over `experts` (ep, tp)."""
-        divide(self.inner, world, mesh, experts)
 
 
 class ValueHead(nn.Module):
@@ -197,11 +191,6 @@ class ValueModel(PolicyModel):
             values_T = GatherValues.apply(values_T, self._tensor)
         return values_T[part.sources_U][part.inverse_R][None]
 
-    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
-        super().divide(world, mesh, experts)
-        if mesh.size() > 1:
-            divide_alike(self.head, mesh)
-
 
 def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of `fully_shard`: with two axes it shards along the last."""
@@ -228,7 +217,10 @@ def build_model(
         adapt(model.inner, world, spec.lora)
     if spec.router_replay:
         model.replays = install_replay(model.inner, world)
-    model.divide(world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
+    tp = groups.sharding["tp"]
+    divide(model.inner, world, tp, groups.experts["ep", "tp"] if groups.experts else None)
+    if isinstance(model, ValueModel) and tp.size() > 1:
+        divide_alike(model.head, tp)
     if groups.experts is not None:
         spread(model.inner, world, groups.experts.get_group("ep"))
     if compute := COMPUTE[spec.dtype]:
@@ -236,13 +228,15 @@ def build_model(
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
         _shard(model, groups, spec)
+    computed = computed_buffers(model.inner)
     model.to_empty(device=device)
     _widen_buffers(model.inner, world)
     if not isinstance(model, FSDPModule) and kind is not ValueModel:
         model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
-    fill_buffers(model.inner)
     generator = torch.Generator(device).manual_seed(spec.seed)
     with torch.no_grad():
+        for name, values in computed.items():
+            model.inner.get_buffer(name).copy_(values)
         for parameter in model.parameters():
             local_part(parameter).normal_(std=0.02, generator=generator)
         if isinstance(model, ValueModel):
@@ -267,33 +261,16 @@ def _compute_narrowly(inner: Any, world: DTensorWorld, dtype: torch.dtype, round
     names = [piece.param for piece in world.modules.pieces if piece.tensor not in own]
     for path in {name.rpartition(".")[0] for name in names}:
         module = inner.get_submodule(path)
-        leaves = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == path]
-        narrow = partial(narrowed, dtype=dtype, rounding=rounding)
-        module.forward = partial(_narrowly, module, module.forward, leaves, narrow)
-
-
-def _narrowly(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    names: list[str],
-    narrow: Callable[[Tensor], Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`forward` of a module whose buffers called `names` are narrow for that moment."""
-    held = {name: module._buffers[name] for name in names}
-    module._buffers.update({name: None if value is None else narrow(value) for name, value in held.items()})
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        module._buffers.update(held)
+        leaves = [leaf for leaf in module._buffers if f"{path}.{leaf}" in names]
+        views = dict.fromkeys(leaves, partial(narrowed, dtype=dtype, rounding=rounding))
+        module.forward = partial(with_views, module, module.forward, views, "buffers")
 
 
 def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
     if spec.model_dir is None:
         raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
-    inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless)
+    inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless, buffers=True)
     inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
     if any(hasattr(layer, "altup") for layer in layers_of(inner)):
         inner.get_input_embeddings().register_forward_hook(_finite_at_zero)

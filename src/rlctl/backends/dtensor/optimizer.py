@@ -23,25 +23,17 @@ def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
     """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron, and state-space layers' rates
     are not either."""
     groups: dict[Any, dict[str, Any]] = {}
-    norms = _in_norms(model)
+    # Some norms have two axes (Command R's, of each head's queries and keys).
+    modules = {path: module for path, module in model.named_modules() if "Norm" in type(module).__name__}
+    norms = {f"{path}.{name}" for path, norm in modules.items() for name, _ in norm.named_parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = name not in norms and not _is_plain(name, parameter)
+            own = name.rpartition(".")[2]
+            decays = not (name in norms or parameter.dim() == 1 or own.endswith("bias") or own in STATE_SPACE)
             # The fused kernel takes parameters of one mesh: experts that are spread have their own.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((decays, mesh), {"params": [], "decays": decays})["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), **optimizer_values(spec))
-
-
-def _in_norms(model: nn.Module) -> set[str]:
-    """Names of the parameters of norms. Some have two axes (Command R's, of each head's queries and keys)."""
-    norms = {path: module for path, module in model.named_modules() if "Norm" in type(module).__name__}
-    return {f"{path}.{name}" for path, norm in norms.items() for name, _ in norm.named_parameters(recurse=False)}
-
-
-def _is_plain(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a vector, such as a norm's or a sink, a bias (of all experts, one too), or a rate."""
-    return parameter.dim() == 1 or name.endswith("bias") or name.rpartition(".")[2] in STATE_SPACE
 
 
 def take_step(

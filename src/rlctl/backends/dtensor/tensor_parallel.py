@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from rlctl.backends.context_parallel import GatherContext
+from rlctl.backends.context_parallel import Gather, ShareOut
 from rlctl.backends.lora import is_adapter
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
@@ -29,49 +28,6 @@ from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
 KEYS_AND_VALUES = frozenset({Role.K, Role.V, Role.K_BIAS, Role.V_BIAS})
 GATE_AND_UP_APART = 4
 """The axes of experts' `gate_up_proj` in the layout, where transformers has three."""
-
-
-class ShareOut(torch.autograd.Function):
-    """Sums [T, H] over the ranks and gives each its part of the tokens; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        out = x_TH.new_empty((x_TH.shape[0] // group.size(), *x_TH.shape[1:]))
-        torch.distributed.reduce_scatter_tensor(out, x_TH.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = grad.new_empty((grad.shape[0] * ctx.group.size(), *grad.shape[1:]))
-        torch.distributed.all_gather_into_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-class GatherValues(torch.autograd.Function):
-    """The values of the tokens of all ranks. Each rank computes the same from them, and keeps the gradient of its own
-    tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, values_T: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        out = values_T.new_empty(values_T.shape[0] * group.size())
-        torch.distributed.all_gather_into_tensor(out, values_T.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-def gather_tokens(x_1TH: Tensor, group: Any) -> Tensor:
-    """The tokens of all ranks; backward sums and scatters."""
-    return GatherContext.apply(x_1TH[0], group)[None]
-
-
-def share_out(x_1TH: Tensor, group: Any) -> Tensor:
-    return ShareOut.apply(x_1TH[0], group)[None]
 
 
 View = Callable[[Any], Tensor]
@@ -95,7 +51,7 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
             module.forward = lookup
         elif own and (group.size() > 1 or any(map(world.is_expert, own.values()))):
             views = {name: _view(world, full_name, group) for name, full_name in own.items()}
-            module.forward = partial(with_views, module, module.forward, views)
+            module.forward = partial(with_views, module, module.forward, views, "parameters")
     for layer in inner.model.layers if group.size() > 1 else ():
         for module in (layer.self_attn, layer.mlp):
             module.forward = partial(_on_whole_rows, module.forward, group)
@@ -106,7 +62,9 @@ def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in tuple(module.named_parameters(recurse=False)):
         tensor = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    module.forward = partial(with_views, module, module.forward, dict.fromkeys(module._parameters, _local))
+    module.forward = partial(
+        with_views, module, module.forward, dict.fromkeys(module._parameters, _local), "parameters"
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -158,15 +116,16 @@ def _one_head(start: int, rows: int, parameter: Any) -> Tensor:
 
 
 def with_views(
-    module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], kind: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` of a module whose parameters are, for that moment, what `views` make of them."""
-    owned = {name: module._parameters[name] for name in views}
-    module._parameters.update({name: views[name](value) for name, value in owned.items()})  # type: ignore[arg-type]
+    """`forward` of a module whose parameters (or buffers: `kind`) are, for that moment, what `views` make of them."""
+    own = getattr(module, f"_{kind}")
+    owned = {name: own[name] for name in views}
+    own.update({name: views[name](value) for name, value in owned.items()})
     try:
         return forward(*args, **kwargs)
     finally:
-        module._parameters.update(owned)
+        own.update(owned)
 
 
 def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
@@ -175,7 +134,7 @@ def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
     local = tokens_1T - group.rank() * weight.shape[0]
     outside = (local < 0) | (local >= weight.shape[0])
     found = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
-    shared = share_out(found, group)
+    shared = ShareOut.apply(found[0], group)[None]
     scale = getattr(module, "embed_scale", None)  # Gemma's
     return shared if scale is None else shared * scale.to(shared.dtype)
 
@@ -183,8 +142,10 @@ def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
 def _on_whole_rows(forward: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     """`forward` of attention or an MLP on the tokens of all ranks; its output is this rank's part of the sum."""
     if args:
-        args = (gather_tokens(args[0], group), *args[1:])
+        args = (Gather.apply(args[0][0], group)[None], *args[1:])
     else:
-        kwargs["hidden_states"] = gather_tokens(kwargs["hidden_states"], group)
+        kwargs["hidden_states"] = Gather.apply(kwargs["hidden_states"][0], group)[None]
     out = forward(*args, **kwargs)
-    return (share_out(out[0], group), *out[1:]) if isinstance(out, tuple) else share_out(out, group)
+    hidden_1TH, *others = out if isinstance(out, tuple) else (out,)
+    shared = ShareOut.apply(hidden_1TH[0], group)[None]
+    return (shared, *others) if isinstance(out, tuple) else shared

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlctl.backends.base import CriticSpec
-from rlctl.backends.batch import LogprobColumn
 from rlctl.backends.dtensor.backend import layouts
 from rlctl.backends.dtensor.lora import adapter_parameters, merges, require_called, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
-from rlctl.backends.policy_rank import LossOf, Save
-from rlctl.backends.rank_with_critic import RankWithCritic
+from rlctl.backends.lora import MergedParameters, is_adapter
+from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow
-from rlctl.checkpoints.megatron.megatron_model import names_modules
-from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
+from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head
 from rlctl.checkpoints.rounding import narrowed
 from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
@@ -30,12 +27,16 @@ from rlctl.vector_math import warm_up
 from rlctl.weights.dtensor import DTensorWorld, param_names
 
 if TYPE_CHECKING:
-    from rlctl.backends.dtensor.model import PolicyModel
-    from rlctl.backends.dtensor.value_worker import ValueWorker
+    from rlctl.backends.dtensor.model import Groups
+
+HEAD = "value_head.weight"
+"""The name in a checkpoint of a critic's head, which no published file holds."""
 
 
-class DTensorWorker(RankWithCritic):
+class DTensorWorker(PolicyRank):
     """One rank."""
+
+    saves_modules = True
 
     _states_away: Offloaded | None = None
     """With `training.optimizer_offload`: the optimizer's states, but for its steps and the saves."""
@@ -48,24 +49,21 @@ class DTensorWorker(RankWithCritic):
         warm_up()
         register_attention()
 
-    def build(self) -> None:
+    def join_groups(self) -> Groups:
         from rlctl.backends.dtensor.model import Groups
 
-        torch.manual_seed(self.spec.seed)
-        self.groups = Groups.of(self.spec.parallel, self.spec.device)
-        self.build_model()
-        self._reference = None
-        self._rows = []
-        self.build_critic()
+        return Groups.of(self.spec.parallel, self.spec.device)
 
     def build_model(self) -> None:
-        from rlctl.backends.dtensor.model import build_model
+        from rlctl.backends.dtensor.model import PolicyModel, ValueModel, build_model
         from rlctl.backends.dtensor.optimizer import build_optimizer
 
         spec, world = self.spec, self.layouts()
+        torch.manual_seed(spec.seed)
         routers = {name for name, role in world.roles.items() if role in (Role.ROUTER, Role.ROUTER_BIAS)}
         frozen = frozenset(routers if spec.freeze_router else ())
-        self.model = build_model(spec, world, self.groups, self.device, frozen, self._kind)
+        kind = ValueModel if self.is_critic else PolicyModel
+        self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
         self._buffers = [name for name, role in world.roles.items() if role in BUFFER_ROLES]
         self.stored_alone = frozenset(name for name, role in world.roles.items() if role is Role.STORED)
@@ -74,20 +72,14 @@ class DTensorWorker(RankWithCritic):
         self.movement = self.new_movement()
 
     @property
-    def _kind(self) -> type[PolicyModel]:
-        from rlctl.backends.dtensor.model import PolicyModel
-
-        return PolicyModel
-
-    def new_critic(self, critic: CriticSpec) -> ValueWorker:
-        from rlctl.backends.dtensor.value_worker import ValueWorker
-
-        return ValueWorker(self, critic)
+    def models(self) -> list[nn.Module]:
+        return [self.model]
 
     # --- weights
 
     def layouts(self) -> DTensorWorld:
-        return layouts(self.spec)
+        world = layouts(self.spec)
+        return replace(world, head=False) if self.is_critic else world
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the live weights: what this rank holds of each. Adapted ones are merged when they are asked for."""
@@ -111,7 +103,10 @@ class DTensorWorker(RankWithCritic):
 
     def saved(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint by name: all weights, or the adapters alone."""
-        return adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()
+        if self.spec.lora.rank:
+            return adapter_parameters(self.model.inner)
+        head = {HEAD: self.model.get_parameter("head.weight")} if self.is_critic else {}
+        return self._named() | head
 
     def _reshard(self) -> None:
         """After a forward pass without a backward one, the root's parameters are still gathered."""
@@ -121,10 +116,13 @@ class DTensorWorker(RankWithCritic):
             module.reshard()
 
     @torch.no_grad()
-    def load_weights(self, directory: Path, *, critic: bool = False, masters: bool = False) -> None:
-        """`critic`: the directory is a critic's checkpoint; `masters`: its optimizer's weights are read."""
+    def load_weights(self, directory: Path, *, saved: bool = False) -> None:
         world = self.layouts()
-        load_rank(directory, world, self.rank, self._live(), world.facts, critic=critic, masters=masters)
+        critic = saved and self.is_critic
+        load_rank(directory, world, self.rank, self._live(), world.facts, critic=critic, masters=saved)
+        if critic:
+            head = local_part(self.model.get_parameter("head.weight").detach())
+            head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
         if world.facts.unpacked:
             self._probe()
         if self.optimizer is not None:
@@ -139,27 +137,13 @@ class DTensorWorker(RankWithCritic):
         require_called(self.model.inner)
         self._reshard()
 
-    def hold_reference(self) -> None:
-        """With adapters the reference is the model without them, and nothing is copied."""
-        values = {} if self.spec.lora.rank else self._live()
-        self._reference = {name: value.clone() for name, value in values.items()}
-
     @contextlib.contextmanager
-    def under_weights_of(self, column: LogprobColumn) -> Iterator[None]:
-        if column == "old_logprobs":
-            yield
-            return
-        if self._reference is None:
-            raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
-        if self.spec.lora.rank:
-            with base_weights([self.model]):
-                yield
-            return
-        self._exchange(self._reference)
+    def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
+        self._exchange(others)
         try:
             yield
         finally:
-            self._exchange(self._reference)
+            self._exchange(others)
 
     @torch.no_grad()
     def _exchange(self, others: dict[str, Tensor]) -> None:
@@ -169,12 +153,11 @@ class DTensorWorker(RankWithCritic):
             live.copy_(others[name])
             others[name].copy_(kept)
 
-    def offload(self, keep_weights: bool) -> int:
+    def offload(self, keep_weights: bool) -> Offloaded:
         weights = [*self._live().values(), *(local_part(value.detach()) for value in self.model.parameters())]
         self.clear_gradients()
         moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights)]
-        self._offloaded.append(Offloaded(moving, (), self.host_memory()))
-        return sum(part.device_bytes for part in self._offloaded)
+        return Offloaded(moving, (), self.host_memory())
 
     def _states(self) -> list[Tensor]:
         """This rank's part of the optimizer's states, live."""
@@ -203,14 +186,13 @@ class DTensorWorker(RankWithCritic):
 
         with self._states_here():
             movement = self.movement
-            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-            if movement is not None:
-                for name, parameter in trained:
-                    movement.before(name, local_part(parameter.detach()))
+            if movement is None:
+                return take_step(self.spec, self._trainer(), lr, weight_decay, self._loss_scale)
+            for name, value in self.trained():
+                movement.before(name, value)
             outcome = take_step(self.spec, self._trainer(), lr, weight_decay, self._loss_scale)
-            if movement is not None:
-                for name, parameter in trained:
-                    movement.after(name, local_part(parameter.detach()))
+            for name, value in self.trained():
+                movement.after(name, value)
             return outcome
 
     def _trainer(self) -> torch.optim.AdamW:
@@ -240,13 +222,14 @@ class DTensorWorker(RankWithCritic):
 
     # --- checkpoints
 
-    def trained_not_finite(self) -> list[str]:
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
-        named = ((name.removeprefix("inner."), value) for name, value in self.model.named_parameters())
-        return [name for name, p in named if p.requires_grad and not local_part(p.detach()).isfinite().all()]
+        for name, value in self.model.named_parameters():
+            if value.requires_grad:
+                yield name.removeprefix("inner."), local_part(value.detach())
 
     def begin_save(self, directory: Path) -> Save:
-        from rlctl.backends.dtensor.checkpoint import Save as DTensorSave
+        from rlctl.backends.dtensor.checkpoint import DTensorSave
 
         with self._states_here():
             self._reshard()
@@ -257,38 +240,19 @@ class DTensorWorker(RankWithCritic):
 
         with self._states_here():
             self._reshard()
-            if names_modules(require_policy(directory)):
-                load(directory, self.saved(), self._trainer())
-            elif self.spec.lora.rank:
-                self._load_adapters(directory)
-            else:
-                self.load_of_megatron(directory)
-
-    def load_of_megatron(self, directory: Path) -> None:
-        """Read what the Megatron backend saved."""
-        from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
-
-        world = self.layouts()
-        self.load_weights(directory, masters=True)
-        moments = moments_of(self._named(), self._trainer())
-        set_steps(self._trainer(), load_moments(directory, world, self.rank, moments, world.facts))
+            load(directory, self.saved(), self._trainer())
 
     @torch.no_grad()
-    def _load_adapters(self, directory: Path) -> None:
-        """Read adapters that the Megatron backend saved, and their moments."""
-        from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
-
-        world, named = self.layouts(), self.saved()
-        stored, moments = load_adapters(directory, world.facts), moments_of(named, self._trainer())
+    def load_adapters(self, directory: Path) -> None:
+        world = self.layouts()
+        stored = load_adapters(directory, world.facts)
         tensors = {param: tensor for tensor, param in param_names(world.facts).items()}
-        for own, pairs in ((named, stored.weights), *((moments[name], stored.moments[name]) for name in moments)):
-            for name, value in own.items():
-                module, _, which = name.rpartition(".")
-                if f"{module}.weight" not in tensors:
-                    raise InputError(f"{directory} holds no adapter of {module}.", "Is it a checkpoint of this run?")
-                a, b = pairs[tensors[f"{module}.weight"]]
-                set_part(world, self.rank, name, value, a if which == "lora_a" else b)
-        set_steps(self._trainer(), stored.steps)
+        for name, value in self.saved().items():
+            module, _, which = name.rpartition(".")
+            if f"{module}.weight" not in tensors:
+                raise InputError(f"{directory} holds no adapter of {module}.", "Is it a checkpoint of this run?")
+            a, b = stored[tensors[f"{module}.weight"]]
+            set_part(world, self.rank, name, value, a if which == "lora_a" else b)
 
 
 if TYPE_CHECKING:

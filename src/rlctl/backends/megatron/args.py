@@ -131,11 +131,16 @@ def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
         "variable_seq_lengths": parallel.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
     }
-    if parallel.vpp > 1:  # anything else computes wrong gradients over gloo, without an error
+    if parallel.vpp > 1:
+        # Exchanged one by one, NCCL makes a communicator for each two stages on the way, and with four stages that
+        # hangs (Megatron-LM 5240): there they are batched. Two stages have the same peer before and behind them, and
+        # a batch with lengths that vary mixes up the two (Megatron-LM 5100, 5271). Over gloo a batch gives wrong
+        # gradients.
+        batched = spec.device == "cuda" and parallel.pp > 2
         values |= {
             "virtual_pipeline_model_parallel_size": parallel.vpp,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
+            "overlap_p2p_comm": not batched,
+            "batch_p2p_comm": batched,
         }
     return values
 

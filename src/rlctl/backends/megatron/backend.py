@@ -50,47 +50,34 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
 
 def refuse_wrong_numbers(spec: PolicySpec) -> None:
     """Raises ConfigError for the first field of the `megatron` section that makes gradients wrong."""
-    if spec.router_replay:
-        _refuse_replay(spec)
-    if spec.optimizer_offload:
-        _refuse_other_states(spec)
-    for key, reason in _wrong(spec):
-        raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
-
-
-def _refuse_replay(spec: PolicySpec) -> None:
-    if spec.facts.moe is None:
+    if spec.router_replay and spec.facts.moe is None:
         raise ConfigError("training.router_replay is on, but the model has no experts.", "Turn it off.")
-    for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
-        if spec.megatron.get(key) == value:
-            raise ConfigError(
-                f"megatron.{key} = {value} chooses experts without regard to the engine's choice "
-                "(training.router_replay).",
-                "Remove one of the two.",
-            )
-
-
-def _refuse_other_states(spec: PolicySpec) -> None:
     for key, why in (
         ("use_precision_aware_optimizer", "packs its states"),
         ("optimizer_cuda_graph", "replays a step with the addresses that states had"),
     ):
-        if spec.optimizer.passed.get(key):
+        if spec.optimizer_offload and spec.optimizer.passed.get(key):
             raise ConfigError(
                 f"optimizer.{key} = True {why}, and training.optimizer_offload moves them.", "Remove one of the two."
             )
+    for key, reason in _wrong(spec):
+        raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
 
 
 def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     given = spec.megatron
     yield from _not_there(spec)
+    for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
+        if spec.router_replay and given.get(key) == value:
+            yield key, "it chooses experts without regard to the engine's choice (training.router_replay)"
     if given.get("cross_entropy_loss_fusion"):
         yield "cross_entropy_loss_fusion", "it changes gradients by 2e-4"
     for key in ("hidden_dropout", "attention_dropout"):
         if given.get(key):
             yield key, "log-probs under dropout are not those of the policy that sampled"
     for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if _largest(given.get(key)) > 0:
+        values = given[key] if isinstance(given.get(key), list | tuple) else [given.get(key)]
+        if any(isinstance(value, int | float) and value > 0 for value in values):
             yield (
                 key,
                 (
@@ -99,7 +86,13 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
                 ),
             )
     if spec.device == "cpu":
-        yield from _wrong_over_gloo(spec)
+        freed = "gloo still reads what a stage has sent when it is freed or overwritten"
+        if spec.parallel.pp > 1 and given.get("deallocate_pipeline_outputs"):
+            yield "deallocate_pipeline_outputs", freed
+        if spec.parallel.vpp > 1 and given.get("overlap_p2p_comm") is False:
+            yield "overlap_p2p_comm", f"with virtual stages, {freed}"
+        if spec.parallel.vpp > 1 and given.get("batch_p2p_comm"):
+            yield "batch_p2p_comm", f"with virtual stages, {freed}"
 
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
@@ -123,21 +116,6 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "fp8_param", "refits and checkpoints read weights in model.dtype"
     if given.get("fp4"):
         yield "fp4", "products are in float32, bfloat16 or float8"
-
-
-def _wrong_over_gloo(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    given, freed = spec.megatron, "gloo still reads what a stage has sent when it is freed or overwritten"
-    if spec.parallel.pp > 1 and given.get("deallocate_pipeline_outputs"):
-        yield "deallocate_pipeline_outputs", freed
-    if spec.parallel.vpp > 1 and given.get("overlap_p2p_comm") is False:
-        yield "overlap_p2p_comm", f"with virtual stages, {freed}"
-    if spec.parallel.vpp > 1 and given.get("batch_p2p_comm"):
-        yield "batch_p2p_comm", f"with virtual stages, {freed}"
-
-
-def _largest(value: object) -> float:
-    values = value if isinstance(value, list | tuple) else [value]
-    return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
 
 
 BACKEND = PolicyBackend("megatron", "rlctl.backends.megatron.worker:MegatronWorker", layouts, arguments,

@@ -3,10 +3,8 @@ parallelism. A save takes a snapshot, then writes it in the background while tra
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,23 +21,25 @@ from rlctl.backends.lora import is_adapter
 from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, set_count
+from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import steps_in
 from rlctl.errors import InputError
 
 
-class Save:
-    """A save under way on this rank. Every rank makes one and finishes it; the checkpoint is complete when all have."""
+class MegatronSave(Save):
+    """A snapshot of model, optimizer and random state."""
 
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
-        """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         make_states(optimizer)
         state = _sharded_state(chunks, optimizer)
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])
         if not torch.cuda.is_available():  # from a device everything is copied to the host below
-            _copy_live_tensors(state)
+            for leaf in nested_values(state):
+                if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
+                    leaf.data = leaf.data.detach().clone()
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
         self._request = call_known(
@@ -52,42 +52,20 @@ class Save:
         self._arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None and torch.cuda.is_available():
             self._arguments[1] = self._request.preload_fn()  # device to host
-        self._directory, self._digests = directory, dict[str, str]()
-        pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = pool.submit(self._write)
-        pool.shutdown(wait=False)
+        super().__init__(directory)
 
-    def _write(self) -> None:
+    def write(self) -> dict[str, str]:
         if self._request.async_fn is None:  # this rank has nothing to write
-            return
+            return {}
         self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
         # A file that is not there could not be written; the first of `finalize_fns` says why.
         written = [(Path(path), name) for path, name, _ in self._arguments[1] if Path(path).exists()]
-        self._digests = {name: file_digest(path) for path, name in written}
         self._arguments.clear()  # the snapshot
+        return {name: file_digest(path) for path, name in written}
 
-    @property
-    def written(self) -> bool:
-        """Whether `finish` will not have to wait for this rank."""
-        return self._writing.done()
-
-    def finish(self) -> dict[str, str]:
-        """Wait for the writing, then write the index; collective. Returns the digests of the files."""
-        self._writing.result()
+    def write_index(self) -> None:
         for step in self._request.finalize_fns:
             step()
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            index = [path for path in self._directory.iterdir() if path.is_file() and path.suffix != ".distcp"]
-            self._digests |= {path.name: file_digest(path) for path in index}
-        return self._digests
-
-
-def _copy_live_tensors(state: dict[str, Any]) -> None:
-    """The state refers to the parameters and the optimizer's states themselves."""
-    for leaf in nested_values(state):
-        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
-            leaf.data = leaf.data.detach().clone()
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
@@ -105,7 +83,7 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     wanted = _sharded_state(chunks, optimizer)
     for leaf in nested_values(wanted):
         if isinstance(leaf, ShardedTensorFactory):  # its parts are views, and are read into the parameter itself
-            leaf.merge_fn = functools.partial(_as_read, leaf.data)
+            leaf.merge_fn = lambda _, live=leaf.data: live
     if same_layout := common.get("layout") == _layout():
         wanted["random"] = _random_state_of_rank()
     found = cast(dict[str, Any], dist_checkpointing.load(wanted, str(directory)))
@@ -119,10 +97,6 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     set_count(optimizer, steps_in(common["optimizer"]))
     if same_layout:
         _set_random_state(found["random"])
-
-
-def _as_read(live: Tensor, parts: Any) -> Tensor:
-    return live
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:

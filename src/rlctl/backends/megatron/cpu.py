@@ -93,53 +93,41 @@ CPU = torch.device("cpu")
 FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "randn", "rand", "empty_strided")
 
 
-class Stream:
-    """A CUDA stream or event: work on a CPU is done when the call returns, so there is nothing to wait for."""
+class Nothing:
+    """A CUDA stream, event or profiler range, or a call that waits for one: on a CPU, work is done when the call
+    returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        return self
 
-    def wait_event(self, event: Any) -> None: ...
+    def __getattr__(self, name: str) -> Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
 
-    def record_event(self, event: Any = None) -> Any:
-        return event or Stream()
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
-
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Nothing:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
 
-class NoRanges(types.ModuleType):
-    """torch.cuda.nvtx: profiler ranges that do nothing."""
+def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: contextlib.nullcontext()
+
+def set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)
 
 
 class CudaOnCpu(types.ModuleType):
     """The parts of torch.cuda that Megatron-Core uses, on a CPU; other names are torch.cuda's own."""
 
-    Stream = Stream
-    Event = Stream
-    nvtx = NoRanges("nvtx")
-
-    def __init__(self) -> None:
-        super().__init__("torch.cuda")
-        self.random = types.SimpleNamespace(get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state)
+    Stream = Event = Nothing
+    nvtx = stream = current_stream = default_stream = set_device = synchronize = empty_cache = Nothing()
+    random = types.SimpleNamespace(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+    get_rng_state, set_rng_state = staticmethod(get_rng_state), staticmethod(set_rng_state)
 
     def current_device(self) -> torch.device:
         return CPU
@@ -150,31 +138,11 @@ class CudaOnCpu(types.ModuleType):
     def is_available(self) -> bool:
         return False
 
-    def set_device(self, device: Any) -> None: ...
-
-    def synchronize(self, device: Any = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return Stream()
-
-    default_stream = current_stream
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
     def is_current_stream_capturing(self) -> bool:
         return False
 
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -201,7 +169,7 @@ class TorchOnCpu(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch")
-        self.cuda = CudaOnCpu()
+        self.cuda = CudaOnCpu("torch.cuda")
         for name in FACTORIES:
             setattr(self, name, _factory(name))
 
@@ -230,12 +198,6 @@ def _rewrite_constants(code: types.CodeType, table: dict[str, str]) -> types.Cod
     return code.replace(co_consts=tuple(replaced(constant) for constant in code.co_consts))
 
 
-def _function(owner: Any, name: str) -> Any:
-    """The plain function `name` of a class or module, or None where this version has none."""
-    found = vars(owner).get(name)
-    return found.__func__ if isinstance(found, classmethod | staticmethod) else found
-
-
 def _accept_cpu_parameter_types() -> None:
     """The optimizers compare `param.type()` with 'torch.cuda.FloatTensor' and the like."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
@@ -249,7 +211,8 @@ def _accept_cpu_parameter_types() -> None:
         (clip_grads, "clip_grad_by_total_norm_fp32"),
     )
     for owner, name in sites:
-        if (function := _function(owner, name)) is not None:
+        if (found := vars(owner).get(name)) is not None:
+            function: Any = getattr(found, "__func__", found)  # of a classmethod
             function.__code__ = _rewrite_constants(function.__code__, table)
 
 
@@ -277,13 +240,7 @@ def _use_cpu_random_state() -> None:
     """tensor_parallel.random reaches into torch.cuda's internals for its random states."""
     from megatron.core.tensor_parallel import random
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_rng_state, set_rng_state
 
 
 def _split_rotary_without_pinning() -> None:
@@ -315,31 +272,30 @@ def _exchange_uneven_parts() -> None:
     """gloo has no uneven all-gather or reduce-scatter (expert tensor parallelism); both are done by all-to-all."""
     from megatron.core.tensor_parallel import mappings
 
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-
-    def gather_uneven(
-        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, output_split_sizes, *args, **kwargs)
-        count, sizes = group.size(), [int(size) for size in output_split_sizes]
-        out = input_.new_empty((sum(sizes), *input_.shape[1:]))
-        copies = input_.repeat((count,) + (1,) * (input_.dim() - 1))
-        torch.distributed.all_to_all_single(out, copies, sizes, [input_.shape[0]] * count, group=group)
+    def gather(part: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+        count, out = group.size(), part.new_empty((sum(sizes), *part.shape[1:]))
+        copies = part.repeat((count,) + (1,) * (part.dim() - 1))
+        torch.distributed.all_to_all_single(out, copies, sizes, [part.shape[0]] * count, group=group)
         return out
 
-    def scatter_uneven(
-        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
-        count, sizes = group.size(), [int(size) for size in input_split_sizes]
-        mine = sizes[group.rank()]
-        out = input_.new_empty((mine * count, *input_.shape[1:]))
-        torch.distributed.all_to_all_single(out, input_.contiguous(), [mine] * count, sizes, group=group)
-        return out.view(count, mine, *input_.shape[1:]).sum(0)
+    def reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+        count, mine = group.size(), sizes[group.rank()]
+        out = whole.new_empty((mine * count, *whole.shape[1:]))
+        torch.distributed.all_to_all_single(out, whole.contiguous(), [mine] * count, sizes, group=group)
+        return out.view(count, mine, *whole.shape[1:]).sum(0)
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+    def uneven(
+        usual: Callable[..., torch.Tensor], exchange: Callable[..., torch.Tensor]
+    ) -> Callable[..., torch.Tensor]:
+        def exchanged(tensor: torch.Tensor, group: Any, split_sizes: Any = None, *args: Any) -> torch.Tensor:
+            if split_sizes is None or group.size() == 1:
+                return usual(tensor, group, split_sizes, *args)
+            return exchange(tensor, group, [int(size) for size in split_sizes])
+
+        return exchanged
+
+    mappings._gather_along_first_dim = uneven(mappings._gather_along_first_dim, gather)
+    mappings._reduce_scatter_along_first_dim = uneven(mappings._reduce_scatter_along_first_dim, reduce_scatter)
 
 
 PATCHES: tuple[Callable[[], None], ...] = (

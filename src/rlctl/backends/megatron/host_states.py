@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from rlctl.errors import ConfigError
 from rlctl.planner.inputs.constants import OPTIMIZER_PART_BYTES
 
 PART_BYTES = OPTIMIZER_PART_BYTES
-PAIRS = (("model_float16_groups", "shard_fp32_from_float16_groups"), ("model_fp32_groups", "shard_fp32_groups"))
-"""Lists of DistributedOptimizer, by group: its parameters, and the shards that the inner optimizer steps for them."""
+Part = list[list[Tensor]]
+"""Parameters whose states visit the device together, by group of the inner optimizer."""
 
 
 def keep_on_host(inner: Any, memory: HostMemory) -> None:
@@ -43,26 +42,6 @@ def keep_on_host(inner: Any, memory: HostMemory) -> None:
     hosted.host_states = HostStates(inner, memory)
 
 
-@dataclass(frozen=True)
-class StatePart:
-    """Parameters whose states visit the device together."""
-
-    params: list[list[Tensor]]
-    """By group of the inner optimizer."""
-    lists: dict[str, list[list[Any]]]
-    """Likewise those of the lists that Megatron's optimizer copies between weights and float32 weights by."""
-
-    @classmethod
-    def of(cls, groups: int) -> StatePart:
-        """An empty one."""
-        names = [name for pair in PAIRS for name in pair]
-        return cls([[] for _ in range(groups)], {name: [[] for _ in range(groups)] for name in names})
-
-    @property
-    def all(self) -> list[Tensor]:
-        return [param for group in self.params for param in group]
-
-
 class HostStates:
     """Where the states of one optimizer are, and the parts in which they visit the device."""
 
@@ -71,33 +50,19 @@ class HostStates:
         self._masters = {id(param) for group in owner.shard_fp32_from_float16_groups for param in group}
         self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By the identity of a state: it (so that it lives), and its bytes."""
-        self.parts = self._divide()
-        steps: Any = owner.optimizer
-        self._step = steps.step
-        steps.step = self.step
-        for part in self.parts:
-            self._put_away(part.all)
-
-    def _divide(self) -> list[StatePart]:
-        """The parameters in parts, in the order of their groups."""
-        owner, groups = self._owner, self._owner.optimizer.param_groups
-        parts, number, size = list[StatePart](), dict[int, int](), 0
+        self.parts, size, groups = list[Part](), 0, owner.optimizer.param_groups
         for index, group in enumerate(groups):
             for param in group["params"]:
                 needs = 4 * param.numel() * (3 if id(param) in self._masters else 2)
-                if not parts or size + needs > PART_BYTES:
-                    parts.append(StatePart.of(len(groups)))
+                if not self.parts or size + needs > PART_BYTES:
+                    self.parts.append([[] for _ in groups])
                     size = 0
-                parts[-1].params[index].append(param)
-                number[id(param)], size = len(parts) - 1, size + needs
-        for models, shards in PAIRS:
-            both = zip(getattr(owner, models), getattr(owner, shards), strict=True)
-            for index, of_group in enumerate(zip(*pair, strict=True) for pair in both):
-                for model, shard in of_group:
-                    lists = parts[number[id(shard)]].lists
-                    lists[models][index].append(model)
-                    lists[shards][index].append(shard)
-        return parts
+                self.parts[-1][index].append(param)
+                size += needs
+        inner: Any = owner.optimizer
+        self._step, inner.step = inner.step, self.step
+        for group in groups:
+            self._put_away(group["params"], changed=True)
 
     def _states(self, params: Iterable[Tensor]) -> Iterator[Tensor]:
         for param in params:
@@ -118,7 +83,7 @@ class HostStates:
         yield
         self._put_away(params, changed=changed)
 
-    def _put_away(self, params: list[Tensor], *, changed: bool = True) -> None:
+    def _put_away(self, params: list[Tensor], *, changed: bool) -> None:
         """Copies run in the order of the stream that also frees and reuses the device's memory; the host reads none of
         these bytes itself, so nothing is waited for."""
         for state in self._states(params):
@@ -130,59 +95,42 @@ class HostStates:
             storage.resize_(0)
 
     @contextlib.contextmanager
-    def visit(self, part: StatePart) -> Iterator[None]:
+    def visit(self, part: Part) -> Iterator[list[Tensor]]:
         """The states of `part` are on the device, to be changed, and the optimizer knows of no other parameters."""
-        owner = self._owner
-        with self.on_device(part.all, changed=True):
-            lists, groups = {name: getattr(owner, name) for name in part.lists}, owner.optimizer.param_groups
-            params = [group["params"] for group in groups]
+        owner, groups = self._owner, self._owner.optimizer.param_groups
+        whole, params = [group["params"] for group in groups], [param for own in part for param in own]
+        with self.on_device(params, changed=True):
             try:
-                self._show(part.lists, groups, part.params)
+                for group, own in zip(groups, part, strict=True):
+                    group["params"] = own
                 owner.optimizer.param_groups = [group for group in groups if group["params"]]
-                yield
+                owner.visiting = {id(param) for param in params}
+                yield params
             finally:
-                owner.optimizer.param_groups = groups
-                self._show(lists, groups, params)
+                owner.visiting, owner.optimizer.param_groups = None, groups
+                for group, own in zip(groups, whole, strict=True):
+                    group["params"] = own
 
-    def _show(
-        self, lists: dict[str, list[list[Any]]], groups: list[dict[str, Any]], params: list[list[Tensor]]
-    ) -> None:
-        for name, value in lists.items():
-            setattr(self._owner, name, value)
-        for group, own in zip(groups, params, strict=True):
-            group["params"] = own
-
-    def step(self) -> None:
+    def step(self, *, empty: bool = False) -> None:
         """In place of the step of torch's or TransformerEngine's optimizer: theirs, and the new weights to the model, a
-        part at a time."""
-        counts = self._counts()
+        part at a time. `empty`: without gradients, to make states that are to be loaded."""
+        owner = self._owner
+        counts = {id(group): group["step"] for group in owner.optimizer.param_groups if "step" in group}
         for part in self.parts:
-            with self.visit(part):
-                RoundingOptimizer.look(self._owner)
-                self._step_once(counts)
-                self._owner.copy_weights()
-
-    def _counts(self) -> dict[int, Any]:
-        """TransformerEngine counts the steps of a param group. Here by the identity of the group."""
-        return {id(group): group["step"] for group in self._owner.optimizer.param_groups if "step" in group}
-
-    def _step_once(self, counts: dict[int, Any]) -> None:
-        """A step of the groups that are shown, each of which has `counts` before it, whatever part it is."""
-        for group in self._owner.optimizer.param_groups:
-            group.pop("step", None)
-            if id(group) in counts:
-                group["step"] = counts[id(group)]
-        self._step()
-
-    def make(self) -> None:
-        """States of every parameter, of no meaning yet: to be loaded."""
-        counts = self._counts()
-        for part in self.parts:
-            with self.visit(part):
-                for param in part.all:
+            with self.visit(part) as params:
+                for group in owner.optimizer.param_groups:  # TransformerEngine counts the steps of a group
+                    group.pop("step", None)
+                    if id(group) in counts:
+                        group["step"] = counts[id(group)]
+                if not empty:
+                    RoundingOptimizer.look(owner)
+                    self._step()
+                    owner.copy_weights()
+                    continue
+                for param in params:
                     param.grad = torch.zeros_like(param)
-                self._step_once(counts)
-                for param in part.all:
+                self._step()
+                for param in params:
                     param.grad = None
 
 
@@ -200,10 +148,11 @@ class HostedOptimizer(RoundingOptimizer):
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         for part in self.host_states.parts:
             with self.host_states.visit(part):
-                super()._copy_model_params_to_main_params(state_dict)
+                for model, master in self.masters():
+                    master.data.copy_(model)
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
-        self.host_states.make()
+        self.host_states.step(empty=True)
 
     def _shard_of(self, model_param: Any) -> list[Tensor]:
         group, order = self.model_param_group_index_map[model_param]

@@ -17,8 +17,10 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.lora import Adapted, first_a, merged, require_kind, takes_adapter
+from rlctl.backends.lora import Adapted, first_a, require_kind, takes_adapter
 from rlctl.backends.megatron.modules import normed_output
+from rlctl.checkpoints.plan_execution import with_adapter
+from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.schema import LoraConfig, Rounding
 
 
@@ -29,8 +31,10 @@ class AdaptedParallel(Adapted):
     """Parameter -> the dimension that is split over tensor-parallel ranks."""
 
     def merged(self, rounding: Rounding) -> Tensor:
-        """This rank's part of W'."""
-        return merged(self.weight, self.lora_a, self.lora_b, self.scale, rounding)  # type: ignore[attr-defined]
+        """This rank's part of W': added up in float32, and rounded once to the weight's dtype."""
+        weight = self.weight.detach()  # type: ignore[attr-defined]
+        whole = with_adapter(weight, self.lora_a.detach(), self.lora_b.detach(), self.scale)
+        return narrowed(whole, weight.dtype, rounding)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """As the base layer's, with the adapters split as they are."""

@@ -20,6 +20,8 @@ class RoundingOptimizer(DistributedOptimizer):
 
     rounding: Rounding = "unbiased"
     movement: Movement | None = None
+    visiting: set[int] | None = None
+    """The identities of the float32 weights that are on the device, where others wait in host memory."""
 
     def step_with_ready_grads(self) -> bool:
         self.look()
@@ -50,6 +52,8 @@ class RoundingOptimizer(DistributedOptimizer):
             for model, master in (
                 pair for group in zip(models, masters, strict=True) for pair in zip(*group, strict=True)
             ):
+                if self.visiting is not None and id(master) not in self.visiting:
+                    continue
                 span = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
                 buffer, _, bucket = self.model_param_gbuf_map[model]
                 whole: Any = self.buffers[buffer].buckets[bucket].param_data

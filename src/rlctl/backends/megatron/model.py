@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
@@ -30,9 +31,9 @@ from rlctl.backends.megatron.modules import (
     RMSNorm,
     RowParams,
     RowRotary,
-    attention_factor,
     normed_output,
     own_angles,
+    rotary_of,
 )
 from rlctl.backends.megatron.routing import Replay, hand_out
 from rlctl.backends.policy_rank import LossOf
@@ -228,17 +229,11 @@ def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | N
             if config.qk_layernorm and getattr(attention, name, None) is not None:
                 setattr(attention, name, RMSNorm)
         if config.multi_latent_attention:
-            _replicate_down_projections(attention)
+            # Column-parallel ones get a wrong gradient for the key's rotary part under tensor parallelism.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     if not use_te:
         spec.layer_norm = RMSNorm
     return spec
-
-
-def _replicate_down_projections(attention: Any) -> None:
-    """Column-parallel down-projections get a wrong gradient for the key's rotary part under tensor parallelism."""
-    from megatron.core.post_training.modelopt.layers import Linear
-
-    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 
 def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
@@ -258,7 +253,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
 def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
     """Have cosines and sines multiplied by YaRN's attention factor, which Megatron reads from an attribute that is no
     field, as 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`)."""
-    factor = attention_factor(facts.rope)
+    _, factor = rotary_of(facts.rope, facts.head_dim)
     if factor < 1 or (factor > 1 and facts.mla is not None):
         raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
     if factor > 1:

@@ -3,10 +3,10 @@ that a row states, and norms where TransformerEngine's are not used."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.context_parallel import GatherContext
+from rlctl.backends.context_parallel import Gather
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow
 from rlctl.errors import ConfigError
@@ -88,7 +88,7 @@ class PackedAttention(MegatronModule):
             raise TypeError("PackedAttention needs the RowParams of a packed row")
         query, key, value = (x.reshape(x.shape[0], *x.shape[-2:]) for x in (query, key, value))
         if self.cp_group.size() > 1:
-            key, value = GatherContext.apply(key, self.cp_group), GatherContext.apply(value, self.cp_group)
+            key, value = Gather.apply(key, self.cp_group), Gather.apply(value, self.cp_group)
         return attend(
             query,
             key,
@@ -119,7 +119,7 @@ class RowRotary(nn.Module):
         self, facts: RopeFacts, width: int, interleaved: bool = False, windowed: RopeFacts | None = None
     ) -> None:
         super().__init__()
-        self.frequencies = [inverse_frequencies(kind, width) for kind in (facts, windowed) if kind is not None]
+        self.frequencies = [rotary_of(kind, width)[0] for kind in (facts, windowed) if kind is not None]
         self.interleaved = interleaved
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> RowParams:
@@ -150,64 +150,24 @@ def own_angles(windowed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], t
     return choose
 
 
-def inverse_frequencies(facts: RopeFacts, width: int) -> Tensor:
-    """float32 [width / 2], by transformers' modeling_rope_utils."""
-    base = 1.0 / facts.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
-    if facts.kind == "linear":
-        return base / facts.scaling["factor"]
-    if facts.kind == "llama3":
-        return _llama3(base, facts.scaling)
-    if facts.kind == "yarn":
-        return _yarn(base, facts)
-    return base
+def rotary_of(facts: RopeFacts, width: int) -> tuple[Tensor, float]:
+    """(inverse frequencies, float32 [width / 2]; the factor of cosines and sines), as transformers computes them."""
+    if facts.kind in ("default", "dynamic"):
+        return 1.0 / facts.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def attention_factor(facts: RopeFacts) -> float:
-    """YaRN's factor of cosines and sines (arXiv 2309.00071, section 3.4); 1 for every other kind."""
-    if facts.kind != "yarn":
-        return 1.0
-    given, factor = facts.scaling, facts.scaling["factor"]
-    if given.get("attention_factor"):
-        return given["attention_factor"]
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return yarn_mscale(factor, given["mscale"]) / yarn_mscale(factor, given["mscale_all_dim"])
-    return yarn_mscale(factor)
-
-
-def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """The logarithmic growth of attention with the extension `factor` of the context."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _llama3(base: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Long wavelengths slowed by `factor`, short ones kept, a smooth ramp between (Llama 3.1's published code)."""
-    factor, old = scaling["factor"], scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelength = 2 * math.pi / base
-    smooth = (old / wavelength - low) / (high - low)
-    ramp = (1 - smooth) * base / factor + smooth * base
-    slowed = torch.where(wavelength > old / low, base / factor, base)
-    return torch.where((wavelength <= old / low) & (wavelength >= old / high), ramp, slowed)
-
-
-def _yarn(base: Tensor, facts: RopeFacts) -> Tensor:
-    """Slow dimensions interpolated by `factor`, fast ones kept, a linear ramp between (arXiv 2309.00071)."""
-    scaling, width = facts.scaling, 2 * len(base)
-    for key in ("factor", "original_max_position_embeddings"):
-        if not scaling.get(key):
-            raise ConfigError(f"the model's yarn scaling has no `{key}`.", "Take the model's own config.json.")
-
-    def turning(rotations: float) -> float:
-        """The dimension that turns so often over the original context."""
-        length = scaling["original_max_position_embeddings"]
-        return width * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(facts.theta))
-
-    low, high = turning(scaling.get("beta_fast") or 32.0), turning(scaling.get("beta_slow") or 1.0)
-    if scaling.get("truncate", 1.0):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    ramp = ((torch.arange(len(base), dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return base / scaling["factor"] * ramp + base * (1 - ramp)
+    config: Any = SimpleNamespace(
+        rope_parameters={"rope_theta": facts.theta, **facts.scaling},
+        head_dim=width,
+        hidden_size=width,
+        num_attention_heads=1,
+        standardize_rope_params=lambda: None,
+    )
+    try:
+        return ROPE_INIT_FUNCTIONS[facts.kind](config)
+    except KeyError as missing:
+        message = f"the model's {facts.kind} scaling of rotary positions has no {missing}."
+        raise ConfigError(message, "Take the model's own config.json.") from missing
 
 
 class RMSNorm(nn.Module):

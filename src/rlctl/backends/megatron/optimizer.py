@@ -30,31 +30,22 @@ def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
     if spec.dtype != "float32":
         from megatron.core.transformer.module import Float16Module
 
-        models = [_keep_router_bias(Float16Module(config, model)) for model in models]
+        models = [Float16Module(config, model) for model in models]
+        # The router's correction bias stays in float32, as published. Megatron rounds it with everything else and
+        # widens it again in the first forward pass, after weights were loaded.
+        for module in (module for model in models for module in model.modules()):
+            if getattr(module, "expert_bias", None) is not None:
+                module.expert_bias.data = module.expert_bias.data.float()
     if spec.teaches is not None:
         return [model.requires_grad_(requires_grad=False) for model in models]
     ddp = make_config(DistributedDataParallelConfig, ddp_values(spec), spec.ddp, "ddp")
     chunks = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0) for number, model in enumerate(models)
     ]
-    _overlap(config, ddp, chunks)
-    return chunks
-
-
-def _keep_router_bias(model: Any) -> Any:
-    """The router's correction bias stays in float32, as published. Megatron rounds it with everything else and widens
-    it again in the first forward pass, after weights were loaded."""
-    for module in model.modules():
-        if getattr(module, "expert_bias", None) is not None:
-            module.expert_bias.data = module.expert_bias.data.float()
-    return model
-
-
-def _overlap(config: Any, ddp: Any, chunks: list[Any]) -> None:
-    """Tell Megatron's schedules how to hold back reductions that run during the backward pass."""
-    if ddp.overlap_grad_reduce:
+    if ddp.overlap_grad_reduce:  # how Megatron's schedules hold back reductions that run during the backward pass
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks
 
 
 def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
@@ -70,7 +61,12 @@ def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
             memory = HostMemory()
             for inner in inner_optimizers(optimizer):
                 keep_on_host(inner, memory)
-    fuse_adam(optimizer)
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner.optimizer, torch.optim.AdamW):
+            # torch's fused kernel, where TransformerEngine's is absent: one pass over a parameter, not about eight
+            inner.optimizer.defaults["fused"] = True
+            for group in inner.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
     return optimizer
 
 
@@ -100,27 +96,16 @@ def share_loss_scale(inners: list[Any]) -> None:
             inner.grad_scaler.__class__ = SharedScaler
 
 
-def fuse_adam(optimizer: Any) -> None:
-    """torch's fused kernel, where TransformerEngine's is absent: one pass over memory a parameter, not about eight."""
-    for inner in inner_optimizers(optimizer):
-        if isinstance(inner.optimizer, torch.optim.AdamW):
-            inner.optimizer.defaults["fused"] = True
-            for group in inner.optimizer.param_groups:
-                group["fused"], group["foreach"] = True, False
-
-
 @torch.no_grad()
-def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], steps: float) -> None:
-    """Give the optimizers the moments of their parameters, which are those of the rank's model, and under `param` their
-    float32 weights: each data-parallel rank keeps its own range of them."""
+def set_masters(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
+    """Give the optimizers the float32 weights of their parameters, of which each data-parallel rank keeps a range."""
+    make_states(optimizer)
     for inner in inner_optimizers(optimizer):
-        inner._init_optimizer_states_with_dummy_values()
         for parameter in inner.model_param_group_index_map:
             span = inner._get_model_param_range_map(parameter)["param"]
-            own = {name: values.flatten()[span.start : span.end] for name, values in moments[parameter].items()}
-            others = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
-            inner._set_main_param_and_optimizer_states(parameter, others | own)
-    set_count(optimizer, steps)
+            states = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
+            own = {"param": masters[parameter].flatten()[span.start : span.end]}
+            inner._set_main_param_and_optimizer_states(parameter, states | own)
 
 
 def make_states(optimizer: Any) -> None:

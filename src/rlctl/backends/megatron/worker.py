@@ -7,37 +7,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlctl.backends.base import CriticSpec
-from rlctl.backends.batch import LogprobColumn
-from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
+from rlctl.backends.host_memory import Offloaded
+from rlctl.backends.lora import MergedParameters, is_adapter
 from rlctl.backends.megatron import compat, cpu
 from rlctl.backends.megatron.args import has_transformer_engine
-from rlctl.backends.megatron.backend import policy_world
-from rlctl.backends.policy_rank import LossOf, Save
-from rlctl.backends.rank_with_critic import RankWithCritic
+from rlctl.backends.megatron.backend import layouts
+from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.adapters import fill_layer
-from rlctl.checkpoints.megatron.megatron_model import names_modules
-from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
+from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head
 from rlctl.checkpoints.rounding import narrow_into
-from rlctl.errors import InputError
-from rlctl.weights.layout import Piece
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
     from rlctl.backends.megatron.lora import AdaptedParallel
-    from rlctl.backends.megatron.model import PolicyModel
-    from rlctl.backends.megatron.value_worker import ValueWorker
+
+HEAD = "output_layer.weight"
+"""The head of a critic."""
 
 
-class MegatronWorker(RankWithCritic):
+class MegatronWorker(PolicyRank):
     """One rank. Its process must be its own: Megatron's groups are globals."""
+
+    saves_modules = False
 
     # --- life cycle
 
@@ -46,10 +44,8 @@ class MegatronWorker(RankWithCritic):
         cpu.install()
         compat.require_version()
 
-    def build(self) -> None:
+    def join_groups(self) -> None:
         from megatron.core import parallel_state, tensor_parallel
-
-        from rlctl.backends.megatron import routing
 
         spec, parallel = self.spec, self.spec.parallel
         parallel_state.destroy_model_parallel()
@@ -66,23 +62,17 @@ class MegatronWorker(RankWithCritic):
         )
         tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
         torch.manual_seed(spec.seed)
-        self._build_model()
-        self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
-        self._reference = None
-        self._rows = []
-        cpu.install()  # covers the modules that building has imported
-        compat.write_checkpoints_in_this_process()
-        self.build_critic()
 
-    def _build_model(self) -> None:
-        from rlctl.backends.megatron import model, optimizer
+    def build_model(self) -> None:
+        from rlctl.backends.megatron import model, optimizer, routing
 
         spec = self.spec
         self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
         if self.config.fp8:
             compat.require_float8(self.config)
         stages = range(spec.parallel.vpp) if spec.parallel.vpp > 1 else [None]
-        models = [model.build_model(spec, self.config, stage, self._kind) for stage in stages]
+        kind = model.ValueModel if self.is_critic else model.PolicyModel
+        models = [model.build_model(spec, self.config, stage, kind) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
         self.optimizer: Any = None
         if spec.teaches is None:
@@ -91,18 +81,13 @@ class MegatronWorker(RankWithCritic):
             self.movement = self.new_movement()
             for inner in optimizer.inner_optimizers(self.optimizer):
                 inner.movement = self.movement
+        self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
+        cpu.install()  # covers the modules that building has imported
+        compat.write_checkpoints_in_this_process()
 
     @property
-    def _kind(self) -> type[PolicyModel]:
-        """The class of the model chunks."""
-        from rlctl.backends.megatron.model import PolicyModel
-
-        return PolicyModel
-
-    def new_critic(self, critic: CriticSpec) -> ValueWorker:
-        from rlctl.backends.megatron.value_worker import ValueWorker
-
-        return ValueWorker(self, critic)
+    def models(self) -> list[nn.Module]:
+        return self.chunks
 
     def close(self) -> None:
         from megatron.core import parallel_state
@@ -151,24 +136,31 @@ class MegatronWorker(RankWithCritic):
 
         return global_name(core, name) if len(self.chunks) > 1 else name
 
-    @property
-    def layer_spec(self) -> Literal["local", "te"]:
-        """The library that the policy's layers come from: Megatron itself, or TransformerEngine."""
-        return "te" if self.config.transformer_impl == "transformer_engine" else "local"
-
     def layouts(self) -> MegatronWorld:
-        return policy_world(self.spec, self.layer_spec)
+        world = layouts(self.spec)
+        return replace(world, head=False) if self.is_critic else world
 
     @torch.no_grad()
-    def load_weights(self, directory: Path) -> None:
-        world = self.layouts()
-        load_rank(directory, world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
-        self.weights_changed()
+    def load_weights(self, directory: Path, *, saved: bool = False) -> None:
+        world, named = self.layouts(), dict(self._named())
+        head = named.pop(HEAD, None) if self.is_critic else None  # the last pipeline stage alone has it
+        if not saved:
+            load_rank(directory, world, self.rank, {name: value.data for name, value in named.items()}, world.facts)
+            self.weights_changed()
+            return
+        masters = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in named.items()}
+        load_rank(directory, replace(world, dtype="float32"), self.rank, masters, world.facts, critic=self.is_critic)
+        found = {named[name]: master for name, master in masters.items()}
+        self._take_masters(found if head is None else found | {head: load_value_head(directory)})
 
-    def hold_reference(self) -> None:
-        """With adapters the reference is the model without them, and nothing is copied."""
-        values = {} if self.spec.lora.rank else self.parameters()
-        self._reference = {name: value.clone() for name, value in values.items()}
+    def _take_masters(self, masters: dict[Tensor, Tensor]) -> None:
+        """Give parameters and buffers of the model, and the optimizer of those that are trained, float32 values."""
+        from rlctl.backends.megatron.optimizer import set_masters
+
+        for live, master in masters.items():
+            narrow_into(live.data, master, self.rounding)
+        self.weights_changed()
+        set_masters(self.optimizer, masters)
 
     def weights_changed(self) -> None:
         """To be called after the live weights were written from outside: the optimizer takes them over."""
@@ -182,38 +174,24 @@ class MegatronWorker(RankWithCritic):
                 chunk.start_param_sync(force_sync=True)
 
     @contextlib.contextmanager
-    def under_weights_of(self, column: LogprobColumn) -> Iterator[None]:
+    def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
         """Nothing is copied."""
-        self._gather_parameters()
-        if column == "old_logprobs":
-            yield
-            return
-        if self._reference is None:
-            raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
-        if self.spec.lora.rank:
-            with base_weights(self._cores()):
-                yield
-            return
-        live = self.parameters()
-        named = dict(self._named())
+        live, named = self.parameters(), dict(self._named())
         try:
             for name, param in named.items():
-                param.data = self._reference[name]
+                param.data = others[name]
             yield
         finally:
             for name, param in named.items():
                 param.data = live[name]
 
-    def offload(self, keep_weights: bool) -> int:
+    def offload(self, keep_weights: bool) -> Offloaded:
         from rlctl.backends.megatron.optimizer import offload
 
         if not self._offloaded:
             self._gather_parameters()
         reference = (self._reference or {}).values()
-        self._offloaded.append(
-            offload(self.chunks, self.optimizer, self.host_memory(), reference, keep_weights=keep_weights)
-        )
-        return sum(part.device_bytes for part in self._offloaded)
+        return offload(self.chunks, self.optimizer, self.host_memory(), reference, keep_weights=keep_weights)
 
     # --- batches
 
@@ -233,6 +211,8 @@ class MegatronWorker(RankWithCritic):
 
         from rlctl.backends.megatron.model import forward_step
 
+        if forward_only:
+            self._gather_parameters()
         for chunk in self.chunks:
             # Without a backward pass nothing is recomputed: it costs time, and under delayed float8 scaling it would
             # leave copies of scales that the next recomputation takes for its own.
@@ -258,12 +238,14 @@ class MegatronWorker(RankWithCritic):
 
     # --- checkpoints
 
-    def trained_not_finite(self) -> list[str]:
-        named = ((self._name(core, name), value) for core in self._cores() for name, value in core.named_parameters())
-        return [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        for core in self._cores():
+            for name, value in core.named_parameters():
+                if value.requires_grad:
+                    yield self._name(core, name), value.detach()
 
     def begin_save(self, directory: Path) -> Save:
-        from rlctl.backends.megatron.checkpoint import Save as MegatronSave
+        from rlctl.backends.megatron.checkpoint import MegatronSave
 
         self._gather_parameters()
         return MegatronSave(directory, self.chunks, self.optimizer)
@@ -271,63 +253,17 @@ class MegatronWorker(RankWithCritic):
     def load_checkpoint(self, directory: Path) -> None:
         from rlctl.backends.megatron.checkpoint import load
 
-        if names_modules(require_policy(directory)):
-            self._load_of_modules(directory)
-        else:
-            load(directory, self.chunks, self.optimizer)
-
-    def _load_of_modules(self, directory: Path) -> None:
-        """Read what the dtensor backend saved: the float32 weights, from which the model gets its own, and moments."""
-        from rlctl.backends.megatron.optimizer import set_moments
-
-        if self.spec.lora.rank:
-            self._load_adapters(directory)
-            return
-        world, named = self.layouts(), dict(self._named())
-        trained = {name: value for name, value in named.items() if value.requires_grad}
-        found: dict[str, dict[str, Tensor]] = {
-            what: {name: torch.zeros_like(value, dtype=torch.float32) for name, value in own.items()}
-            for what, own in (("param", named), ("exp_avg", trained), ("exp_avg_sq", trained))
-        }
-        masters = found.pop("param")
-        self.read_masters(directory, replace(world, dtype="float32"), masters)
-        steps = self.read_moments(directory, world, found)
-        for name, value in named.items():
-            narrow_into(value.data, masters[name], self.rounding)
-        self.weights_changed()
-        states = {name: {"param": masters[name]} | {what: own[name] for what, own in found.items()} for name in trained}
-        set_moments(self.optimizer, {trained[name]: own for name, own in states.items()}, steps)
-
-    def read_moments(self, directory: Path, world: MegatronWorld, moments: dict[str, dict[str, Tensor]]) -> float:
-        """Read Adam's moments that the dtensor backend saved; return the steps that were taken."""
-        return load_moments(directory, world, self.rank, moments, world.facts)
-
-    def read_masters(self, directory: Path, world: MegatronWorld, masters: dict[str, Tensor]) -> None:
-        """Read the weights that the dtensor backend saved, in float32."""
-        load_rank(directory, world, self.rank, masters, world.facts)
+        load(directory, self.chunks, self.optimizer)
 
     @torch.no_grad()
-    def _load_adapters(self, directory: Path) -> None:
-        """Read adapters that the dtensor backend saved, and their moments."""
-        from rlctl.backends.megatron.optimizer import set_moments
-
-        world, adapted = self.layouts(), self._adapted()
-        stored = load_adapters(directory, world.facts)
-        pieces: dict[str, list[Piece]] = {name: [] for name in adapted}
-        for piece in world.layout(self.rank).pieces:
-            if piece.param in pieces:
-                pieces[piece.param].append(piece)
-        states: dict[Tensor, dict[str, Tensor]] = {}
-        for name, layer in adapted.items():
-            for state, pairs in (("param", stored.weights), *stored.moments.items()):
-                a, b = (torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b))
-                fill_layer(pairs, pieces[name], a, b)
-                states.setdefault(layer.lora_a, {})[state] = a
-                states.setdefault(layer.lora_b, {})[state] = b
-        for part, own in states.items():
-            narrow_into(part.data, own["param"], self.rounding)
-        self.weights_changed()
-        set_moments(self.optimizer, states, stored.steps)
+    def load_adapters(self, directory: Path) -> None:
+        world, masters = self.layouts(), dict[Tensor, Tensor]()
+        stored, pieces = load_adapters(directory, world.facts), world.layout(self.rank).pieces
+        for name, layer in self._adapted().items():
+            a, b = (torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b))
+            fill_layer(stored, [piece for piece in pieces if piece.param == name], a, b)
+            masters |= {layer.lora_a: a, layer.lora_b: b}
+        self._take_masters(masters)
 
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from rlctl.backends.base import Device, Dtype, EngineSpec, resolve_dtype
 from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_has_kernel, cpu_head_sizes, packs_latent_attention
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
-from rlctl.models.constraints import require_engine_sizes
+from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import Role
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
-TRANSFER_BACKEND = "rlctl"
 PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
 
 # vLLM's CPU attention takes multiples of 32; the smallest lets the samples of a prompt share more of its prefill
@@ -100,6 +99,11 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
     generation = config.generation
     pp, dp, ep = generation.pp or 1, generation.dp or 1, generation.ep or 1
     require_engine_sizes(facts, tp=tp or generation.tp or 1, pp=pp, dp=dp, ep=ep)
+    if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
+        raise ConfigError(
+            f"model.dtype = float16: activations of {facts.family} overflow in it, and vLLM refuses it.",
+            "Set model.dtype=bfloat16.",
+        )
     if device != "cpu":
         return
     if ep > 1 and not cpu_experts_spread():
@@ -150,7 +154,6 @@ def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
     }
     if dummy_weights:
         arguments["load_format"] = "dummy"

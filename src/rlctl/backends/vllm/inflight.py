@@ -1,6 +1,6 @@
-"""Samples in flight: their tokens so far, and which weights chose which of them; and the columns they end up in.
+"""Samples in flight: their tokens so far, and which weights chose which of them; and who may use the engine.
 
-Generation runs in one thread and a refit may come in another. Between two decode steps the generating thread lets go
+Decoding runs in one thread and a refit may come in another. Between two decode steps the generating thread lets go
 of the engine; a refit takes it there, so that no token is ever chosen while weights change.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.messages import GroupRequest
-from rlctl.data.rollouts import ROUTED_EXPERTS, TIMEOUT, RolloutColumns
+from rlctl.backends.messages import SampleRequest, SampleResult
 from rlctl.errors import WorkerError
 
-ABORTED = "abort"
 POLL_S = 0.001
 
 
@@ -93,12 +91,9 @@ class AwakeClock:
 
 @dataclass
 class Sample:
-    """One sample of a request, as vLLM works on it."""
+    """One sample, as vLLM works on it."""
 
-    request: int
-    """Number of the request in the call."""
-    index: int
-    """Number of the sample in the request."""
+    request: SampleRequest
     output: Any = None
     """vLLM's completion so far."""
     finished: bool = False
@@ -111,108 +106,38 @@ class Sample:
     def tokens(self) -> int:
         return 0 if self.output is None else len(self.output.token_ids)
 
+    @property
+    def all_tokens(self) -> np.ndarray:
+        """Those that it goes on from, and those that were sampled."""
+        return np.array([*self.request.tokens, *(self.output.token_ids if self.output else ())], np.int32)
+
     def stamp(self, version: int) -> None:
         """Record that `version` chose the tokens since the last stamp."""
         self.versions += [version] * (self.tokens - len(self.versions))
 
+    def end(self, reason: str, version: int) -> None:
+        """End it with the tokens that it has."""
+        self.output = self.output or SimpleNamespace(token_ids=[], text="", logprobs=[])
+        self.output.finish_reason = reason
+        self.stamp(version)
+        self.finished = True
 
-class Flight:
-    """The samples of one `generate`, or all that were submitted and not collected yet."""
+    def late(self, now: float) -> bool:
+        """Whether it takes longer than it may."""
+        limit_s = self.request.sampling.timeout_s
+        return limit_s is not None and not self.finished and now - (self.begun or now) > limit_s
 
-    def __init__(self, engine: Any, limit_s: float | None = None) -> None:
-        """`engine` is vLLM's LLMEngine, which knows each sample by its key in `samples`. `limit_s`: longest time from
-        the first token of a sample to its last."""
-        self.engine, self.limit_s = engine, limit_s
-        self.requests: dict[int, GroupRequest] = {}
-        self.samples: dict[str, Sample] = {}
-        self.rejected = False
-        """The weights in use turned out not to be the policy's."""
-
-    def add(self, request: GroupRequest) -> int:
-        """Take `request` in; return its number."""
-        row = max(self.requests, default=-1) + 1
-        self.requests[row] = request
-        return row
-
-    @property
-    def finished(self) -> int:
-        return sum(sample.finished for sample in self.samples.values())
-
-    @property
-    def done(self) -> bool:
-        return all(sample.finished for sample in self.samples.values())
-
-    def finished_request(self) -> int | None:
-        """The number of the first request whose samples are all finished; None: there is none."""
-        unfinished = {sample.request for sample in self.samples.values() if not sample.finished}
-        return min(self.requests.keys() - unfinished, default=None)
-
-    def forget(self, request: int) -> None:
-        """Let go of a request and its samples."""
-        del self.requests[request]
-        self.samples = {name: sample for name, sample in self.samples.items() if sample.request != request}
-
-    def take(self, outputs: Sequence[Any], version: int, now: float) -> None:
-        """Take the outputs that a decode step under `version` has at `now`."""
-        for output in outputs:
-            sample = self.samples[output.request_id]
-            sample.output, sample.begun = output.outputs[0], sample.begun or now
-            if output.finished:
-                sample.stamp(version)
-                sample.finished = True
-        if self.limit_s is not None:
-            self._end([n for n, s in self.samples.items() if now - (s.begun or now) > self.limit_s], version, TIMEOUT)
-
-    def stamp(self, version: int) -> None:
-        """Record that `version` chose every token so far: the weights are about to change."""
-        for sample in self.samples.values():
-            if not sample.finished:
-                sample.stamp(version)
-
-    def abort(self, version: int) -> None:
-        """End the unfinished samples; they keep the tokens that they have."""
-        self._end(self.samples, version, ABORTED)
-
-    def _end(self, names: Iterable[str], version: int, reason: str) -> None:
-        left = {name: self.samples[name] for name in names if not self.samples[name].finished}
-        if not left:
-            return
-        self.engine.abort_request(list(left))
-        for sample in left.values():
-            sample.output = sample.output or SimpleNamespace(token_ids=[], text="", logprobs=[])
-            sample.output.finish_reason = reason
-            sample.stamp(version)
-            sample.finished = True
-
-    def of_request(self, request: int) -> list[Sample]:
-        """The samples of one request, in order."""
-        return sorted((s for s in self.samples.values() if s.request == request), key=lambda sample: sample.index)
-
-
-def columns_of(prompt: Sequence[int], samples: Sequence[Sample], routed: Sequence[np.ndarray | None]) -> RolloutColumns:
-    """The group's columns: prompt and completion of each sample, one behind the other; `routed`: the experts of their
-    tokens, int16 [tokens, layers, experts a token]. Raises WorkerError where vLLM's record lacks a log-prob."""
-    lengths = [len(prompt) + sample.tokens for sample in samples]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tokens = np.zeros(offsets[-1], np.int32)
-    mask = np.zeros(offsets[-1], bool)
-    logprobs = np.zeros(offsets[-1], np.float32)
-    versions = np.full(offsets[-1], -1, np.int32)
-    for begin, sample in zip(offsets, samples, strict=False):
-        first = begin + len(prompt)
-        chosen = slice(first, first + sample.tokens)
-        tokens[begin:first] = prompt
-        tokens[chosen] = sample.output.token_ids
-        mask[chosen] = True
-        logprobs[chosen] = _chosen_logprobs(sample.output)
-        versions[chosen] = sample.versions
-    known = [one for one in routed if one is not None]
-    further = {ROUTED_EXPERTS: np.concatenate(known)} if len(known) == len(samples) else {}
-    return RolloutColumns(tokens, offsets, mask, logprobs, versions, further)
-
-
-def _chosen_logprobs(completion: Any) -> list[float]:
-    record = completion.logprobs
-    if record is None or len(record) != len(completion.token_ids):
-        raise WorkerError(f"vLLM returned {len(record or ())} log-probs for {len(completion.token_ids)} tokens.")
-    return [record[index][token].logprob for index, token in enumerate(completion.token_ids)]
+    def result(self, routed_T: np.ndarray | None) -> SampleResult:
+        """Raises WorkerError where vLLM's record lacks a log-prob."""
+        tokens, record = list(self.output.token_ids), self.output.logprobs or []
+        if len(record) != len(tokens):
+            raise WorkerError(f"vLLM returned {len(record)} log-probs for {len(tokens)} tokens.")
+        return SampleResult(
+            key=self.request.key,
+            tokens_R=np.array(tokens, np.int32),
+            logprobs_R=np.array([record[at][token].logprob for at, token in enumerate(tokens)], np.float32),
+            versions_R=np.array(self.versions, np.int32),
+            text=self.output.text,
+            stop_reason=str(self.output.finish_reason),
+            routed_T=routed_T,
+        )

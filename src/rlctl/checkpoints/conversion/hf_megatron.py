@@ -4,6 +4,7 @@ plan, stream, verify, and only then rename."""
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,12 +17,20 @@ import torch
 
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.exported import exported_weights
-from rlctl.checkpoints.conversion.stream import Progress, Streamed, compare, plan_between, read_back, stream
-from rlctl.checkpoints.conversion.text_checkpoint import WholeWriter, whole_layout, write_text_part
-from rlctl.checkpoints.hf.hf_files import copy_companions
+from rlctl.checkpoints.conversion.stream import (
+    ParamReader,
+    Progress,
+    Streamed,
+    compare,
+    plan_between,
+    read_back,
+    stream,
+)
+from rlctl.checkpoints.conversion.text_checkpoint import Stored, text_layouts, whole_layouts
+from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions
 from rlctl.checkpoints.hf.hf_model import PublishedFiles, open_hf_model
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
-from rlctl.checkpoints.hf.text_part import TextPart
+from rlctl.checkpoints.hf.text_part import TextPart, text_config, write_companions
 from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
@@ -30,13 +39,14 @@ from rlctl.checkpoints.model_source import Tell
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
+from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
-from rlctl.weights.layout import Layout, ParamSpec
-from rlctl.weights.transfer_plan import SingleWorld, TransferPlan
+from rlctl.weights.layout import Layout, ParamSpec, Shape
+from rlctl.weights.transfer_plan import SingleWorld, TransferPlan, World
 
 BLOCK_BYTES = 64 << 20
 
@@ -136,37 +146,45 @@ def megatron_to_hf(
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
     part = TextPart.open(options.whole) if options.whole else None
+    world, reader, files = model.world, model.source, None
     if part is None:
         published = record.published(found.shards, dtype)
         target = hf.layout(model.facts, dtype, copies=True, published=published)
+        specs = target.params
     else:
-        published, target = {name: spec.dtype for name, spec in part.specs.items()}, whole_layout(part, model.facts)
+        published = {name: spec.dtype for name, spec in part.specs.items()}
+        source_layout, target = whole_layouts(part, model.facts, world.layout(0))
+        world, reader = SingleWorld(source_layout), Stored(part.files, model.source)
+        specs = {t.name: ParamSpec(t.shape, t.dtype) for t in part.files.in_order()}
+        files = {
+            t.file.name: [o.name for o in part.files.in_order() if o.file == t.file] for t in part.files.in_order()
+        }
         wanted |= {"whole": source_identity(part.files.directory)}
-    specs = target.params if part is None else {n: ParamSpec(t.shape, t.dtype) for n, t in part.files.tensors.items()}
-    chunks = {key: keys.chunk_of(spec, key, 0, BLOCK_BYTES) for key, spec in target.params.items()}
-    rows = {chunk.name: chunk for key in (target.params if part is None else part.specs) for chunk in chunks[key]}
+
+    def check(aside: Path, found_here: Mapping[str, int]) -> None:
+        written = part.at(aside) if part else SafetensorsDirectory.open(aside)
+        held = hf.layout(model.facts, dtype)
+        _require_as_converted(found, dtype, {**found_here, **_as_held(written, held, published)})
 
     def write(aside: Path) -> Streamed:
-        plan = plan_between(model.world, SingleWorld(keys.chunked(target, list(rows.values()))))
-        writer = WholeWriter(aside, part) if part else SafetensorsWriter(aside, target.params, options.shard_bytes)
-        shapes = weights_of(model.facts).tensors
-        put = lambda n, v: writer.write(rows[n].key, v)  # noqa: E731
-        done = stream(plan, shapes, model.source, rows, put, options.progress, model.rounding)
-        writer.finish()
-        files = part.at(aside) if part else SafetensorsDirectory.open(aside)
-        if options.verify:
-            held = hf.layout(model.facts, dtype)
-            _require_as_converted(found, dtype, done.fingerprints | _as_held(files, held, published))
+        writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
+        done = _write_safetensors(aside, world, reader, target, writer, options, model.rounding, check)
         if part is None:
             copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
-        if options.verify:
-            compare(done.fingerprints, read_back(plan, shapes, _Rows(files, rows), options.progress))
-            if isinstance(writer, WholeWriter):
-                writer.verify()
-        return replace(done, bytes=sum(spec.bytes for spec in specs.values()))
+        else:
+            _copy_others(part.files.directory, aside)
+        return done
 
     sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
     return _write_under_lock(destination, sources, specs, options, wanted, write)
+
+
+def _copy_others(source: Path, destination: Path) -> None:
+    """Copy the files of a whole model but its weights. Copies of these in other formats are left out: they hold the
+    values before training, and an engine may prefer them."""
+    for path in source.iterdir():
+        if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
+            shutil.copyfile(path, destination / path.name)
 
 
 def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
@@ -175,8 +193,47 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
     Raises as `hf_to_megatron`, and InputError where the text part cannot be trained alone.
     """
     options, part = options or Options(), TextPart.open(source)
-    write = lambda aside: write_text_part(part, aside, options.shard_bytes, options.verify, options.progress)  # noqa: E731
+    stored, own = text_layouts(part)
+
+    def write(aside: Path) -> Streamed:
+        write_companions(source, aside, text_config(source))
+        writer = SafetensorsWriter(aside, part.specs, options.shard_bytes)
+        done = _write_safetensors(aside, SingleWorld(stored), Stored(part.files), own, writer, options)
+        return replace(done, fingerprints={})  # in the dtypes of the files, of which nothing else is made
+
     return _write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
+
+
+def _write_safetensors(
+    aside: Path,
+    source: World,
+    reader: ParamReader,
+    target: Layout,
+    writer: SafetensorsWriter,
+    options: Options,
+    rounding: Rounding = "nearest",
+    check: Callable[[Path, Mapping[str, int]], None] = lambda aside, found: None,
+) -> Streamed:
+    """Stream a plan into safetensors files a block of rows at a time. With `options.verify` the fingerprints of the
+    result are given to `check`, and what was written is read back."""
+    rows = {
+        chunk.name: chunk
+        for key in writer.order
+        for chunk in keys.chunk_of(target.params[key], key, 0, BLOCK_BYTES)
+    }  # fmt: skip
+    plan = plan_between(source, SingleWorld(keys.chunked(target, list(rows.values()))))
+    shapes: dict[str, Shape] = {}
+    for piece in source.layout(0).pieces:
+        ends = tuple(span.last + 1 for span in piece.tensor_box)
+        shapes[piece.tensor] = tuple(map(max, ends, shapes.get(piece.tensor, ends)))
+    put = lambda n, v: writer.write(rows[n].key, v)  # noqa: E731
+    done = stream(plan, shapes, reader, rows, put, options.progress, rounding)
+    writer.finish()
+    if options.verify:
+        check(aside, done.fingerprints)
+        written = _Rows(Stored(SafetensorsDirectory.open(aside)), target.params, rows)
+        compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
+    return done
 
 
 def require_undamaged(found: MegatronDirectory) -> None:
@@ -214,12 +271,12 @@ def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, 
 class _Rows:
     """Blocks of rows of the tensors of safetensors files."""
 
-    def __init__(self, files: SafetensorsDirectory | TextPart, rows: dict[str, keys.Chunk]) -> None:
-        self._files, self._rows = files, rows
+    def __init__(self, files: Stored, specs: Mapping[str, ParamSpec], rows: dict[str, keys.Chunk]) -> None:
+        self._files, self._specs, self._rows = files, specs, rows
 
     def read(self, param: str) -> torch.Tensor:
         chunk = self._rows[param]
-        whole = self._files.read(chunk.key)
+        whole = self._files.read(chunk.key).reshape(self._specs[chunk.key].shape)
         return whole[chunk.box[0].start : chunk.box[0].start + chunk.box[0].count] if chunk.box else whole
 
     def drop(self, param: str) -> None:
@@ -249,8 +306,7 @@ def _write_under_lock(
     dtype = Counter(spec.dtype for spec in specs.values()).most_common(1)[0][0]
     with locked(destination, options.tell) as waited:
         begun = time.perf_counter()
-        made = _record(destination) if waited or options.reuse else None
-        if made is not None and made.get("wanted") == json.loads(json.dumps(wanted)):
+        if (waited or options.reuse) and (made := record.complete(destination, wanted)):
             options.tell(f"reusing {destination}" + (", which another process has just finished" if waited else ""))
             return Report(**{**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True})
         if options.reuse and not options.force and destination.exists() and any_content(destination):
@@ -262,22 +318,6 @@ def _write_under_lock(
             report = Report(len(specs), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
             record.write(aside, wanted, report.__dict__, done.fingerprints, published)
             return report
-
-
-def _record(destination: Path) -> dict[str, Any] | None:
-    """The record that a conversion wrote next to its result.
-
-    None: there is none, files of the result are not whole, or the checkpoint to load was trained from the conversion.
-    """
-    try:
-        checkpoint = find(destination)
-        if checkpoint is not None and checkpoint.shards.name != RELEASE:
-            return None
-        TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
-    except (OSError, ValueError, RecursionError):
-        return None
-    made = record.read(destination)
-    return None if made is None or record.damage(destination, made) else made
 
 
 def _source_order(plan: TransferPlan, source: PublishedFiles) -> list[str]:

@@ -6,16 +6,11 @@ four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import cache, partial
-from math import prod
+from functools import partial
 from pathlib import Path
 
 from rlctl.checkpoints import locations
@@ -23,14 +18,13 @@ from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_config, write_companions
+from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_directory
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
-from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
+from rlctl.checkpoints.staging import any_content
 from rlctl.child import call_in_child
-from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -66,17 +60,18 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     why = None if named else _unseen(place, source.directory, nodes)
     if why is None and _is_there(place, record.wanted(source.directory, dtype), WITHOUT):
         log.info("starting from %s, converted by an earlier run", place)
-    elif not named and (why := why or _unsuitable(place, source.directory, dtype)):
+    elif not named and (why := why or locations.write_problem(locations.nearest_existing(place.parent))):
         tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
         return source
     else:
         tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
         try:
-            _convert(source, place, dtype)
-        except MachineError:  # what was free when it began is no more
+            otherwise = ", or start from the published files with --set model.convert=false"
+            _convert(source, place, dtype, f"{source.label} could not be converted", otherwise)
+        except MachineError as error:  # there is no room
             if named:
                 raise
-            tell(f"starting from the published files ({NAMED[0]} names another place for conversions)")
+            tell(f"starting from the published files: {error.message} ({NAMED[0]} names another place)")
             return source
     # Not the iteration that somebody trained from it with other tools and saved next to it.
     converted = of_megatron(source.label, MegatronDirectory(place, place / RELEASE, None))
@@ -127,7 +122,7 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
     what = f"{source.label} {TAKES_MORE}"
     place = conversion_directory(source.directory, TEXT)
     if not _is_there(place, record.text_wanted(source.directory)):
-        directory = _without_weights(source.directory, json.dumps(text_config(source.directory)))
+        directory = text_directory(source.directory)
         try:
             facts = facts_in(directory)
         except InputError as error:
@@ -136,19 +131,9 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
             note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
             return ModelSource(directory, source.label, note, whole=source.directory)
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
-        _copy_text_part(source, place)
+        _convert(source, place, TEXT, f"The text part of {source.label} could not be taken out")
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
     return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", whole=source.directory)
-
-
-@cache
-def _without_weights(directory: Path, config: str) -> Path:
-    """A folder with the configuration and the tokenizer of the text part of a model, until this process ends."""
-    folders = ExitStack()
-    atexit.register(folders.close)
-    folder = folders.enter_context(temporary_folder(TEXT))
-    write_companions(directory, folder, json.loads(config))
-    return folder
 
 
 def require_seen(source: ModelSource, nodes: int) -> None:
@@ -159,66 +144,30 @@ def require_seen(source: ModelSource, nodes: int) -> None:
         raise MachineError(f"{source.label}: {unseen}, where its text part lies.", f"To be sure, {ELSEWHERE}.")
 
 
-def _copy_text_part(source: ModelSource, place: Path) -> None:
-    try:
-        convert_in_child(source.directory, place, TEXT)
-    except RlctlError as error:
-        raise type(error)(
-            f"The text part of {source.label} could not be taken out into {place.parent}: {error.message}",
-            f"{error.hint or ''} Where it is the place: {ELSEWHERE}.".strip(),
-        ) from error
-
-
 def _unseen(place: Path, source: Path, nodes: int) -> str | None:
     """Why processes on other nodes may not find what is at `place`, though they find `source`; None: they do."""
     beside = source.resolve().is_relative_to(locations.hub_directory().resolve())
     return None if nodes == 1 or beside else f"other nodes may not see {place.parent}"
 
 
-def _unsuitable(place: Path, source: Path, dtype: str) -> str | None:
-    """Why no conversion of `source` can be written at `place`; None: one can."""
-    there = locations.nearest_existing(place.parent)
-    if problem := locations.write_problem(there):
-        return problem
-    needed, free = converted_bytes(source, dtype), shutil.disk_usage(there).free
-    if free < needed * FREE_SPACE_MARGIN:
-        return f"{there} has {free / 1e9:.3g} GB free of {needed / 1e9:.3g} GB needed"
-    return None
+def _convert(source: ModelSource, place: Path, dtype: str, failed: str, otherwise: str = "") -> None:
+    """Run `hf_to_megatron` in a child, or `take_text_part` for the dtype `TEXT`, under the lock of the place: of
+    several runs one converts, the others wait and reuse.
 
-
-def converted_bytes(directory: Path, dtype: str) -> int:
-    """Bytes of a published model's weights in `dtype`, read from the headers of its files."""
-    size = 4 if dtype == "float32" else 2
-    tensors = SafetensorsDirectory.open(directory).tensors.items()
-    packed = 2  # values in one byte of the four-bit experts
-    return sum(prod(t.shape) * size * (packed if name.endswith("_blocks") else 1) for name, t in tensors)
-
-
-def _convert(source: ModelSource, place: Path, dtype: str) -> None:
-    """Convert in a child, under the lock of the place: of several runs one converts, the others wait and reuse."""
+    The memory and threads of a conversion end with the child. A signal to either process stops both, and the child
+    removes what it wrote.
+    """
     try:
-        convert_in_child(source.directory, place, dtype)
+        doing = f"the conversion of {source.directory}"
+        call_in_child(doing, partial(_convert_here, source.directory, place, dtype))
     except RlctlError as error:
-        raise type(error)(
-            f"{source.label} could not be converted into {place.parent}: {error.message}",
-            (f"{error.hint} " if error.hint else "")
-            + f"Where it is the place: {ELSEWHERE}, or start from the published files with --set model.convert=false.",
-        ) from error
+        hint = f"{error.hint or ''} Where it is the place: {ELSEWHERE}{otherwise}."
+        raise type(error)(f"{failed} into {place.parent}: {error.message}", hint.strip()) from error
 
 
 def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
     """Fingerprints of the tensors of a model that rlctl has converted to `dtype`; empty for any other."""
     return {} if source.megatron is None else record.fingerprints(source.megatron, dtype)
-
-
-def convert_in_child(source: Path, destination: Path, dtype: str) -> None:
-    """Run `hf_to_megatron` in a child, or `take_text_part` for the dtype `TEXT`. A destination that was made of the
-    same source before is the result.
-
-    The memory and threads of a conversion end with the child. A signal to either process stops both, and the child
-    removes what it wrote.
-    """
-    call_in_child(f"the conversion of {source}", partial(_convert_here, source, destination, dtype))
 
 
 def _convert_here(source: Path, destination: Path, dtype: str) -> None:

@@ -52,6 +52,15 @@ def read(directory: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
 
 
+def complete(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The record of what a conversion with these values made. None: there is none, files of the result are not whole,
+    or the checkpoint to load was trained from the conversion."""
+    made, latest = read(directory), directory / LATEST
+    if made is None or made.get("wanted") != json.loads(json.dumps(wanted)) or damage(directory, made):
+        return None
+    return made if not latest.is_file() or latest.read_text(errors="replace").strip() == RELEASE else None
+
+
 def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | None:
     """Compare the sizes of the files (those `below` a folder) with the record `made`; None: they agree."""
     files = made.get("files")

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -101,11 +101,15 @@ def stream(
         result.bytes += plan.layout.params[name].bytes
         progress("convert", result.bytes, total)
 
-    with _one_thread_each(), ThreadPoolExecutor(threads) as makers, _Behind(threads=1, depth=threads) as writer:
+    with _one_thread_each(), ThreadPoolExecutor(threads) as makers:
+        under_way: deque[tuple[str, torch.Tensor, Future[dict[str, int]]]] = deque()
         for name in order:
-            writer.make_room()
+            if len(under_way) == threads:
+                put(*under_way.popleft())
             values = scratch.tensor(plan.layout.params[name])
-            writer.run(put, name, values, makers.submit(make, name, values))
+            under_way.append((name, values, makers.submit(make, name, values)))
+        for each in under_way:
+            put(*each)
     result.nans = sorted(seen_nan)
     return result
 
@@ -133,12 +137,16 @@ def read_back(
             done += plan.layout.params[name].bytes
             progress("verify", done, total)
 
-    with _one_thread_each(), _Behind(threads=thread_count(), depth=thread_count()) as readers:
+    with _one_thread_each(), ThreadPoolExecutor(thread_count()) as readers:
+        under_way: deque[Future[None]] = deque()
         for name in by_param:
-            readers.make_room()
+            if len(under_way) == thread_count():
+                under_way.popleft().result()
             with lock:
                 values = written.read(name)
-            readers.run(look, name, values)
+            under_way.append(readers.submit(look, name, values))
+        for each in under_way:
+            each.result()
     return found
 
 
@@ -202,35 +210,6 @@ class _Locked:
     def drop(self, param: str) -> None:
         with self._lock:
             self._source.drop(param)
-
-
-class _Behind:
-    """Calls that run in threads next to their caller, no more than `depth` of them waiting or running.
-
-    The next `make_room` or the end of the block raises their errors. torch and file writes let other threads run.
-    """
-
-    def __init__(self, threads: int, depth: int) -> None:
-        self._pool, self._depth = ThreadPoolExecutor(threads), depth
-        self._pending: deque[Future[None]] = deque()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            while self._pending and kind is None:
-                self._pending.popleft().result()
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-
-    def make_room(self) -> None:
-        """Wait until another call may be handed over."""
-        while len(self._pending) >= self._depth:
-            self._pending.popleft().result()
-
-    def run(self, function: Callable[..., None], *args: object) -> None:
-        self._pending.append(self._pool.submit(function, *args))
 
 
 class _Scratch:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,6 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors, stored_buffers
 from rlctl.checkpoints.hf.transformers_model import (
     body_path,
-    fill_buffers,
     head_of,
     head_path,
     layers_of,
@@ -45,6 +43,7 @@ DYNAMIC = "dynamic"
 UNDERSTOOD = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "softcap", "row", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
+    "module", "query", "key",
 })  # fmt: skip
 """Arguments with which `row_attention` of the dtensor backend computes, and others that change nothing."""
 CAUSAL = ("is_causal", "is_decoder", "causal")
@@ -61,38 +60,21 @@ def facts_in(directory: Path) -> ModelFacts:
     """
     config = read_config(directory)
     architecture, model_type = other_architecture(config), str(config.get("model_type"))
-    known = architecture and (_transformers_has(model_type, architecture) or _is_built_as(model_type, architecture))
+    known = architecture is not None and _built_as(model_type).lower() == architecture.lower()
     return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
 
 
 @cache
-def _is_built_as(model_type: str, architecture: str) -> bool:
-    """Whether the class that transformers builds of a model type has the architecture's name but for capitals: code of
-    a repository's own may spell it otherwise (PhiMoEForCausalLM). The table of classes is read without importing it."""
+def _built_as(model_type: str) -> str:
+    """The class that the installed transformers builds of a model type; empty: none. The table of classes is read
+    without importing it. Code of a repository's own may spell the name in other capitals (PhiMoEForCausalLM)."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
-        return False
-    table = _text(Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py")
-    named = re.findall(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', table, re.MULTILINE)
-    return any(name.lower() == architecture.lower() for name in named)
-
-
-@cache
-def _transformers_has(model_type: str, architecture: str) -> bool:
-    """Whether the installed transformers has such a model, found without importing it. Its folders are searched for
-    class and model type: some hold several types, which have other names than the folder (llama4_text in llama4)."""
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return False
-    models = Path(spec.origin).parent / "models"
-    modeling = (file for file in models.glob("*/modeling_*.py") if f"\nclass {architecture}(" in _text(file))
-    configurations = (file for found in modeling for file in found.parent.glob("configuration_*.py"))
-    own_type = re.compile(rf'^ +model_type\b.*= "{re.escape(model_type)}"$', re.MULTILINE)
-    return any(own_type.search(_text(file)) for file in configurations)
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
+        return ""
+    table = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    causal = table.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2]
+    found = re.search(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', causal, re.MULTILINE)
+    return found[1] if found else ""
 
 
 @cache
@@ -105,15 +87,8 @@ def _described(directory: Path, _config: str) -> ModelFacts:
 # A family without a file
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer's attention."""
-
-    module: Any
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    mask: Any
-    told: dict[str, Any]
+Call = dict[str, Any]
+"""A call of an attention: its module, shapes [1, heads, T, head_dim] of queries and keys, and its other arguments."""
 
 
 def describe(directory: Path) -> ModelFacts:
@@ -126,34 +101,42 @@ def describe(directory: Path) -> ModelFacts:
         raise _refusal(type(inner).__name__, why)
     unpacked = unpacked or next(_unpacked(inner, calls), "")
     if unpacked:
-        inner = _built_plainly(directory)
+        inner, calls = meta_model(directory, None), []
         _require_head(inner)
-    fill_buffers(_with_buffers(inner))
     config, listed = inner.config, _listed(inner, directory)
-    calls = [] if unpacked else calls
-    heads = int(getattr(config, "num_attention_heads", None) or 1)
-    windows = {int(window) for call in calls if (window := call.told.get("sliding_window")) is not None}
-    full = tuple(i for i, call in enumerate(calls) if call.told.get("sliding_window") is None)
+    heads = calls[0]["query"][1] if calls else _first(config, "num_attention_heads", default=1)
+    kv_heads = calls[0]["key"][1] if calls else _first(config, "num_key_value_heads", default=heads)
+    windows = [call.get("sliding_window") for call in calls]
+    longest = max((int(window) for window in windows if window is not None), default=None)
+    full = tuple(i for i, window in enumerate(windows) if window is None)
     return ModelFacts(
         family=type(inner).__name__,
         layers=len(layers_of(inner)),
         hidden=int(config.hidden_size),
-        heads=calls[0].query[1] if calls else heads,
-        kv_heads=calls[0].key[1] if calls else int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=calls[0].query[-1] if calls else int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        intermediate=_intermediate(config),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=calls[0]["query"][-1] if calls else _first(config, "head_dim", default=config.hidden_size // heads),
+        intermediate=_first(
+            config, "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", default=4 * config.hidden_size
+        ),
         vocab=int(config.vocab_size),
         max_length=_max_length(inner),
         tied_embeddings=not any(tensor.role == Role.HEAD for tensor in listed),
         rope=_rope(inner),
         moe=_moe(inner, listed),
-        sliding_window=max(windows, default=None),
-        full_attention_layers=full if windows else None,
+        sliding_window=longest,
+        full_attention_layers=full if longest is not None else None,
         listed=listed,
         unpacked=unpacked,
         takes_adapters=any(type(module) is nn.Linear for module in layers_of(inner).modules()),
         left_out=tuple(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
+
+
+def _first(config: Any, *names: str, default: int) -> int:
+    """The first of some sizes that a configuration has; a list by layer is none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), default)
 
 
 def _refusal(name: str, why: str) -> InputError:
@@ -165,28 +148,28 @@ def _built(directory: Path) -> tuple[Any, str]:
     other attention. Raises InputError where transformers cannot build it."""
     try:
         return meta_model(directory, WATCHED), ""
-    except Exception:  # noqa: BLE001 - it may look its attention up in a table of its own; the next line says what else
-        return _built_plainly(directory), "its layers do not go through transformers' attention interface"
-
-
-def _built_plainly(directory: Path) -> Any:
-    """The model as transformers has it. Raises InputError with whatever transformers says of its configuration."""
-    try:
-        return meta_model(directory, None)
-    except Exception as error:
-        said = " ".join(str(error).split())
-        why = f"{directory}: transformers cannot build this model: {type(error).__name__}: {said}"
-        raise InputError(why, NEXT) from error
+    except Exception:  # noqa: BLE001 - it may look its attention up in a table of its own; the next lines say what else
+        try:
+            return meta_model(directory, None), "its layers do not go through transformers' attention interface"
+        except Exception as error:
+            said = " ".join(str(error).split())
+            why = f"{directory}: transformers cannot build this model: {type(error).__name__}: {said}"
+            raise InputError(why, NEXT) from error
 
 
 def _problems(inner: Any) -> Iterator[str]:
     """Why a model cannot be trained at all, or its tensors not be followed into an engine."""
+    config = inner.config
     if not (body_path(inner) and layers_path(inner) and head_path(inner)):
         yield "its layers and its output layer cannot be told apart in transformers' modules"
         return
-    if not isinstance(getattr(inner.config, "hidden_size", None), int):
+    if not isinstance(getattr(config, "hidden_size", None), int):
         yield "its layers have no one size (`hidden_size`)"
-    yield from _not_causal(inner)
+    inside = [*layers_of(inner).modules(), inner.get_submodule(body_path(inner))]
+    if any(getattr(module, name, None) is False for module in inside for name in CAUSAL):
+        yield "its attention is not causal"
+    if key := next((key for key in ("prefix_lm", "prompt_types") if getattr(config, key, None)), None):
+        yield f"its attention is not causal in a prompt ({key})"
     if any(hasattr(layer, "backward_pass") for layer in layers_of(inner)):
         yield "its layers compute their gradients themselves, and only with dropout"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
@@ -195,22 +178,8 @@ def _problems(inner: Any) -> Iterator[str]:
         yield f"{shared} is the same parameter as another layer's"
     if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
         yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
-    if DYNAMIC in _ropes(inner) and "rope_type" not in inner.config.rope_parameters:
+    if DYNAMIC in _ropes(inner) and "rope_type" not in config.rope_parameters:
         yield f"its rotary frequencies ({DYNAMIC}) are of some layers alone, which is not known to rlctl"
-    yield from _valueless(inner)
-
-
-def _not_causal(inner: Any) -> Iterator[str]:
-    """Why a token's hidden state follows from tokens behind it, as far as modules and configuration tell."""
-    inside = [*layers_of(inner).modules(), inner.get_submodule(body_path(inner))]
-    if any(getattr(module, name, None) is False for module in inside for name in CAUSAL):
-        yield "its attention is not causal"
-    if getattr(inner.config, "prefix_lm", False):
-        yield "its attention is not causal in a prompt (prefix_lm)"
-    if getattr(inner.config, "prompt_types", None):
-        yield "its attention is not causal in a prompt (prompt_types)"
-    if getattr(inner.config, "attn_type", None) == "bi":
-        yield "its attention is not causal (attn_type)"
 
 
 def _shared(inner: Any) -> str:
@@ -220,15 +189,6 @@ def _shared(inner: Any) -> str:
         if own.setdefault(id(parameter), name) != name:
             return f"{layers_path(inner)}.{name}"
     return ""
-
-
-def _valueless(inner: Any) -> Iterator[str]:
-    from torch import Tensor
-
-    for path, module in inner.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and not key.endswith("original_inv_freq"):
-                yield f"{path}.{key} is neither a parameter nor a buffer, and has no values"
 
 
 def _ropes(inner: Any) -> set[str]:
@@ -259,11 +219,6 @@ def _counting_themselves(inner: Any) -> list[Any]:
     return [module for module in inner.modules() if hasattr(module, "create_position_ids_from_input_ids")]
 
 
-def _intermediate(config: Any) -> int:
-    widths = (getattr(config, name, None) for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
-    return int(next((width for width in widths if isinstance(width, int) and width), 4 * config.hidden_size))
-
-
 # Whether rollouts can be packed
 
 
@@ -289,7 +244,7 @@ def _watch() -> list[Call]:
     calls: list[Call] = []
 
     def watched(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **told: Any) -> tuple[Any, None]:
-        calls.append(Call(module, tuple(query.shape), tuple(key.shape), mask, told))
+        calls.append(told | {"module": module, "query": query.shape, "key": key.shape, "mask": mask})
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(WATCHED, watched)
@@ -299,68 +254,55 @@ def _watch() -> list[Call]:
 def _unpacked_by_calls(inner: Any, calls: list[Call]) -> Iterator[str]:
     """Have each layer call its attention, and yield what is not understood of the calls."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
-    tokens, positions = (torch.zeros((1, 8), dtype=torch.long, device="meta") for _ in range(2))
-    row, uses, looks = object(), list[Any](), _looks()
-
-    class Positions(TorchFunctionMode):
-        """Notes what is computed from the positions."""
-
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if any(value is positions for value in (*args, *(kwargs or {}).values())) and function not in looks:
-                uses.append(function)
-            return function(*args, **(kwargs or {}))
-
+    row, layers, config = object(), len(layers_of(inner)), inner.config
     for module in inner.modules():
         if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             module.forward = lambda tokens, *_, **__: torch.zeros_like(tokens)  # experts look at values
     body = inner.get_submodule(body_path(inner))
     body.warn_if_padding_and_no_attention_mask = lambda *_: None  # looks at values
+
+    @torch.no_grad()
+    def run(positions: int) -> Any:
+        tokens, places = (torch.zeros((1, n), dtype=torch.long, device="meta") for n in (8, positions))
+        return body(input_ids=tokens, position_ids=places, use_cache=False, row=row).last_hidden_state
+
     try:
-        with torch.no_grad():
-            with Positions():
-                found = body(input_ids=tokens, position_ids=positions, use_cache=False, row=row).last_hidden_state
-            logits = head_of(inner)(found[0])
+        vocab = head_of(inner)(run(8)[0]).shape[-1]
     except Exception as error:  # noqa: BLE001 - whatever it is, the model is then called as transformers calls it
         yield f"its forward pass cannot be followed: {type(error).__name__}: {error}".splitlines()[0]
         return
-    if tuple(logits.shape) != (8, inner.config.vocab_size):
-        yield f"its head makes {tuple(logits.shape)[-1]} logits of a vocabulary of {inner.config.vocab_size}"
-    yield from _strange_calls(calls, len(layers_of(inner)), row)
-    if [call.told.get("sliding_window") for call in calls] != _windows(inner.config, len(calls)):
+    if vocab != config.vocab_size:
+        yield f"its head makes {vocab} logits of a vocabulary of {config.vocab_size}"
+    if len(calls) != layers or len({id(call["module"]) for call in calls}) != layers:
+        yield f"{len(calls)} of its {layers} layers call transformers' attention interface, and each has to do so once"
+    for call in calls:
+        if call.get("row") is not row or call["mask"] is not None:
+            yield "its layers do not hand on to the attention which tokens are one rollout's"
+        if call.get("is_causal", getattr(call["module"], "is_causal", True)) is False:
+            yield "its attention is not causal"
+        if unknown := {key for key, value in call.items() if value is not None} - UNDERSTOOD:
+            yield f"its attention takes {min(unknown)}, which rlctl's does not"
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(calls)
+    if [call.get("sliding_window") for call in calls] != [
+        window if kind == "sliding_attention" else None for kind in kinds
+    ]:
         yield "its layers do not tell the attention how many tokens they attend to"
-    if not uses:
+    if _runs(run, 9, calls):
         yield "its layers do not take the positions of tokens as they are given"
 
 
-def _windows(config: Any, layers: int) -> list[int | None]:
-    """The tokens that each layer attends to, by the configuration; None: all."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _looks() -> frozenset[Any]:
-    """Functions that look at a tensor and not at its values."""
-    import torch
-
-    names = ("shape", "device", "dtype", "ndim")
-    return frozenset(getattr(torch.Tensor, name).__get__ for name in names) | {torch.Tensor.size, torch.Tensor.dim}
-
-
-def _strange_calls(calls: list[Call], layers: int, row: object) -> Iterator[str]:
-    if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
-        yield f"{len(calls)} of its {layers} layers call transformers' attention interface, and each has to do so once"
-    for call in calls:
-        if call.told.get("row") is not row or call.mask is not None:
-            yield "its layers do not hand on to the attention which tokens are one rollout's"
-        causal = call.told.get("is_causal", getattr(call.module, "is_causal", True))
-        if causal is False:
-            yield "its attention is not causal"
-        unknown = {key for key, value in call.told.items() if value is not None} - UNDERSTOOD
-        if unknown:
-            yield f"its attention takes {min(unknown)}, which rlctl's does not"
+def _runs(run: Callable[[int], Any], positions: int, calls: list[Call]) -> bool:
+    """Whether a model computes with another number of positions than of tokens: it does not look at them."""
+    count = len(calls)
+    try:
+        run(positions)
+    except Exception:  # noqa: BLE001 - shapes that do not fit, in the words of whichever function comes first
+        return False
+    finally:
+        del calls[count:]
+    return True
 
 
 def _require_head(inner: Any) -> None:
@@ -377,17 +319,6 @@ def _require_head(inner: Any) -> None:
         raise _refusal(name, why) from error
     if tuple(logits.shape) != (8, vocab):
         raise _refusal(name, f"its head makes {tuple(logits.shape)[-1]} logits of a vocabulary of {vocab}")
-
-
-def _with_buffers(inner: Any) -> Any:
-    """The model with memory for its buffers alone."""
-    import torch
-
-    for module in inner.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    return inner
 
 
 def _listed(inner: Any, directory: Path) -> tuple[ListedTensor, ...]:

@@ -106,22 +106,12 @@ def _given_back(inner: Any, held: dict[str, Tensor]) -> tuple[dict[str, str], se
 
 @dataclass(frozen=True)
 class _Coded:
-    """A parameter in whose place codes are given: `base`, and on from there one for each element of `shape`, in which
-    axes that nothing divides are short."""
+    """A parameter in whose place `codes` are given, which count on from `base`. Axes that nothing divides are short."""
 
     name: str
     full: tuple[int, ...]
-    shape: tuple[int, ...]
     base: int
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-
-    def values(self) -> Tensor:
-        import torch
-
-        return self.base + torch.arange(prod(self.shape)).view(self.shape)
+    codes: Tensor
 
 
 def _boxes(
@@ -152,6 +142,8 @@ def _boxes(
 
 def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[ListedTensor]]:
     """Parameter -> the boxes of published tensors that it holds, by where they begin in it."""
+    import torch
+
     coded, base = list[_Coded](), 0
     divided = _divided_axes(inner)
     for name, parameter in parameters.items():
@@ -159,10 +151,10 @@ def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[Listed
         shape = tuple(size if axis in divided else min(size, 2) for axis, size in enumerate(full))
         if prod(shape) > CODES:
             raise CannotFollowError(f"{name} is too large to be taken apart")
-        coded.append(_Coded(name, full, shape, base))
+        coded.append(_Coded(name, full, base, base + torch.arange(prod(shape)).view(shape)))
         base += prod(shape)
     found: dict[str, list[ListedTensor]] = {one.name: [] for one in coded}
-    for published, codes in _saved(inner, {one.name: one.values() for one in coded}).items():
+    for published, codes in _saved(inner, {one.name: one.codes for one in coded}).items():
         for one, box in _parts(published, codes, coded):
             found[one.name].append(box)
     for one in coded:
@@ -183,7 +175,7 @@ def _divided_axes(inner: Any) -> set[int]:
 
 def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[tuple[_Coded, ListedTensor]]:
     """Each parameter in a published tensor, and the box that both hold."""
-    sides = [(codes >= one.base) & (codes < one.base + prod(one.shape)) for one in coded]
+    sides = [(codes >= one.base) & (codes < one.base + one.codes.numel()) for one in coded]
     present = [(one, side) for one, side in zip(coded, sides, strict=True) if side.any()]
     found = [(one, _box(published, codes, side, one)) for one, side in present]
     ends = [[s + n for s, n in zip(box.tensor_start, box.shape, strict=True)] for _, box in found]
@@ -194,51 +186,28 @@ def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[t
 
 
 def _box(published: str, codes: Tensor, side: Tensor, one: _Coded) -> ListedTensor:
-    """The box of one parameter among the codes of a published tensor."""
+    """The box of one parameter among the codes of a published tensor: its first and last code are corners of both. One
+    axis of experts in front may be left out."""
     import torch
 
     places = side.nonzero()
     low, high = places.min(0).values.tolist(), places.max(0).values.tolist()
-    own = codes[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))] - one.base
-    first = int(own.reshape(-1)[0])
-    start = [first // stride % size for stride, size in zip(one.strides, one.shape, strict=True)]
-    axes = _axes(own, one)
-    counts, expected = list(own.shape), torch.tensor(first)
-    for axis, count in zip(axes, counts, strict=True):
-        expected = expected[..., None] + torch.arange(count) * one.strides[axis]
-    dropped = [axis for axis in range(len(one.shape)) if axis not in axes]
-    if not torch.equal(expected, own) or axes != sorted(axes) or dropped not in ([], [0]):
-        raise CannotFollowError(f"how {one.name} is published cannot be followed")
-    for j, axis in enumerate(axes):
-        if one.shape[axis] != one.full[axis]:  # a short axis stands for the whole of it
-            if counts[j] != one.shape[axis]:
-                raise CannotFollowError(f"how {one.name} is published cannot be followed")
-            counts[j] = one.full[axis]
-    name = _of_expert(published, start[0], one.name) if dropped else published
-    return ListedTensor(
-        name,
-        tuple(counts),
-        tensor_start=tuple(low),
-        module_shape=one.full,
-        module_start=tuple(start[axis] for axis in axes),
+    own = codes[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
+    short = one.codes.shape
+    start, last = (
+        [int(i) for i in torch.unravel_index(code - one.base, short)]
+        for code in (own.reshape(-1)[0], own.reshape(-1)[-1])
     )
-
-
-def _axes(own: Tensor, one: _Coded) -> list[int]:
-    """The axis of the parameter along which each axis of a box runs."""
-    free, axes = list(range(len(one.shape))), list[int]()
-    left = own.dim()
-    for j, count in enumerate(own.shape):
-        step = int(own.select(j, 1).reshape(-1)[0] - own.reshape(-1)[0]) if count > 1 else None
-        fits = [axis for axis in free if one.strides[axis] == step] if step is not None else free[-left:]
-        if step is not None:  # axes of length one have the stride of their neighbour
-            fits = [axis for axis in fits if one.shape[axis] > 1]
-        if not fits:
-            raise CannotFollowError(f"how {one.name} is published cannot be followed")
-        axes.append(fits[0])
-        free = [axis for axis in free if axis > fits[0]]
-        left -= 1
-    return axes
+    box = one.codes[tuple(slice(a, b + 1) for a, b in zip(start, last, strict=True))]
+    dropped = int(own.dim() < box.dim())
+    counts = [b - a + 1 for a, b in zip(start, last, strict=True)]
+    divided = any(n != s for n, s, f in zip(counts, short, one.full, strict=True) if s != f)  # a short axis is whole
+    if divided or not torch.equal(box[0] if dropped and len(box) == 1 else box, own):
+        raise CannotFollowError(f"how {one.name} is published cannot be followed")
+    shape = [f if s != f else n for n, s, f in zip(counts, short, one.full, strict=True)]
+    name = _of_expert(published, start[0], one.name) if dropped else published
+    whole, at = tuple(shape[dropped:]), tuple(start[dropped:])
+    return ListedTensor(name, whole, tensor_start=tuple(low), module_shape=one.full, module_start=at)
 
 
 def _of_expert(published: str, expert: int, parameter: str) -> str:
@@ -253,16 +222,12 @@ def _with_roles(name: str, boxes: list[ListedTensor]) -> list[ListedTensor]:
     """The boxes by their place; those of experts with what they are, and once for all experts."""
     boxes = sorted(dict.fromkeys(boxes), key=lambda box: box.module_start)
     if not any("{expert}" in box.name for box in boxes):
-        return [_plain(box) for box in boxes]
+        plain = {"module_shape": (), "module_start": ()}
+        return [replace(box, **plain) if box.shape == box.module_shape else box for box in boxes]
     roles = STACKS.get(name.rpartition(".")[2], ())
     if len(roles) != len(boxes):
         raise CannotFollowError(f"it is not known which tensors of an expert {name} holds")
     return [replace(box, role=str(role)) for box, role in zip(boxes, roles, strict=True)]
-
-
-def _plain(box: ListedTensor) -> ListedTensor:
-    """The box without the places that are those of a whole parameter."""
-    return replace(box, module_shape=(), module_start=()) if box.shape == box.module_shape else box
 
 
 def _true_widths(name: str, boxes: list[ListedTensor], inner: Any) -> list[ListedTensor]:

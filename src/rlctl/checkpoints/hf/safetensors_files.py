@@ -127,6 +127,10 @@ class SafetensorsDirectory:
     def bytes(self) -> int:
         return sum(tensor.bytes for tensor in self.tensors.values())
 
+    def in_order(self) -> list[StoredTensor]:
+        """The tensors in the order in which they lie in the files."""
+        return sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.position))
+
     @cached_property
     def dtypes(self) -> dict[str, int]:
         """dtype -> elements in it, most first."""
@@ -223,6 +227,11 @@ class SafetensorsWriter:
                 size = 0
             self._shards[-1].append(name)
             size += spec.bytes
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the tensors in the order in which they are written."""
+        return [name for shard in self._shards for name in shard]
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Append the next tensor, or the next rows of it (contiguous)."""

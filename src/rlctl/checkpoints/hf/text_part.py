@@ -1,29 +1,33 @@
 """The text part of a model that takes images or sound as well: its configuration, and the stored tensors that hold it.
 
-transformers says both: the class of the text section, and under which names whole and part are published.
+transformers says what class the text section is of. The tensors are those of that model, under a prefix of their own.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import sys
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantised
-from rlctl.checkpoints.hf.hf_model import SCALE
-from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors
+from rlctl.checkpoints.hf.hf_model import SCALE, without_absent_mtp
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header, shard_files
-from rlctl.checkpoints.hf.transformers_model import body_path, head_path
 from rlctl.child import call_in_child
-from rlctl.errors import InputError, listed
-from rlctl.models.facts import ListedTensor
-from rlctl.models.families import sees
-from rlctl.weights.layout import ParamSpec, Shape
+from rlctl.config.files import temporary_folder
+from rlctl.errors import InputError, first_line, listed
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import sees, weights_of
+from rlctl.models.matrices import Role
+from rlctl.weights.layout import ParamSpec, Piece, Shape, Span, view_of, whole
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +48,9 @@ OTHER_FILES = ("preprocessor_config.json",)
 """Companions that speak of the other senses."""
 TEMPLATES = ("chat_template.json", "processor_config.json")
 """Files of a processor that may hold the chat template, the first one first."""
-HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+HEAD = "lm_head.weight"
 COMPUTED = (".rotary_emb.inv_freq",)
+EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 NEXT = "Name a text model, perhaps the one that it was made from."
 
 
@@ -84,10 +89,10 @@ def _stores_head(directory: Path) -> bool | None:
     """Whether the files hold an output layer, as far as an index or headers tell; None: they do not."""
     if (directory / INDEX).is_file():
         names = read_object(directory, INDEX).get("weight_map")
-        return any(map(HEAD.search, names)) if isinstance(names, dict) else None
+        return any(name.endswith(HEAD) for name in names) if isinstance(names, dict) else None
     if not any(directory.glob("*.safetensors")):
         return None
-    return any(HEAD.search(name) for file in shard_files(directory) for name in read_header(file))
+    return any(name.endswith(HEAD) for file in shard_files(directory) for name in read_header(file))
 
 
 @cache
@@ -110,7 +115,7 @@ def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, 
         whole = CONFIG_MAPPING[kind].from_dict(config)
         text = whole.get_text_config(decoder=True)
     except Exception as error:
-        raise _refusal(config, f"transformers cannot read its config.json: {_first_line(error)}") from error
+        raise _refusal(config, f"transformers cannot read its config.json: {first_line(error)}") from error
     if text is whole:
         raise _refusal(config, "its config.json has no section for the text")
     if text.is_encoder_decoder:
@@ -158,201 +163,133 @@ def _refusal(config: dict[str, Any], why: str) -> InputError:
     return InputError(what, NEXT)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
-
-
 # The tensors
 
 
-@dataclass(frozen=True)
-class TextTensor:
-    """A tensor of the text part, and where it is stored: whole, or in a stack of all experts."""
+@cache
+def _companions(directory: Path, config: str) -> Path:
+    folders = ExitStack()
+    atexit.register(folders.close)
+    folder = folders.enter_context(temporary_folder("text"))
+    write_companions(directory, folder, json.loads(config))
+    return folder
 
-    stored: StoredTensor
-    shape: Shape
-    expert: int | None = None
-    """Its place in the stack [E, O, I]; None: it is stored alone."""
-    row: int = 0
-    """Its first of the O rows of an expert: gate and up projection lie one behind the other."""
-    transposed: bool = False
-    """The stack is [E, I, O]."""
 
-    def of(self, stored: torch.Tensor) -> torch.Tensor:
-        """The view of it in the stored tensor."""
-        if self.expert is None:
-            return stored
-        stack = stored[self.expert].T if self.transposed else stored[self.expert]
-        return stack[self.row : self.row + self.shape[0]]
+def text_directory(directory: Path) -> Path:
+    """A folder with the configuration and the tokenizer of a model's text part, until this process ends."""
+    return _companions(directory, json.dumps(text_config(directory)))
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """The files of a whole model, as a source of the tensors of its text part."""
+    """The files of a whole model, and where the tensors of its text part lie in them."""
 
     files: SafetensorsDirectory
-    tensors: dict[str, TextTensor]
-    """By published name of the text model, in the order of the files."""
+    facts: ModelFacts
+    pieces: dict[str, Piece]
+    """By published name of the text model, in the order of the files. The params are the stored tensors; a stack of
+    experts [E, O, I] counts as a matrix [E * O, I]. The output layer is a copy of the embedding where both are tied."""
 
     @staticmethod
     def open(directory: Path) -> TextPart:
         """Find the tensors of the text part. Raises InputError for any that the text model needs and the files lack or
         hold in another shape, and for any that it does not know."""
         files = SafetensorsDirectory.open(directory)
-        return TextPart(files, _tensors(directory, files, text_config(directory)))
+        return _located(directory, files, facts_in(text_directory(directory)))
 
     def at(self, directory: Path) -> TextPart:
         """The same tensors in other files of the same names."""
-        return TextPart(SafetensorsDirectory.open(directory), self.tensors)
+        return replace(self, files=SafetensorsDirectory.open(directory))
 
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:
         """Shape and dtype of each tensor."""
-        return {name: ParamSpec(tensor.shape, tensor.stored.dtype) for name, tensor in self.tensors.items()}
+        return {
+            name: ParamSpec(tuple(span.count for span in piece.tensor_box), self.files.tensors[piece.param].dtype)
+            for name, piece in self.pieces.items()
+        }
 
     @cached_property
-    def stored(self) -> frozenset[str]:
-        """Names of the stored tensors that belong to it."""
-        return frozenset(tensor.stored.name for tensor in self.tensors.values())
+    def stored(self) -> dict[str, ParamSpec]:
+        """The stored tensors that belong to it, in the shapes that the pieces count in."""
+        held = {piece.param: self.files.tensors[piece.param] for piece in self.pieces.values()}
+        stacks = {piece.param for name, piece in self.pieces.items() if EXPERT.search(name)}
+        return {
+            name: ParamSpec(
+                (prod(tensor.shape[:-1]), tensor.shape[-1]) if name in stacks else tensor.shape, tensor.dtype
+            )
+            for name, tensor in held.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, contiguous."""
-        tensor = self.tensors[name]
-        return tensor.of(self.files.read(tensor.stored.name)).contiguous()
+        from rlctl.checkpoints.plan_execution import strided
 
-    def drop(self, name: str) -> None:
-        """Say that a tensor has been read."""
-        self.files.drop(self.tensors[name].stored.name)
-
-
-def _tensors(directory: Path, files: SafetensorsDirectory, config: dict[str, Any]) -> dict[str, TextTensor]:
-    """Published name of the text model with `config` -> where the files of the whole one hold it."""
-    whole, text = _meta(read_config(directory)), _meta(config)
-    in_order = sorted(files.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.position))
-    found: dict[str, TextTensor] = {}
-    body, head, own_head = _body_path(whole), head_path(whole), head_path(text)
-    runtime = _runtime_names(whole, [stored.name for stored in in_order])
-    inner = {name: held.removeprefix(f"{body}.") for name, held in runtime.items() if held.startswith(f"{body}.")}
-    prefix = _usual_prefix(inner)
-    own_body, published = body_path(text), _published(text)
-    shapes = {name: box.tensor_shape or box.shape for boxes in published.values() for name, (box, _) in boxes.items()}
-    below = {name: held.removeprefix(f"{own_body}.") for held, boxes in published.items() for name in boxes}
-    own_prefix = _usual_prefix({name: end for name, end in below.items() if not name.startswith(f"{own_head}.")})
-    for stored in in_order:
-        name, held = stored.name, runtime[stored.name]
-        if head and held.startswith(f"{head}."):
-            found[own_head + held.removeprefix(head)] = TextTensor(stored, stored.shape)
-        elif name in inner:
-            outside = name.removesuffix(inner[name]) if name.endswith(inner[name]) else prefix
-            own_name = own_prefix + name.removeprefix(outside)
-            boxes = {} if own_name in shapes else published.get(f"{own_body}.{inner[name]}", {})
-            found |= _unstacked(stored, boxes) or {own_name: TextTensor(stored, stored.shape)}
-    repeated = {f"{own_head}.weight"} if config["tie_word_embeddings"] else set()
-    ignored = tuple(getattr(text, "_keys_to_ignore_on_load_unexpected", None) or ())
-    _require_all(directory, found, shapes, repeated, ignored)
-    return {
-        name: tensor for name, tensor in found.items() if name in shapes or name in repeated or name.endswith(SCALE)
-    }
+        piece = self.pieces[name]
+        values = strided(self.files.read(piece.param), view_of(self.stored[piece.param], piece.param_box))
+        return (values.T if piece.axes == (1, 0) else values).contiguous()
 
 
-def _published(text: Any) -> dict[str, dict[str, tuple[ListedTensor, int | None]]]:
-    """Parameter or stored buffer of a text model -> the tensors of it that are published, by name: the box that each is
-    of it, and its expert."""
-    try:
-        listed_of_model = listed_tensors(text, {})
-    except CannotFollowError as error:
-        raise _refusal(text.config.to_dict(), error.message) from error
-    found: dict[str, dict[str, tuple[ListedTensor, int | None]]] = {}
-    for tensor in listed_of_model:
-        for layer in tensor.layers or (0,):
-            held = (tensor.module or tensor.name).format(layer=layer)
-            experts = range(text.get_parameter(held).shape[0]) if "{expert}" in tensor.name else (None,)
-            boxes = found.setdefault(held, {})
-            boxes |= {tensor.name.format(layer=layer, expert=expert): (tensor, expert) for expert in experts}
-    return found
-
-
-def _meta(config: dict[str, Any]) -> Any:
-    """The transformers model of a config.json, without memory for its tensors."""
-    import torch
-    import transformers
-    from transformers import CONFIG_MAPPING
-
-    named = next(iter(config.get("architectures") or ()), "")
-    made = getattr(transformers, named, None)
-    if made is None:
-        raise _refusal(config, f"transformers {transformers.__version__} has no class `{named}`")
-    try:
-        with torch.device("meta"):
-            return made(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-    except Exception as error:
-        raise _refusal(config, f"transformers cannot build {named}: {_first_line(error)}") from error
-
-
-def _body_path(inner: Any) -> str:
-    """The path of the module that turns tokens into hidden states."""
-    body = inner.get_decoder()
-    path = next((path for path, module in inner.named_modules() if module is body), "")
-    if not path:
-        raise _refusal(inner.config.to_dict(), "transformers does not tell which of its modules reads the text")
-    return f"{path}.{body_path(body)}" if head_path(body) else path  # Llama 4 holds a whole text model
-
-
-def _runtime_names(inner: Any, names: list[str]) -> dict[str, str]:
-    """Stored name -> the name in transformers' modules, whether or not there is such a module."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    changes = get_model_conversion_mapping(inner)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    held = inner.state_dict()
-    found: dict[str, str] = {}
-    for name in names:
-        runtime, _ = rename_source_key(name, renamings, converters, inner.base_model_prefix, held)
-        if runtime not in held and name in held:
-            runtime, _ = rename_source_key(name, [], [], inner.base_model_prefix, held)
-        found[name] = runtime
-    return found
-
-
-def _usual_prefix(inner: dict[str, str]) -> str:
-    """The text that most names have in front of their ends; empty: there are none."""
-    prefixes = Counter(name.removesuffix(end) for name, end in inner.items() if name.endswith(end))
-    return prefixes.most_common(1)[0][0] if prefixes else ""
-
-
-def _unstacked(stored: StoredTensor, boxes: dict[str, tuple[ListedTensor, int | None]]) -> dict[str, TextTensor]:
-    """The tensors of every expert, where a stored tensor is a stack [E, O, I] or [E, I, O] of them; empty: it is not.
-
-    As for transformers, the shape says which of the two it is.
-    """
-    found: dict[str, TextTensor] = {}
-    for name, (box, expert) in boxes.items():
-        outputs, inputs = box.module_shape[-2:] if expert is not None else (0, 0)
-        if stored.shape[1:] in ((outputs, inputs), (inputs, outputs)):
-            transposed = stored.shape[1:] != (outputs, inputs)
-            found[name] = TextTensor(stored, box.shape, expert, box.module_start[0], transposed)
-    return found
-
-
-def _require_all(
-    directory: Path,
-    found: dict[str, TextTensor],
-    shapes: dict[str, Shape],
-    repeated: set[str],
-    ignored: tuple[str, ...],
-) -> None:
-    """Raise InputError where tensors of the text model are absent or of another shape, or others would be lost."""
-    if absent := sorted(shapes.keys() - found.keys()):
+def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) -> TextPart:
+    """Find each tensor of the text model under the prefix that its files have for those of its body."""
+    stored = files.tensors
+    outer = {matrix.role: matrix.tensor for matrix in weights_of(facts).outer}
+    embedding, head = outer[Role.EMBEDDING], outer.get(Role.HEAD, HEAD)
+    own = embedding.partition(".")[0] + "."
+    ends = [name.removeprefix(own) for name in weights_of(facts).tensors if name != head]
+    table = embedding.removeprefix(own)
+    prefixes = [name.removesuffix(table) for name in stored if f".{name}".endswith(f".{table}")]
+    prefix = max(prefixes, key=lambda outside: sum(outside + end in stored for end in ends), default=own)
+    heads = [name for name in stored if name.endswith(head) and prefix.startswith(name.removesuffix(head))]
+    at_head = max(heads, key=len, default=head)
+    facts = without_absent_mtp(facts, [own + name.removeprefix(prefix) for name in stored])
+    wanted = dict(weights_of(facts).tensors)
+    if head not in wanted and at_head in stored:
+        wanted[head] = wanted[embedding]
+    pieces: dict[str, Piece] = {}
+    for name, shape in wanted.items():
+        held = at_head if name == head else prefix + name.removeprefix(own)
+        if held in stored:
+            tensor = embedding if name == head and Role.HEAD not in outer else name
+            pieces[name] = _whole(tensor, held, stored[held].shape, primary=tensor == name)
+            if held + SCALE in stored:
+                pieces[name + SCALE] = _whole(name + SCALE, held + SCALE, stored[held + SCALE].shape)
+        elif piece := _in_stack(name, held, shape, stored):
+            pieces[name] = piece
+    if absent := sorted(wanted.keys() - pieces.keys()):
         why = f"{directory}: the text part lacks {listed(absent)}."
         raise InputError(why, "Is a shard absent, or does config.json belong to another model? Download it again.")
-    for name, shape in shapes.items():
-        if (stored := found[name].shape) != shape:
-            held = f"tensor {found[name].stored.name} has shape {list(stored)}"
-            raise InputError(f"{directory}: {held}, but config.json implies {list(shape)}.", "Download it again.")
+    for name, shape in wanted.items():
+        if (found := tuple(span.count for span in pieces[name].tensor_box)) != shape:
+            what = f"tensor {pieces[name].param} has shape {list(found)}"
+            raise InputError(f"{directory}: {what}, but config.json implies {list(shape)}.", "Download it again.")
+    used, parts = {piece.param for piece in pieces.values()}, tuple({prefix + end.partition(".")[0] for end in ends})
     known = (SCALE, *COMPUTED)
-    extra = sorted(name for name in found.keys() - shapes.keys() - repeated if not name.endswith(known))
-    if lost := [found[name].stored.name for name in extra if not any(re.search(each, name) for each in ignored)]:
+    extra = sorted(name for name in stored if name.startswith(parts) and name not in used and not name.endswith(known))
+    if lost := [name for name in extra if not any(re.search(each, name) for each in facts.left_out)]:
         why = f"{directory}: {listed(lost)} belongs to the text part, but transformers' text model has no such tensor."
         raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
+    places = {name: (stored[p.param].file.name, stored[p.param].position, p.param_box) for name, p in pieces.items()}
+    return TextPart(files, facts, {name: pieces[name] for name in sorted(pieces, key=places.__getitem__)})
+
+
+def _whole(tensor: str, stored: str, shape: Shape, *, primary: bool = True) -> Piece:
+    return Piece(tensor, whole(shape), stored, whole(shape), tuple(range(len(shape))), primary=primary)
+
+
+def _in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
+    """Where a tensor of one expert lies in a stack of them all, [E, O, I] or [E, I, O]; gate and up projection lie one
+    behind the other. None: there is no stack. As for transformers, the shape says which of the two it is."""
+    found = EXPERT.search(held)
+    if found is None:
+        return None
+    expert, part = int(found[1]), found[2]
+    stack = held[: found.start()] + (".experts.down_proj" if part == "down" else ".experts.gate_up_proj")
+    outputs, inputs = shape if part == "down" else (2 * shape[0], shape[1])
+    first = shape[0] if part == "up" else 0
+    sizes = stored[stack].shape[1:] if stack in stored else ()
+    if sizes == (outputs, inputs):
+        return Piece(name, whole(shape), stack, (Span(expert * outputs + first, shape[0]), Span(0, inputs)), (0, 1))
+    if sizes == (inputs, outputs):
+        return Piece(name, whole(shape), stack, (Span(expert * inputs, inputs), Span(first, shape[0])), (1, 0))
+    return None

@@ -1,31 +1,33 @@
 """The model that transformers builds of a configuration, without memory for its weights: its modules by the part that
-they play, its head as a function, and the buffers that no checkpoint holds."""
+they play, its head as a function, and buffers."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rlctl.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def meta_model(directory: Path, attention: str | None, dtype: Any = None, *, headless: bool = False) -> Any:
+def meta_model(
+    directory: Path, attention: str | None, dtype: Any = None, *, headless: bool = False, buffers: bool = False
+) -> Any:
     """The transformers model of a directory's configuration, without memory for its tensors, and `headless` without an
-    output layer. `attention` is transformers' name of the one to use; None: the model's own choice. `dtype` is that of
-    its tensors; None: float32."""
+    output layer. With `buffers` these have memory and values. `attention` is transformers' name of the one to use;
+    None: the model's own choice. `dtype` is that of its tensors; None: float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = copy.deepcopy(AutoConfig.from_pretrained(directory))
     config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) and not headless
-    with torch.device("meta"):
+    with _parameters_without_memory() if buffers else torch.device("meta"):
         inner = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, attn_implementation=attention)
+    inner.tie_weights()
     if headless:
         parent, _, name = head_path(inner).rpartition(".")
         delattr(inner.get_submodule(parent), name)
@@ -112,65 +114,28 @@ def _with_module(module: Any, path: list[str], other: Any) -> Any:
     return found
 
 
-def fill_buffers(inner: Any) -> None:
-    """Compute buffers that no checkpoint holds, such as rotary frequencies, of which a model that was built without
-    memory has no values. Raises InputError for one that transformers cannot compute anew."""
-    import torch
-
+def computed_buffers(inner: Any) -> dict[str, Tensor]:
+    """Buffers that no checkpoint holds, such as rotary frequencies, by name."""
     stored = inner.state_dict().keys()
-    computed = {name: buffer for name, buffer in inner.named_buffers() if name not in stored}
-    truths = {name: buffer for name, buffer in computed.items() if buffer.dtype == torch.bool}
-    with torch.no_grad():
-        for buffer in computed.values():
-            buffer.fill_(_no_value(buffer))  # so that one which transformers leaves out is found
-        _compute_buffers(inner)
-        if _unset(computed, truths):
-            body = inner.get_submodule(body_path(inner))
-            (body if hasattr(body, "_init_weights") else inner)._init_weights(body)  # Falcon-H1's layers, Gemma 3n's
-        for path in sorted({name.rpartition(".")[0] for name in _unset(computed, truths)}):
-            _model_around(inner, path)._init_weights(inner.get_submodule(path))  # Gemma 3n's AltUp, its weights too
-        first = {name: buffer.clone() for name, buffer in truths.items()}
-        for buffer in truths.values():  # no truth value says that there is none: one that was set is set again
-            buffer.logical_not_()
-        if truths:
-            _compute_buffers(inner)
-    for name, buffer in computed.items():
-        unset = buffer != first[name] if name in first else _is_unset(buffer)
-        if unset.any():
-            why = f"training.backend = dtensor: transformers does not say how to compute {name} of this model."
-            raise InputError(why, "Use --backend megatron, if the family of the model has a file in src/rlctl/models.")
+    return {name: buffer for name, buffer in inner.named_buffers() if name not in stored}
 
 
-def _compute_buffers(inner: Any) -> None:
-    """Have the innermost model around each module compute its buffers: some need what that model alone knows."""
-    for path, module in inner.named_modules():
-        if not list(module.buffers(recurse=False)):
-            continue
-        if not list(module.parameters(recurse=False)):
-            _model_around(inner, path)._init_weights(module)
-        elif hasattr(module, "embed_scale"):  # Gemma's embedding
-            module.embed_scale.fill_(module.scalar_embed_scale)
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Have modules that are built hold parameters without memory, and buffers with the values that they compute."""
+    from torch import nn
+    from transformers.initialization import no_init_weights
 
+    register = nn.Module.register_parameter
 
-def _model_around(inner: Any, path: str) -> Any:
-    """The innermost model around a module, which knows how to compute what it holds."""
-    around = [module for name, module in inner.named_modules() if f"{path}.".startswith(f"{name}." if name else "")]
-    return next(module for module in reversed(around) if hasattr(module, "_init_weights"))
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
-
-def _unset(computed: dict[str, Tensor], truths: dict[str, Tensor]) -> list[str]:
-    """Names of buffers without a value, as far as their values tell."""
-    return [name for name, buffer in computed.items() if name not in truths and _is_unset(buffer).any()]
-
-
-def _no_value(buffer: Tensor) -> float:
-    """A number that stands for none in a buffer: the largest where whole numbers are in it (0 may be meant)."""
-    import torch
-
-    whole = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
-    return torch.iinfo(buffer.dtype).max if whole else torch.nan
-
-
-def _is_unset(buffer: Tensor) -> Tensor:
-    number = _no_value(buffer)
-    return buffer.isnan() if number != number else buffer == number
+    nn.Module.register_parameter = on_meta
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        nn.Module.register_parameter = register

@@ -37,18 +37,24 @@ class MegatronDirectory:
             for candidate in (base / HF_FOLDER, base / "tokenizer", base / "hf_metadata", base):
                 if (candidate / "config.json").is_file():
                     return candidate
-        return self._of_run()
-
-    def _of_run(self) -> Path | None:
-        """For a run's checkpoint (RUN/checkpoints/step_N/policy): the model directory that its manifest names."""
-        manifest = self.shards.parents[2] / "manifest.json" if len(self.shards.parents) > 2 else self.shards
-        if not manifest.is_file():
-            return None
         try:
-            directory = Path(json.loads(manifest.read_text())["model"]["directory"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            directory = Path(manifest_of(self)["model"]["directory"])
+        except (InputError, KeyError):
             return None
         return directory if (directory / "config.json").is_file() else None
+
+
+def manifest_of(found: MegatronDirectory) -> dict[str, Any]:
+    """The manifest of the run that saved a checkpoint (RUN/checkpoints/step_N/policy). Raises InputError where none can
+    be read."""
+    path = Path(found.shards.absolute(), "../../../manifest.json").resolve()
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{found.shards} holds a part of a model, but {path}, which names the model, cannot be read.",
+            "Name the run, or a checkpoint inside of it.",
+        ) from error
 
 
 def find(path: Path) -> MegatronDirectory | None:
@@ -107,11 +113,13 @@ def is_of_run(found: MegatronDirectory) -> bool:
 def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
     """The dtype that the run of a checkpoint computed in (None: no manifest says), and how it rounded to it."""
     try:
-        manifest = json.loads((found.shards.absolute().parents[2] / "manifest.json").read_text())
+        manifest = manifest_of(found)
         config, precision = manifest["config"], manifest["plan"]["training"]["precision"]
-        dtype = config["model.dtype"]["value"]
-        rounding = config.get("optimizer.rounding", {"value": "nearest"})["value"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        dtype, rounding = (
+            config["model.dtype"]["value"],
+            config.get("optimizer.rounding", {"value": "nearest"})["value"],
+        )
+    except (InputError, KeyError):
         return None, "unbiased"
     planned = "float32" if precision == "float32" else "bfloat16"
     return planned if dtype == "auto" else dtype, rounding
@@ -122,18 +130,11 @@ def base_of(found: MegatronDirectory, named: Path | None = None) -> Base:
 
     Raises InputError where the run's manifest cannot be read, or the model is gone or another.
     """
-    path = found.shards.absolute().parents[2] / "manifest.json"
-    try:
-        stored = json.loads(path.read_text())
-        model, config = stored["model"], stored["config"]
-        directory = named or Path(model["directory"])
-        weights = directory if named else Path(model.get("weights", directory))
-        fingerprint = model.get("fingerprint")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{found.shards} holds a part of a model, but {path}, which names the model, cannot be read.",
-            "Name the run, or a checkpoint inside of it.",
-        ) from error
+    stored = manifest_of(found)
+    model, config = stored["model"], stored["config"]
+    directory = named or Path(model["directory"])
+    weights = directory if named else Path(model.get("weights", directory))
+    fingerprint = model.get("fingerprint")
     hint = "Name the model that the run began with, wherever it is now, with --config-from."
     if not (directory / "config.json").is_file() or not weights.is_dir():
         raise InputError(f"The model that the run of {found.shards} began with is not at {weights} any more.", hint)

@@ -7,10 +7,8 @@ The format is that of torch.distributed.checkpoint (items made by torch.save at 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import pickle
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from rlctl.checkpoints.megatron.pickles import DAMAGE, load_common, load_metadata, tensor_record
+from rlctl.checkpoints.megatron.pickles import load_common, load_metadata, load_saved
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import open_to_write
 from rlctl.errors import InputError
@@ -147,7 +146,7 @@ class TorchDistReader:
             shapes = {
                 key: ParamSpec(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
                 for key, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata) and _is_regular(entry)
+                if isinstance(entry, TensorStorageMetadata)
             }
             _check_items(directory, metadata)
         except (AttributeError, TypeError) as error:  # an object that lacks what its class has
@@ -174,11 +173,15 @@ class TorchDistReader:
         if info is None:
             at = [span.start for span in chunk.box]
             raise InputError(f"{self.directory}: {chunk.key} has no data for the block at {at}.")
-        values = _load_item(self.directory / info.relative_path, info.offset, info.length)
+        path = self.directory / info.relative_path
+        with path.open("rb") as stream:
+            view = _create_file_view(stream, info.offset, info.length)
+            values = load_saved(view, f"{path} ({chunk.key})")
         expected = tuple(span.count for span in chunk.box)
-        if values.numel() != prod(expected) or values.dtype != dtype_of(self.shapes[chunk.key].dtype):
-            found = f"{tuple(values.shape)} {values.dtype}"
-            raise InputError(f"{self.directory}: {chunk.key} holds {found} instead of {expected}.")
+        if not isinstance(values, torch.Tensor) or values.numel() != prod(expected):
+            raise InputError(f"{path}: {chunk.key} is no tensor of shape {list(expected)}.")
+        if values.dtype != dtype_of(self.shapes[chunk.key].dtype):
+            raise InputError(f"{path}: {chunk.key} holds {values.dtype} and not {self.shapes[chunk.key].dtype}.")
         values = values.reshape(expected).contiguous()
         self._cache[chunk.name] = values
         self._held_bytes += values.nbytes
@@ -211,16 +214,6 @@ def _check_backend(directory: Path) -> None:
         raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", hint)
 
 
-def _is_regular(entry: TensorStorageMetadata) -> bool:
-    """True where blocks have as many axes as their tensor and a dtype is one; TypeError says what is not so."""
-    axes = len(entry.size)
-    if not isinstance(entry.properties.dtype, torch.dtype):
-        raise TypeError(f"{entry.properties.dtype!r} is no dtype")
-    if any(len(chunk.offsets) != axes or len(chunk.sizes) != axes for chunk in entry.chunks):
-        raise TypeError(f"a block of a tensor of {axes} axes has another number of them")
-    return True
-
-
 def _check_items(directory: Path, metadata: Metadata) -> None:
     """Every item lies inside of a file of this directory."""
     sizes: dict[str, int] = {}
@@ -236,22 +229,3 @@ def _check_items(directory: Path, metadata: Metadata) -> None:
             sizes[name] = path.stat().st_size
         if info.offset + info.length > sizes[name]:
             raise InputError(f"{directory}: shard {name} is truncated; it holds {index.fqn}.", hint)
-
-
-def _load_item(path: Path, offset: int, length: int) -> torch.Tensor:
-    """One tensor that torch.save wrote, mapped from its file. Its pickle is only looked at, never run."""
-    try:
-        with path.open("rb") as stream:
-            record = tensor_record(stream, offset, length, str(path))
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except InputError:  # it is a ValueError too
-        raise
-    except DAMAGE as error:
-        raise InputError(f"{path}: the item at byte {offset} is damaged ({error}).") from error
-    dtype = dtype_of(record.dtype)
-    if not prod(record.shape):
-        return torch.empty(record.shape, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        flat = torch.frombuffer(mapped, dtype=dtype, count=record.bytes // dtype.itemsize, offset=record.data)
-    return torch.as_strided(flat, record.shape, record.strides, record.first)

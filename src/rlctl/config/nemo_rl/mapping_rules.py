@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,26 +21,6 @@ from rlctl.config.passthrough import TARGETS, canonical, checked, installed_fiel
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
-COUNTERPARTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    ((f"{MEGATRON}.optimizer.optimizer",), ("policy.optimizer.name",)),
-    ((f"{MEGATRON}.optimizer.lr",), ("policy.optimizer.kwargs.lr",)),
-    (
-        (f"{MEGATRON}.optimizer.weight_decay",
-         *(f"{MEGATRON}.scheduler.{name}" for name in ("start_weight_decay", "end_weight_decay",
-                                                       "weight_decay_incr_style"))),
-        ("policy.optimizer.kwargs.weight_decay",),
-    ),
-    ((f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"), ("policy.optimizer.kwargs.betas",)),
-    ((f"{MEGATRON}.optimizer.adam_eps",), ("policy.optimizer.kwargs.eps",)),
-    ((f"{MEGATRON}.optimizer.clip_grad",), ("policy.max_grad_norm",)),
-    (
-        (f"{MEGATRON}.optimizer.min_lr",
-         *(f"{MEGATRON}.scheduler.lr_{name}" for name in ("decay_style", "decay_iters", "warmup_iters", "warmup_init",
-                                                          "wsd_decay_iters", "wsd_decay_style"))),
-        ("policy.scheduler",),
-    ),
-)  # fmt: skip
-"""Keys of the optimizer and the schedule in Megatron's block of a recipe, and those of DTensor's for the same."""
 HANDED_ON = {
     f"{MEGATRON}.optimizer": "optimizer",
     f"{MEGATRON}.fp8_cfg": "megatron",
@@ -51,9 +31,6 @@ HANDED_ON = {
     VLLM: "vllm",
 }
 """Sections whose keys are fields of Megatron-Core or vLLM, and the sections of rlctl that hand such fields on."""
-CARRIED_OVER = frozenset(key for pair in COUNTERPARTS for keys in pair for key in keys)
-"""Keys that hold for either backend where it has none of its own."""
-
 DATASETS = {
     "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
     "gsm8k": ("openai/gsm8k:main", "question", "answer", None),
@@ -177,11 +154,6 @@ class Found:
         """Return the value of another key of the recipe."""
         return self.leaves.get(name)
 
-    def number(self, name: str, otherwise: int = 1) -> int:
-        """Return the whole number that another key holds, or `otherwise`."""
-        value = self.get(name)
-        return value if isinstance(value, int) and value > 0 else otherwise
-
     def set(self, key: str, value: Any) -> None:
         """Give rlctl's `key` a value that this key is the source of."""
         self.result.set(key, value, self.name)
@@ -203,7 +175,7 @@ class Found:
             self.say("mapped", f"{key}: {_short(value)}")
 
 
-def misfit(key: str, value: Any) -> str | None:
+def schema_error(key: str, value: Any) -> str | None:
     """Return why rlctl's own `key` cannot hold the value; None if it can, or if a class of `TARGETS` takes it."""
     if (holder := _holder(key)) is None:
         return None
@@ -232,17 +204,12 @@ def to(key: str, convert: Mapping[Any, Any] | None = None) -> Rule:
     def rule(found: Found) -> None:
         if convert is None:
             found.map(key, found.value)
-        elif isinstance(found.value, Hashable) and found.value in convert:
+        elif found.value in convert:
             found.map(key, convert[found.value])
         else:
             found.say("not yet", f"rlctl knows {', '.join(map(str, convert))}", key)
 
     return rule
-
-
-def same(*values: Any) -> dict[Any, Any]:
-    """Return the `convert` of `to` that accepts only these values and keeps them."""
-    return {value: value for value in values}
 
 
 def without(reason: str) -> Rule:
@@ -264,31 +231,65 @@ def logs(reason: str) -> Rule:
     return lambda found: found.say("logging", reason)
 
 
-def only(*accepted: Any, why: str, settled_by: str | None = None) -> Rule:
+def only(*accepted: Any, why: str, settled_by: str | None = None, otherwise: Status = "not yet") -> Rule:
     """Return the rule of a key that runs with one of `accepted` and cannot run otherwise yet."""
-    return _unless(accepted, "not yet", why, empty=None in accepted, settled_by=settled_by)
 
-
-def differs(*same: Any, why: str) -> Rule:
-    """Return the rule of a key that runs in any case, but exactly as written only with one of `same`."""
-    return _unless(same, "changed", why)
-
-
-def _unless(
-    accepted: Iterable[Any], status: Status, why: str, empty: bool = False, settled_by: str | None = None
-) -> Rule:
     def rule(found: Found) -> None:
-        if found.value in accepted or (empty and found.value in ({}, [])):
+        if found.value in accepted or (None in accepted and found.value in ({}, [])):
             found.skip("what rlctl does")
         else:
-            found.say(status, why, settled_by)
+            found.say(otherwise, why, settled_by)
 
     return rule
 
 
-def when(on: Callable[[Found], bool], rule: Rule, otherwise: str) -> Rule:
-    """Return a rule that applies `rule` to recipes for which `on` is true; others skip the key for `otherwise`."""
-    return lambda found: rule(found) if on(found) else found.skip(otherwise)
+def differs(*same: Any, why: str) -> Rule:
+    """Return the rule of a key that runs in any case, but exactly as written only with one of `same`."""
+    return only(*same, why=why, otherwise="changed")
+
+
+def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str) -> Rule:
+    """Return a rule that applies `rule` to recipes in which the key `on` is on, or for which `on` returns true; others
+    skip the key for `otherwise`."""
+
+    def applied(found: Found) -> None:
+        if found.get(on) if isinstance(on, str) else on(found):
+            rule(found)
+        else:
+            found.skip(otherwise)
+
+    return applied
+
+
+SWITCHES = {
+    "teacher.megatron_cfg": ("teacher.megatron_cfg.enabled", "the teacher is computed by the other backend"),
+    f"{MEGATRON}.peft": (f"{MEGATRON}.peft.enabled", "LoRA is off"),
+    f"{MEGATRON}.fp8_cfg": (f"{MEGATRON}.fp8_cfg.enabled", "float8 training is off"),
+    f"{DTENSOR}.lora_cfg": (f"{DTENSOR}.lora_cfg.enabled", "LoRA is off"),
+    "grpo.async_grpo": ("grpo.async_grpo.enabled", "grpo.async_grpo is off"),
+    "distillation": ("teacher.model_name", "the recipe has no teacher"),
+    "teacher": ("teacher.model_name", "the recipe has no teacher"),
+}
+"""Sections that are not read where a key is off, and the reason."""
+OF_THE_ALGORITHM = ("grpo", "distillation", "async_rl", "loss_fn", "data", "env", "teacher", "teachers", "value")
+"""Sections whose keys depend on the algorithm."""
+
+
+def not_read(key: str, leaves: Mapping[str, Any], foreign: str | None) -> str | None:
+    """Return why a recipe's key has no effect: its section is off, or is of what rlctl does not run; None: it has."""
+    other = ("policy.train_global_batch_size", "policy.reward_model_cfg.")
+    if foreign and (key.partition(".")[0] in OF_THE_ALGORITHM or key.startswith(other)):
+        return "it belongs to what rlctl does not run yet"
+    if key.startswith(f"{MEGATRON}.") and not megatron_on(leaves) and not of_other_backend(key, leaves):
+        return "policy.megatron_cfg is off"
+    if key.startswith((f"{DTENSOR}.", "policy.scheduler.")) and megatron_on(leaves):
+        return "Megatron trains: it wins when both are on"
+    if key.startswith("teacher.dtensor_cfg.") and leaves.get("teacher.megatron_cfg.enabled"):
+        return "the teacher is computed by the other backend"
+    for section, (switch, reason) in SWITCHES.items():
+        if key.startswith(f"{section}.") and key != switch and not leaves.get(switch):
+            return reason
+    return None
 
 
 ALGORITHMS = {
@@ -349,52 +350,24 @@ def _evaluation(leaves: Mapping[str, Any]) -> str:
     return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one."
 
 
-def own_kind(rule: Rule) -> Rule:
-    """Return the rule of a key that only a recipe which rlctl can run is read for."""
-    kind = "it belongs to what rlctl does not run yet"
-    return when(lambda found: found.result.foreign is None, rule, kind)
-
-
 def step_value(found: Found, key: str) -> Any:
     """Return the value of a key of the algorithm's section, which is `grpo` or `distillation`."""
     return next((value for name in ("grpo", "distillation") if (value := found.get(f"{name}.{key}")) is not None), None)
 
 
-def step_number(found: Found, key: str, otherwise: int = 1) -> int:
-    """Return the whole number that a key of the algorithm's section holds, or `otherwise`."""
-    value = step_value(found, key)
-    return value if isinstance(value, int) and value > 0 else otherwise
-
-
 def step_rollouts(found: Found) -> int:
-    return step_number(found, "num_prompts_per_step") * step_number(found, "num_generations_per_prompt")
-
-
-def distilled(rule: Rule) -> Rule:
-    """Return the rule of a key of distillation, for recipes of it."""
-    on = when(lambda found: found.get("teacher.model_name") is not None, rule, "the recipe has no teacher")
-    return own_kind(on)
+    return (step_value(found, "num_prompts_per_step") or 1) * (step_value(found, "num_generations_per_prompt") or 1)
 
 
 def kl_type(found: Found) -> None:
     """Map the direction of the divergence over the teacher's most likely tokens."""
     shares = {"forward": 1.0, "reverse": 0.0, "mixed": found.get("loss_fn.mixed_kl_weight")}
-    if found.value not in shares or not isinstance(shares[found.value], int | float):
-        found.say("not yet", "rlctl knows forward, reverse, and mixed with its mixed_kl_weight",
-                  "distillation.forward_share")  # fmt: skip
-        return
-    found.set("distillation.loss", "top-k")
-    found.map("distillation.forward_share", float(shares[found.value]))
-
-
-def teacher_on(backend: str, rule: Rule) -> Rule:
-    """Return the rule of a size of the teacher, in the section of the backend that computes it."""
-
-    def on(found: Found) -> bool:
-        megatron = found.get("teacher.megatron_cfg.enabled") is True
-        return megatron == (backend == "megatron_cfg")
-
-    return distilled(when(on, rule, "the teacher is computed by the other backend"))
+    if (share := shares.get(found.value)) is None:
+        known = "rlctl knows forward, reverse, and mixed with its mixed_kl_weight"
+        found.say("not yet", known, "distillation.forward_share")
+    else:
+        found.set("distillation.loss", "top-k")
+        found.map("distillation.forward_share", share)
 
 
 def teacher_precision(found: Found) -> None:
@@ -426,21 +399,6 @@ def sequence_ratios(found: Found) -> None:
     found.map("run.algorithm", "gspo")
 
 
-sampling_rounds = when(
-    lambda found: found.get("grpo.use_dynamic_sampling") is True,
-    to("filter.max_rounds"),
-    "there is no dynamic sampling",
-)
-
-
-def sampled_more(found: Found) -> None:
-    """Say where more prompts than are missing are sampled in each round."""
-    if found.get("grpo.use_dynamic_sampling") is not True or found.value in (None, 1, 1.0):
-        found.skip("each round samples as many prompts as are missing")
-    else:
-        found.say("changed", "each round samples as many prompts as are missing, not a multiple of the batch")
-
-
 def estimator(found: Found) -> None:
     """Map the form of advantages."""
     if found.value in (None, "grpo"):
@@ -458,66 +416,62 @@ def of_groups(rule: Rule) -> Rule:
     return when(lambda found: found.get("grpo.adv_estimator.name") in grpo, rule, "grpo.adv_estimator does not use it")
 
 
-def reward_scale(leaves: Mapping[str, Any]) -> float:
-    """Return the factor by which a recipe stretches rewards; 1 where it does not."""
-    if leaves.get("grpo.reward_scaling.enabled") is not True:
-        return 1.0
-    ends = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
-    found = {name: leaves.get(f"grpo.reward_scaling.{name}") for name in ends}
-    at = {name: ends[name] if value is None else value for name, value in found.items()}
-    if not all(isinstance(value, int | float) for value in at.values()) or at["source_max"] == at["source_min"]:
-        return 1.0
-    return (at["target_max"] - at["target_min"]) / (at["source_max"] - at["source_min"])
-
-
 def reward_scaling(found: Found) -> None:
-    """Say what becomes of scaled rewards: `finish` gives the scale to the scorer as its weight."""
-    if found.value is not True:
+    """Give the factor by which a recipe stretches rewards to the scorer, as its weight."""
+    ends = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+    given = {name: found.get(f"grpo.reward_scaling.{name}") for name in ends}
+    at = ends | {name: value for name, value in given.items() if value is not None}
+    scale = (at["target_max"] - at["target_min"]) / (at["source_max"] - at["source_min"])
+    if not found.value:
         found.skip("there is none")
-    elif environment_used(found.leaves) != "math" or reward_scale(found.leaves) <= 0:
+    elif environment_used(found.leaves) != "math" or scale <= 0:
         found.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
     else:
-        scale = reward_scale(found.leaves)
+        if scale != 1:
+            found.set("reward.terms", [{"name": "math-verify", "weight": scale}])
         found.say("changed", f"the reward has the weight {scale:g} (reward.terms); it is not shifted, "
                              "which advantages do not depend on")  # fmt: skip
 
 
 def reward_shaping(found: Found) -> None:
-    """Map DAPO's penalty: `finish` sets it, from lengths that it knows."""
-    names = ("overlong_buffer_length", "max_response_length")
-    lengths = [found.get(f"grpo.reward_shaping.{name}") for name in names]
-    penalty = found.leaves.get("grpo.reward_shaping.overlong_buffer_penalty", 1)
-    if found.value is not True:
-        found.skip("there is none")
-    elif found.get("grpo.reward_shaping.stop_properly_penalty_coef") is not None:
-        found.say("not yet", "rewards of cut completions are not scaled; rlctl has filter.truncated=mask",
-                  "filter.truncated")  # fmt: skip
-    elif not all(isinstance(length, int) and length > 0 for length in lengths):
-        found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
-    elif not isinstance(penalty, int | float):
-        found.say("not yet", f"overlong_buffer_penalty is {_short(penalty)}, which is no number",
-                  "reward.overlong_factor")  # fmt: skip
-    else:
-        found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
-
-
-def overlong(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Set the penalty of `reward_shaping` so that it begins at the same length and rises as fast.
+    """Map DAPO's penalty so that it begins at the same length and rises as fast.
 
     NeMo-RL's is min(0, -(tokens - start) / buffer x penalty) with start = max_response_length - buffer; rlctl's buffer
     ends at generation.max_new_tokens.
     """
-    mapped = any(e.key == "grpo.reward_shaping.enabled" and e.status == "mapped" for e in result.entries)
-    limit = result.values.get("generation.max_new_tokens")
-    if not mapped or not isinstance(limit, int):
-        return
-    name = "grpo.reward_shaping.overlong_buffer_length"
-    buffer = leaves[name]
-    start = leaves["grpo.reward_shaping.max_response_length"] - buffer
-    if 0 < start < limit:
-        penalty = leaves.get("grpo.reward_shaping.overlong_buffer_penalty", 1)
-        result.set("reward.overlong_buffer", (limit - start) / limit, name)
-        result.set("reward.overlong_factor", penalty * (limit - start) / buffer, name)
+    section = "grpo.reward_shaping"
+    buffer, longest = found.get(f"{section}.overlong_buffer_length"), found.get(f"{section}.max_response_length")
+    if not found.value:
+        found.skip("there is none")
+    elif found.get(f"{section}.stop_properly_penalty_coef") is not None:
+        why = "rewards of cut completions are not scaled; rlctl has filter.truncated=mask"
+        found.say("not yet", why, "filter.truncated")
+    elif not buffer or not longest:
+        found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
+    else:
+        start, limit = longest - buffer, completion_limit(found.leaves) or 0
+        penalty = found.leaves.get(f"{section}.overlong_buffer_penalty", 1) * (limit - start) / buffer
+        if 0 < start < limit:
+            found.set("reward.overlong_buffer", (limit - start) / limit)
+            found.set("reward.overlong_factor", penalty)
+        found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
+
+
+def completion_limit(leaves: Mapping[str, Any]) -> Any:
+    """Return the most tokens of a completion: a prompt needs at least one of all tokens of a rollout."""
+    length, new = leaves.get("policy.max_total_sequence_length"), leaves.get("policy.generation.max_new_tokens")
+    return min(length - 1, new) if isinstance(length, int) and isinstance(new, int) and length > 1 else new
+
+
+def completion_length(found: Found) -> None:
+    """Map the length of a completion, below that of all tokens."""
+    limit = completion_limit(found.leaves)
+    if limit == found.value:
+        found.map("generation.max_new_tokens", limit)
+    else:
+        found.set("generation.max_new_tokens", limit)
+        end = f"a rollout ends at {limit + 1} tokens, its prompt among them"
+        found.say("mapped", f"generation.max_new_tokens: {limit}; {end}")
 
 
 def megatron_on(leaves: Mapping[str, Any]) -> bool:
@@ -525,41 +479,49 @@ def megatron_on(leaves: Mapping[str, Any]) -> bool:
     return leaves.get(f"{MEGATRON}.enabled") is True
 
 
-def when_megatron(rule: Rule) -> Rule:
-    return when(lambda found: megatron_on(found.leaves), rule, "policy.megatron_cfg is off")
-
-
-def when_dtensor(rule: Rule) -> Rule:
-    return when(lambda found: not megatron_on(found.leaves), rule, "Megatron trains: it wins when both are on")
+LEARNING = {
+    True: re.compile(
+        r"policy\.megatron_cfg\.(optimizer\.(optimizer|lr|min_lr|weight_decay|adam_\w+|clip_grad)|scheduler\.(lr_\w+"
+        r"|(start|end)_weight_decay|weight_decay_incr_style))"
+    ),
+    False: re.compile(r"policy\.(optimizer\.(name|kwargs\.(lr|weight_decay|betas|eps))|scheduler|max_grad_norm)"),
+}
+"""Keys of optimizer and schedule, in Megatron's block and in DTensor's: they hold for either where it has none."""
 
 
 def of_other_backend(key: str, leaves: Mapping[str, Any]) -> bool:
     """Return whether a key of the optimizer or the schedule is in the block of the backend that does not train."""
-    return any(key in pair[megatron_on(leaves)] for pair in COUNTERPARTS)
+    return LEARNING[not megatron_on(leaves)].fullmatch(key) is not None
 
 
-def overruled(key: str, leaves: Mapping[str, Any]) -> bool:
-    """Return whether the block of the backend that trains says what `key` of the other one is about. Where it does not,
-    `key` holds for it."""
-    megatron = megatron_on(leaves)
-    for pair in COUNTERPARTS:
-        if key in pair[megatron]:
-            own = [name for name in pair[not megatron] if name in leaves and not name.endswith("min_lr")]
-            if key.endswith("clip_grad") or key == "policy.max_grad_norm":
-                return bool(own)  # null is a value: gradients are not clipped
-            # An optimizer of torch without a scheduler has a constant learning rate.
-            torch = any(leaves.get(f"policy.optimizer.{name}") is not None for name in ("name", "kwargs.lr"))
-            return (pair[not megatron] == ("policy.scheduler",) and torch) or any(
-                leaves[name] is not None for name in own
-            )
-    return False
+def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None:
+    """Take what the block of the backend that trains leaves out from the other one, which `other` holds."""
+
+    def subject(key: str) -> str:
+        if key.startswith("scheduler.") and "weight_decay" not in key:
+            return "schedule"
+        return "weight decay" if "weight_decay" in key else key
+
+    own = {subject(key) for key in result.values if key != "scheduler.min_lr"}
+    # An optimizer of torch without a scheduler has a constant learning rate.
+    if not megatron_on(leaves) and any(leaves.get(f"policy.optimizer.{name}") for name in ("name", "kwargs.lr")):
+        own.add("schedule")
+    taken = [key for key in other.values if subject(key) not in own and key not in result.values]
+    for key in taken:
+        result.set(key, other.values[key], other.source[key])
+    sources = {other.source[key] for key in taken}
+    for entry in other.entries:
+        if entry.key not in sources and (entry.status == "mapped" or "optimizer.lr" in own):
+            entry = dataclasses.replace(entry, status="not applicable", note="the backend that trains has its own")
+        result.entries.append(entry)
 
 
 def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> str | None:
     """Return the line on where the two blocks of a recipe say different things; `other` holds what the block of the
     backend that does not train says."""
-    names = ("Megatron", MEGATRON, "policy") if megatron_on(leaves) else ("DTensor", "policy", MEGATRON)
-    backend, block, others = names
+    backend, block, others = (
+        ("Megatron", MEGATRON, "policy") if megatron_on(leaves) else ("DTensor", "policy", MEGATRON)
+    )
     told = [
         f"{key} is {result.values[key]} ({result.source[key]}), not {value} ({other.source[key]})"
         for key, value in other.values.items()
@@ -575,11 +537,9 @@ def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> st
 def _schedule(values: Mapping[str, Any], steps: Any) -> tuple[Any, ...]:
     """Return what a schedule does, without the keys that have no effect in it."""
     warmup, decay = values.get("scheduler.warmup_steps", 0), values.get("scheduler.decay", "constant")
-    rises = (warmup, values.get("scheduler.init_lr", 0)) if warmup else (0,)
-    falls = (
-        (values.get("scheduler.decay_steps", steps), values.get("scheduler.min_lr", 0)) if decay != "constant" else ()
-    )
-    return (*rises, decay, *falls)
+    rises = values.get("scheduler.init_lr", 0) if warmup else None
+    falls = (values.get("scheduler.decay_steps", steps), values.get("scheduler.min_lr", 0))
+    return warmup, rises, decay, falls if decay != "constant" else None
 
 
 def learning_rate(found: Found) -> tuple[str, Any]:
@@ -587,27 +547,6 @@ def learning_rate(found: Found) -> tuple[str, Any]:
     own, other = (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr")[:: 1 if megatron_on(found.leaves) else -1]
     key = other if found.get(own) is None and found.get(other) is not None else own
     return key, found.get(key)
-
-
-def with_adapters(rule: Rule) -> Rule:
-    return when(lambda found: found.get(f"{MEGATRON}.peft.enabled") is True, rule, "LoRA is off")
-
-
-def with_float8(rule: Rule) -> Rule:
-    return when(lambda found: found.get(f"{MEGATRON}.fp8_cfg.enabled") is True, rule, "float8 training is off")
-
-
-def row_tokens(section: str) -> Rule:
-    on = f"{section}.enabled"
-    return when(lambda found: found.get(on) is True, to("training.micro_batch_tokens"), f"{section} is off")
-
-
-def by_dtensor(found: Found) -> None:
-    """Train with the other backend."""
-    if found.value is True:
-        found.map("training.backend", "dtensor")
-    else:
-        only(None, False, why="it is on or off", settled_by="training.backend")(found)
 
 
 def float8_on(found: Found) -> None:
@@ -632,15 +571,9 @@ def fraction_on_host(found: Found) -> None:
         found.skip("read with optimizer_cpu_offload")
 
 
-def with_dtensor_adapters(rule: Rule) -> Rule:
-    return when(lambda found: found.get(f"{DTENSOR}.lora_cfg.enabled") is True, rule, "LoRA is off")
-
-
 def dtensor_adapters(found: Found) -> None:
     """Map the rank of adapters on all layers; others are named as the model names them."""
-    if found.get(f"{DTENSOR}.lora_cfg.enabled") is not True:
-        found.skip("LoRA is off")
-    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or any(
+    if found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or any(
         found.get(f"{DTENSOR}.lora_cfg.{named}") for named in ("exclude_modules", "target_modules")
     ):
         found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
@@ -650,10 +583,11 @@ def dtensor_adapters(found: Found) -> None:
 
 def sharded_states_on_host(found: Found) -> None:
     """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
-    to("training.optimizer_offload", {True: True, False: False})(found)
     if found.value is True:
-        found.result.entries.pop()
+        found.set("training.optimizer_offload", True)
         found.say("changed", "training.optimizer_offload: the optimizer's states alone are in host memory, no weights")
+    else:
+        to("training.optimizer_offload", {False: False})(found)
 
 
 def copies(found: Found) -> None:
@@ -685,8 +619,7 @@ def epochs(found: Found) -> None:
     """Say where a recipe may end sooner than `run.steps` does: how many rows its data has is not known here."""
     steps = step_value(found, "max_num_steps")
     # An epoch has at least one step.
-    later = isinstance(steps, int) and isinstance(found.value, int) and 0 < steps <= found.value
-    if found.value is None or later:
+    if found.value is None or (isinstance(steps, int) and 0 < steps <= found.value):
         found.skip("run.steps ends the run; prompts come round again")
         return
     prompts = step_value(found, "num_prompts_per_step") or "batch.prompts"
@@ -772,11 +705,8 @@ def passes(otherwise: Rule | None = None) -> Rule:
 
 def batches(found: Found) -> None:
     """Map `train_global_batch_size`, the rollouts of an optimizer step."""
-    if found.result.foreign is not None:
-        found.skip("the batch of another algorithm")
-        return
     rollouts, size = step_rollouts(found), found.value
-    if not isinstance(size, int) or size < 1 or rollouts % size:
+    if rollouts % size:
         found.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
         return
     found.set("batch.optimizer_steps", rollouts // size)
@@ -813,19 +743,6 @@ def on_policy_ratio(found: Found) -> None:
         found.skip("what rlctl does")
 
 
-def penalised(rule: Rule) -> Rule:
-    """Return the rule of a key of the KL penalty, which is off where its weight is 0."""
-    on = "loss_fn.reference_policy_kl_penalty"
-    return when(lambda found: bool(found.get(on)), rule, "there is no KL penalty")
-
-
-sequence_parallel = when(
-    lambda found: found.number(f"{MEGATRON}.tensor_model_parallel_size") > 1,
-    to("training.sequence_parallel"),
-    "there is no tensor parallelism",
-)
-
-
 def decay_steps(found: Found) -> None:
     style = found.leaves.get(f"{MEGATRON}.scheduler.lr_decay_style", "constant")
     if style == "constant" or found.value in (None, step_value(found, "max_num_steps")):
@@ -838,26 +755,15 @@ def weight_decay_ends(found: Found) -> None:
     ends = [found.get(f"{MEGATRON}.scheduler.{end}_weight_decay") for end in ("start", "end")]
     if None in ends or ends == 2 * [found.get(f"{MEGATRON}.optimizer.weight_decay")]:
         found.skip("optimizer.weight_decay")
-    elif not all(isinstance(end, int | float) and end >= 0 for end in ends):
-        found.say("not yet", "weight decay goes from one number to another", "scheduler.start_weight_decay")
     else:
         found.map(f"scheduler.{found.name.rpartition('.')[2]}", found.value)
 
 
-weight_decay_style = when(
-    lambda found: found.value not in (None, "constant"),
-    to("scheduler.weight_decay_style", same("linear", "cosine")),
-    "weight decay is constant",
-)
-
-
 def betas(found: Found) -> None:
-    if not isinstance(found.value, list) or len(found.value) != 2:
-        found.say("not yet", "two numbers are expected", "optimizer.beta1")
-        return
-    found.set("optimizer.beta1", found.value[0])
-    found.set("optimizer.beta2", found.value[1])
-    found.say("mapped", f"optimizer.beta1: {found.value[0]}, optimizer.beta2: {found.value[1]}")
+    beta1, beta2 = found.value
+    found.set("optimizer.beta1", beta1)
+    found.set("optimizer.beta2", beta2)
+    found.say("mapped", f"optimizer.beta1: {beta1}, optimizer.beta2: {beta2}")
 
 
 def _map_warmup(found: Found, note: str, begins: Any, peak: Any) -> None:
@@ -871,7 +777,7 @@ def _map_warmup(found: Found, note: str, begins: Any, peak: Any) -> None:
 
 def warm_up(found: Found) -> None:
     section = found.name.rpartition(".")[0]
-    if not isinstance(found.value, int) or found.value < 1:
+    if not found.value:
         found.map("scheduler.warmup_steps", found.value)
     else:
         found.set("scheduler.warmup_steps", found.value)
@@ -890,14 +796,14 @@ TORCH_ARGUMENTS = {
 def torch_schedulers(found: Found) -> None:
     """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine. `milestones` says at which
     step torch's SequentialLR goes from one to the next, wherever the first is by then."""
-    listed = [
-        step for step in (found.value if isinstance(found.value, list) else [found.value]) if isinstance(step, dict)
-    ]
-    milestones = next((step["milestones"] for step in listed if step.get("milestones")), None)
+    if found.value is None:
+        found.skip("the learning rate is constant")
+        return
+    milestones = next((step["milestones"] for step in found.value if step.get("milestones")), None)
     warmup, after, unknown = None, [], []
-    for step in (step for step in listed if "name" in step):
+    for step in (step for step in found.value if "name" in step):
         name, options = str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}
-        unknown = [*unknown, *(set(options) - TORCH_ARGUMENTS.get(name, set(options)))]
+        unknown += set(options) - TORCH_ARGUMENTS.get(name, set(options))
         if name == "LinearLR" and warmup is None and not after and options.get("end_factor", 1) == 1:
             warmup = options
         else:
@@ -908,9 +814,7 @@ def torch_schedulers(found: Found) -> None:
     known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
     next_at = milestones[0] if warmup is not None and after and milestones else warmup_steps
-    if found.value is None:
-        found.skip("the learning rate is constant")
-    elif not isinstance(rate, int | float):
+    if not isinstance(rate, int | float):
         found.say("not yet", f"{name} is {_short(repr(rate))}, which is no number")
     elif unknown:
         found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
@@ -935,19 +839,21 @@ tokenizer = when(
 )
 
 
-def engine_copies(found: Found) -> int:
-    """Return the data parallel ranks of an engine whose experts are spread over more ranks than its tensors are."""
-    return max(1, found.number(f"{VLLM}.expert_parallel_size") // found.number(f"{VLLM}.tensor_parallel_size"))
-
-
 def expert_engines(found: Found) -> None:
+    """Map an engine whose experts are spread over more ranks than its tensors are."""
     if found.value in (None, 1):
         found.map("generation.ep", found.value)
         return
-    ep, dp = found.number(found.name), engine_copies(found)
-    found.set("generation.ep", ep)
-    found.set("generation.dp", dp)
-    found.say("mapped", f"generation.ep: {ep}, generation.dp: {dp}")
+    copies = engine_copies(found)
+    found.set("generation.ep", found.value)
+    found.set("generation.dp", copies)
+    found.say("mapped", f"generation.ep: {found.value}, generation.dp: {copies}")
+
+
+def engine_copies(found: Found) -> int:
+    """Return the data parallel ranks of an engine."""
+    ep, tp = (found.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
+    return max(1, ep // tp)
 
 
 def data_value(found: Found, key: str) -> Any:
@@ -990,7 +896,7 @@ def validation_period(found: Found) -> None:
     own = found.get("policy.generation.val_temperature")
     found.set("validation.temperature", found.get("policy.generation.temperature") or 1.0 if own is None else own)
     # NeMo-RL validates periodically where the number is above 0, and recipes write -1 as well as 0.
-    found.map("validation.every", max(0, found.value) if isinstance(found.value, int) else found.value)
+    found.map("validation.every", found.value and max(0, found.value))
 
 
 def dataset(found: Found) -> None:
@@ -1127,8 +1033,8 @@ def kept_checkpoints(found: Found) -> None:
 
 def _validated_at_saves(found: Found) -> int:
     """Return the interval of validations where each checkpoint has one, else 0."""
-    every, saves = step_number(found, "val_period", 0), found.number("checkpointing.save_period", 0)
-    return every if validation_set(found) and every and saves % every == 0 else 0
+    every, saves = step_value(found, "val_period"), found.get("checkpointing.save_period") or 0
+    return every if validation_set(found) and every and every > 0 and saves % every == 0 else 0
 
 
 LOGGERS = {
@@ -1158,11 +1064,6 @@ def logged_as(key: str, logger: str) -> Rule:
             found.say("logging", f"all loggers use {key}, which is that of {first}")
 
     return rule
-
-
-def asynchronous(rule: Rule) -> Rule:
-    """Return the rule of a key that is read where rollouts are asynchronous."""
-    return when(lambda found: found.get("grpo.async_grpo.enabled") is True, rule, "grpo.async_grpo is off")
 
 
 def sampler(found: Found) -> None:
@@ -1213,12 +1114,10 @@ def engine_devices(found: Found) -> None:
     elif found.name != f"{resources}.gpus_per_node" and found.get(f"{resources}.gpus_per_node") is not None:
         found.skip(f"read with {resources}.gpus_per_node")
     else:
-        devices = found.number(f"{resources}.num_nodes") * found.number(
-            f"{resources}.gpus_per_node", found.number("cluster.gpus_per_node")
-        )
-        each = found.number(f"{VLLM}.tensor_parallel_size") * found.number(f"{VLLM}.pipeline_parallel_size")
-        each *= engine_copies(found)
-        found.map("generation.engines", max(1, devices // each))
+        per_node = found.get(f"{resources}.gpus_per_node") or found.get("cluster.gpus_per_node") or 1
+        devices = (found.get(f"{resources}.num_nodes") or 1) * per_node
+        tp, pp = (found.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+        found.map("generation.engines", max(1, devices // (tp * pp * engine_copies(found))))
         found.set("generation.devices", devices)
 
 

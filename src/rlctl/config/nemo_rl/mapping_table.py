@@ -11,19 +11,15 @@ from rlctl.config.nemo_rl.mapping_rules import (
     DTENSOR,
     MEGATRON,
     VLLM,
-    Entry,
     Import,
     Rule,
     differs,
     logs,
     only,
     passes,
-    same,
     to,
     validated,
-    when_dtensor,
-    with_adapters,
-    with_float8,
+    when,
     without,
 )
 
@@ -35,6 +31,13 @@ RENAMED = {
 """Former and alternative names of keys and sections."""
 
 NO_VALIDATION = logs("validation samples all prompts at once, with generation.top_p and top_k")
+
+
+def penalized(rule: Rule) -> Rule:
+    """Return the rule of a key of the KL penalty, which is off where its weight is 0."""
+    return when("loss_fn.reference_policy_kl_penalty", rule, "there is no KL penalty")
+
+
 READ_WITH_PERIOD = validated(without("read with grpo.val_period"))
 LOGS = logs("rlctl writes metrics, logs and a report to the run directory, under its own names")
 TOOLS = without("rollouts have no tools")
@@ -66,34 +69,34 @@ _STEPS: dict[str, Rule] = {
 """Keys that the sections `grpo` and `distillation` both have."""
 
 _DISTILLATION: dict[str, Rule] = {
-    **{f"distillation.{key}": rules.distilled(rule) for key, rule in _STEPS.items()},
-    "distillation.topk_logits_k": rules.distilled(to("distillation.top_k")),
-    "loss_fn.kl_type": rules.distilled(rules.kl_type),
+    **{f"distillation.{key}": rule for key, rule in _STEPS.items()},
+    "distillation.topk_logits_k": to("distillation.top_k"),
+    "loss_fn.kl_type": when("teacher.model_name", rules.kl_type, "the recipe has no teacher"),
     "loss_fn.mixed_kl_weight": without("read with loss_fn.kl_type"),
-    "loss_fn.zero_outside_topk": rules.distilled(
+    "loss_fn.zero_outside_topk": when(
+        "teacher.model_name",
         only(None, False, why="tokens outside of the top k are left out, or one event (distillation.outside)",
-             settled_by="distillation.outside")
+             settled_by="distillation.outside"),
+        "the recipe has no teacher",
     ),
-    "teacher.model_name": rules.distilled(to("teacher.model")),
-    "teacher.precision": rules.distilled(rules.teacher_precision),
-    "teacher.quant_cfg": rules.distilled(only(None, why="the teacher is computed in model.dtype")),
-    "teacher.tokenizer.*": rules.distilled(without("the teacher must have the policy's tokenizer, which is checked")),
-    "teacher.max_total_sequence_length": rules.distilled(without("model.max_length")),
-    "teacher.hf_config_overrides": rules.distilled(only(None, why="the model's configuration is taken as it is")),
-    "teacher.hf_config_overrides.*": rules.distilled(only(why="the model's configuration is taken as it is")),
+    "teacher.model_name": to("teacher.model"),
+    "teacher.precision": rules.teacher_precision,
+    "teacher.quant_cfg": only(None, why="the teacher is computed in model.dtype"),
+    "teacher.tokenizer.*": without("the teacher must have the policy's tokenizer, which is checked"),
+    "teacher.max_total_sequence_length": without("model.max_length"),
+    "teacher.hf_config_overrides": only(None, why="the model's configuration is taken as it is"),
+    "teacher.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
     **{
-        f"teacher.megatron_cfg.{theirs}": rules.teacher_on("megatron_cfg", to(f"teacher.{ours}"))
+        f"teacher.megatron_cfg.{theirs}": to(f"teacher.{ours}")
         for theirs, ours in {
             "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
             "expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp",
         }.items()
     },
-    "teacher.megatron_cfg.fp8_cfg.enabled": rules.distilled(
-        differs(None, False, why="the teacher is computed in model.dtype")
-    ),
-    "teacher.dtensor_cfg.tensor_parallel_size": rules.teacher_on("dtensor_cfg", to("teacher.tp")),
-    "teacher.dtensor_cfg.context_parallel_size": rules.teacher_on("dtensor_cfg", to("teacher.cp")),
-    "teacher.*": rules.distilled(without("the teacher computes log-probs alone, on the rows of training")),
+    "teacher.megatron_cfg.fp8_cfg.enabled": differs(None, False, why="the teacher is computed in model.dtype"),
+    "teacher.dtensor_cfg.tensor_parallel_size": to("teacher.tp"),
+    "teacher.dtensor_cfg.context_parallel_size": to("teacher.cp"),
+    "teacher.*": without("the teacher computes log-probs alone, on the rows of training"),
 }  # fmt: skip
 
 _GRPO: dict[str, Rule] = {
@@ -119,16 +122,20 @@ _GRPO: dict[str, Rule] = {
     "grpo.async_grpo": only(None, why="its keys are read one by one"),
     "grpo.seed": to("run.seed"),
     "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
-    "grpo.async_grpo.max_trajectory_age_steps": rules.asynchronous(to("rollouts.max_staleness")),
-    "grpo.async_grpo.in_flight_weight_updates": rules.asynchronous(
-        to("refit.in_flight", {True: "keep", False: "wait"})
-    ),
-    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": rules.asynchronous(KV_CACHE),
+    "grpo.async_grpo.max_trajectory_age_steps": to("rollouts.max_staleness"),
+    "grpo.async_grpo.in_flight_weight_updates": to("refit.in_flight", {True: "keep", False: "wait"}),
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": KV_CACHE,
     "grpo.async_grpo.*": REPLACED,
     "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
     "grpo.use_dynamic_sampling": to("filter.groups", {True: "replace", False: "keep", None: None}),
-    "grpo.dynamic_sampling_max_gen_batches": rules.sampling_rounds,
-    "grpo.batch_multiplier": rules.sampled_more,
+    "grpo.dynamic_sampling_max_gen_batches": when(
+        "grpo.use_dynamic_sampling", to("filter.max_rounds"), "there is no dynamic sampling"
+    ),
+    "grpo.batch_multiplier": when(
+        "grpo.use_dynamic_sampling",
+        differs(None, 1, why="each round samples as many prompts as are missing, not a multiple of the batch"),
+        "each round samples as many prompts as are missing",
+    ),
     "grpo.reward_shaping.enabled": rules.reward_shaping,
     "grpo.reward_shaping.*": without("read with grpo.reward_shaping.enabled"),
     "grpo.reward_scaling.enabled": rules.reward_scaling,
@@ -152,14 +159,14 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.truncated_importance_sampling_ratio": without("read with use_importance_sampling_correction"),
     "loss_fn.truncated_importance_sampling_type": without("read with use_importance_sampling_correction"),
     "loss_fn.truncated_importance_sampling_ratio_min": without("read with use_importance_sampling_correction"),
-    "loss_fn.use_on_policy_kl_approximation": rules.penalised(
+    "loss_fn.use_on_policy_kl_approximation": penalized(
         only(None, False, why="the KL is the plain estimator, without weights")
     ),
     "loss_fn.use_cispo": rules.selects("cispo"),
     "loss_fn.positive_example_nll_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
     "loss_fn.sequence_level_importance_ratios": rules.sequence_ratios,
-    "loss_fn.kl_input_clamp_value": rules.penalised(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
-    "loss_fn.kl_output_clamp_value": rules.penalised(to("loss.kl_cap")),
+    "loss_fn.kl_input_clamp_value": penalized(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
+    "loss_fn.kl_output_clamp_value": penalized(to("loss.kl_cap")),
     "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
     "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
     "loss_fn.sum_weights_metric": LOGS,
@@ -202,14 +209,18 @@ _POLICY: dict[str, Rule] = {
         "policy.quant_sequence_length",
     ), without("read with policy.quant_cfg")),
     "policy.is_vlm": without("read with the model"),
-    "policy.reward_model_cfg.*": rules.own_kind(only(why="rlctl trains no reward models")),
+    "policy.reward_model_cfg.*": only(why="rlctl trains no reward models"),
     "policy.tokenizer.video.*": without("prompts are texts"),
     "policy.tokenizer.use_fastokens": without("the tokenizer is the model's own, of transformers"),
     "policy.dynamic_batching.enabled": rules.dynamic_batching,
-    "policy.dynamic_batching.train_mb_tokens": rules.row_tokens("policy.dynamic_batching"),
+    "policy.dynamic_batching.train_mb_tokens": when(
+        "policy.dynamic_batching.enabled", to("training.micro_batch_tokens"), "policy.dynamic_batching is off"
+    ),
     "policy.dynamic_batching.*": without("rows are those of training"),
     "policy.sequence_packing.enabled": to("training.packing"),
-    "policy.sequence_packing.train_mb_tokens": rules.row_tokens("policy.sequence_packing"),
+    "policy.sequence_packing.train_mb_tokens": when(
+        "policy.sequence_packing.enabled", to("training.micro_batch_tokens"), "policy.sequence_packing is off"
+    ),
     "policy.sequence_packing.*": without("rows are those of training, filled by rlctl's own packing"),
     "policy.optimizer": without("there is none"),
     "policy.optimizer.name": only(*ADAMW, why="the optimizer is AdamW"),
@@ -223,50 +234,48 @@ _POLICY: dict[str, Rule] = {
     ),
     "policy.optimizer.*": without("how torch runs its optimizer"),
     "policy.scheduler": rules.torch_schedulers,
-    "policy.scheduler.*": when_dtensor(only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay")),
-    f"{DTENSOR}.enabled": when_dtensor(rules.by_dtensor),
-    f"{DTENSOR}.tensor_parallel_size": when_dtensor(to("training.tp")),
-    f"{DTENSOR}.context_parallel_size": when_dtensor(to("training.cp")),
-    f"{DTENSOR}.expert_parallel_size": when_dtensor(to("training.ep")),
-    f"{DTENSOR}.dp_replicate_size": when_dtensor(rules.copies),
-    f"{DTENSOR}.sequence_parallel": when_dtensor(without("tensor parallel ranks always share tokens out as well")),
-    f"{DTENSOR}.activation_checkpointing": when_dtensor(to("training.recompute", {True: "full", False: "none"})),
-    f"{DTENSOR}.cpu_offload": when_dtensor(rules.sharded_states_on_host),
-    f"{DTENSOR}.custom_parallel_plan": when_dtensor(differs(None, why="each family is divided by rlctl's own plan")),
-    f"{DTENSOR}._v2": when_dtensor(without("both of NeMo-RL's workers are this one backend")),
-    f"{DTENSOR}.clear_cache_every_n_steps": when_dtensor(KERNELS),
-    f"{DTENSOR}.moe_parallelizer.*": when_dtensor(KERNELS),
-    f"{DTENSOR}.automodel_kwargs": when_dtensor(without("there are none")),
-    f"{DTENSOR}.automodel_kwargs.backend.gate_precision": when_dtensor(
-        differs(None, "float32", why="routers compute in float32")
-    ),
-    f"{DTENSOR}.automodel_kwargs.freeze_config.*": when_dtensor(without("models are of text")),
-    f"{DTENSOR}.automodel_kwargs.*": when_dtensor(KERNELS),
-    f"{DTENSOR}.lora_cfg.enabled": when_dtensor(without("`dim` is the rank: training.lora.rank")),
-    f"{DTENSOR}.lora_cfg.dim": when_dtensor(rules.dtensor_adapters),
-    f"{DTENSOR}.lora_cfg.alpha": when_dtensor(rules.with_dtensor_adapters(to("training.lora.alpha"))),
-    f"{DTENSOR}.lora_cfg.dropout": when_dtensor(
-        rules.with_dtensor_adapters(only(0, None, why="log-probs under dropout are not the sampling policy's"))
-    ),
+    "policy.scheduler.*": only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay"),
+    f"{DTENSOR}.enabled": to("training.backend", {True: "dtensor", False: None, None: None}),
+    f"{DTENSOR}.tensor_parallel_size": to("training.tp"),
+    f"{DTENSOR}.context_parallel_size": to("training.cp"),
+    f"{DTENSOR}.expert_parallel_size": to("training.ep"),
+    f"{DTENSOR}.dp_replicate_size": rules.copies,
+    f"{DTENSOR}.sequence_parallel": without("tensor parallel ranks always share tokens out as well"),
+    f"{DTENSOR}.activation_checkpointing": to("training.recompute", {True: "full", False: "none"}),
+    f"{DTENSOR}.cpu_offload": rules.sharded_states_on_host,
+    f"{DTENSOR}.custom_parallel_plan": differs(None, why="each family is divided by rlctl's own plan"),
+    f"{DTENSOR}._v2": without("both of NeMo-RL's workers are this one backend"),
+    f"{DTENSOR}.clear_cache_every_n_steps": KERNELS,
+    f"{DTENSOR}.moe_parallelizer.*": KERNELS,
+    f"{DTENSOR}.automodel_kwargs": without("there are none"),
+    f"{DTENSOR}.automodel_kwargs.backend.gate_precision": differs(None, "float32", why="routers compute in float32"),
+    f"{DTENSOR}.automodel_kwargs.freeze_config.*": without("models are of text"),
+    f"{DTENSOR}.automodel_kwargs.*": KERNELS,
+    f"{DTENSOR}.lora_cfg.enabled": without("`dim` is the rank: training.lora.rank"),
+    f"{DTENSOR}.lora_cfg.dim": rules.dtensor_adapters,
+    f"{DTENSOR}.lora_cfg.alpha": to("training.lora.alpha"),
+    f"{DTENSOR}.lora_cfg.dropout": only(0, None, why="log-probs under dropout are not the sampling policy's"),
     f"{DTENSOR}.lora_cfg.dropout_position": without("there is no dropout"),
-    f"{DTENSOR}.lora_cfg.lora_A_init": when_dtensor(
-        rules.with_dtensor_adapters(differs(why="A begins uniform (Kaiming), as the paper's code has it"))
-    ),
+    f"{DTENSOR}.lora_cfg.lora_A_init": differs(why="A begins uniform (Kaiming), as the paper's code has it"),
     f"{DTENSOR}.lora_cfg.use_triton": KERNELS,
-    f"{DTENSOR}.lora_cfg.*": when_dtensor(without("read with lora_cfg.dim")),
+    f"{DTENSOR}.lora_cfg.*": without("read with lora_cfg.dim"),
     f"{DTENSOR}.env_vars": without("there are none"),
-    f"{DTENSOR}.env_vars.*": when_dtensor(rules.variables("training.env")),
+    f"{DTENSOR}.env_vars.*": rules.variables("training.env"),
 }  # fmt: skip
 
 _MEGATRON: dict[str, Rule] = {
-    "enabled": rules.when_megatron(to("training.backend", {True: "megatron"})),
+    "enabled": to("training.backend", {True: "megatron"}),
     "tensor_model_parallel_size": to("training.tp"),
     "pipeline_model_parallel_size": to("training.pp"),
     "virtual_pipeline_model_parallel_size": to("training.vpp"),
     "context_parallel_size": to("training.cp"),
     "expert_model_parallel_size": to("training.ep"),
     "expert_tensor_parallel_size": to("training.etp"),
-    "sequence_parallel": rules.sequence_parallel,
+    "sequence_parallel": when(
+        lambda found: (found.get(f"{MEGATRON}.tensor_model_parallel_size") or 1) > 1,
+        to("training.sequence_parallel"),
+        "there is no tensor parallelism",
+    ),
     "activation_checkpointing": rules.recompute,
     "recompute_granularity": rules.granularity,
     "num_layers_in_first_pipeline_stage": to("training.first_stage_layers"),
@@ -305,25 +314,27 @@ _MEGATRON: dict[str, Rule] = {
     "layernorm_epsilon": without("the model's own"),
     "fp8_cfg": only(None, why="float8 training needs at least `enabled` and `fp8`"),
     "fp8_cfg.enabled": rules.float8_on,
-    "fp8_cfg.fp8": with_float8(to("megatron.fp8", same("hybrid", "e4m3"))),
-    "fp8_cfg.fp8_recipe": with_float8(to("megatron.fp8_recipe", same("delayed", "tensorwise", "blockwise", "mxfp8"))),
-    "fp8_cfg.fp8_param": with_float8(only(None, False, why="refits and checkpoints read weights in model.dtype")),
-    "fp8_cfg.fp8_dot_product_attention": with_float8(only(None, False, why="attention is rlctl's own, in model.dtype")),
-    "fp8_cfg.fp8_multi_head_attention": with_float8(only(None, False, why="attention is rlctl's own, in model.dtype")),
-    "fp8_cfg.*": with_float8(passes()),
+    "fp8_cfg.fp8": to("megatron.fp8", {name: name for name in ("hybrid", "e4m3")}),
+    "fp8_cfg.fp8_recipe": to(
+        "megatron.fp8_recipe", {name: name for name in ("delayed", "tensorwise", "blockwise", "mxfp8")}
+    ),
+    "fp8_cfg.fp8_param": only(None, False, why="refits and checkpoints read weights in model.dtype"),
+    "fp8_cfg.fp8_dot_product_attention": only(None, False, why="attention is rlctl's own, in model.dtype"),
+    "fp8_cfg.fp8_multi_head_attention": only(None, False, why="attention is rlctl's own, in model.dtype"),
+    "fp8_cfg.*": passes(),
     "env_vars": without("there are none"),
     "env_vars.*": rules.variables("training.env"),
     "peft": only(None, why="LoRA needs at least `dim`"),
     "peft.enabled": without("`dim` is the rank: training.lora.rank"),
-    "peft.dim": with_adapters(to("training.lora.rank")),
-    "peft.alpha": with_adapters(to("training.lora.alpha")),
-    "peft.target_modules": with_adapters(rules.adapted_layers),
-    "peft.exclude_modules": with_adapters(only(None, why="adapters are on every layer of their targets")),
-    "peft.dropout": with_adapters(only(0, None, why="log-probs under dropout are not the sampling policy's")),
+    "peft.dim": to("training.lora.rank"),
+    "peft.alpha": to("training.lora.alpha"),
+    "peft.target_modules": rules.adapted_layers,
+    "peft.exclude_modules": only(None, why="adapters are on every layer of their targets"),
+    "peft.dropout": only(0, None, why="log-probs under dropout are not the sampling policy's"),
     "peft.dropout_position": without("there is no dropout"),
-    "peft.lora_A_init_method": with_adapters(differs(why="A begins uniform (Kaiming), as the paper's code has it")),
-    "peft.lora_B_init_method": with_adapters(only("zero", why="B begins as 0: the policy is its base at first")),
-    "peft.lora_dtype": with_adapters(only(None, why="adapters are in model.dtype")),
+    "peft.lora_A_init_method": differs(why="A begins uniform (Kaiming), as the paper's code has it"),
+    "peft.lora_B_init_method": only("zero", why="B begins as 0: the policy is its base at first"),
+    "peft.lora_dtype": only(None, why="adapters are in model.dtype"),
     "peft.a2a_experimental": without("routed experts have no adapters"),
     "optimizer.optimizer": only("adam", why="the optimizer is Adam"),
     "optimizer.lr": to("optimizer.lr"),
@@ -354,7 +365,11 @@ _MEGATRON: dict[str, Rule] = {
     "scheduler.lr_wsd_decay_style": to("scheduler.wsd_decay", WSD_DECAYS),
     "scheduler.start_weight_decay": rules.weight_decay_ends,
     "scheduler.end_weight_decay": rules.weight_decay_ends,
-    "scheduler.weight_decay_incr_style": rules.weight_decay_style,
+    "scheduler.weight_decay_incr_style": when(
+        lambda found: found.value not in (None, "constant"),
+        to("scheduler.weight_decay_style"),
+        "weight decay is constant",
+    ),
     "scheduler.override_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
     "scheduler.use_checkpoint_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
     "scheduler.*": only(None, why="rlctl's schedule has no such setting"),
@@ -369,7 +384,7 @@ _MEGATRON: dict[str, Rule] = {
 
 _GENERATION: dict[str, Rule] = {
     "policy.generation.backend": rules.engine,
-    "policy.generation.max_new_tokens": to("generation.max_new_tokens"),
+    "policy.generation.max_new_tokens": rules.completion_length,
     "policy.generation.temperature": to("generation.temperature"),
     "policy.generation.top_p": to("generation.top_p"),
     "policy.generation.top_k": to("generation.top_k"),
@@ -432,7 +447,7 @@ _GENERATION: dict[str, Rule] = {
 _REST: dict[str, Rule] = {
     "data": only(None, why="it is a section"),
     **{
-        f"{place}.{key}": rules.own_kind(rule)
+        f"{place}.{key}": rule
         for place in ("data", "data.default", "data.train")
         for key, rule in {
             "dataset_name": rules.dataset, "prompt_file": rules.prompt_file,
@@ -444,8 +459,8 @@ _REST: dict[str, Rule] = {
         }.items()
     },
     "data.default.*": without("read with the dataset"),
-    "data.train": rules.own_kind(
-        only(None, why="lists of datasets are not read from recipes: set data.sources", settled_by="data.name")
+    "data.train": only(
+        None, why="lists of datasets are not read from recipes: set data.sources", settled_by="data.name"
     ),
     "data.train.*": without("read with the dataset"),
     "data.validation": without("there is none"),
@@ -506,9 +521,9 @@ _REST: dict[str, Rule] = {
     "cluster.*": without("Ray places the processes"),
     "data_plane": without("tokens travel through Ray's object store"),
     "data_plane.*": without("tokens travel through Ray's object store"),
-    "async_rl.sampler.name": rules.own_kind(rules.sampler),
-    "async_rl.sampler.max_lookahead_versions": rules.own_kind(rules.sampler_lag),
-    "async_rl.sampler.max_staleness_versions": rules.own_kind(rules.sampler_lag),
+    "async_rl.sampler.name": rules.sampler,
+    "async_rl.sampler.max_lookahead_versions": rules.sampler_lag,
+    "async_rl.sampler.max_staleness_versions": rules.sampler_lag,
     "async_rl.sampler.evict_stale_samples": differs(None, False, why="nothing that was sampled is thrown away"),
     "async_rl.sampler.*": differs(None, False, why="rollouts.order alone says which groups make a batch"),
     "async_rl.recompute_kv_cache_after_weight_updates": KV_CACHE,
@@ -532,50 +547,33 @@ _REST: dict[str, Rule] = {
          "tokenizer.*", *(f"{name}.*" for name in rules.ALGORITHMS)),
         without("it belongs to what rlctl does not run yet"),
     ),
-    "env.*": rules.own_kind(rules.environment),
+    "env.*": rules.environment,
 }  # fmt: skip
 
 RULES: dict[str, Rule] = (
-    {key: rules.own_kind(rule) for key, rule in _GRPO.items()}
+    _GRPO
     | _DISTILLATION
     | _POLICY
-    | {
-        name: rule if name in rules.CARRIED_OVER else rules.when_megatron(rule)
-        for key, rule in _MEGATRON.items()
-        for name in [f"{MEGATRON}.{key}"]
-    }
+    | {f"{MEGATRON}.{key}": rule for key, rule in _MEGATRON.items()}
     | _GENERATION
     | _REST
 )
 
 
 def finish(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Set what follows from several keys: rows without packing, the reward, room for a prompt, and the weight decay by
-    default of torch's AdamW and Megatron."""
+    """Set what follows from several keys: rows without packing, the reward, and the weight decay by default of torch's
+    AdamW and Megatron."""
+
+    def default(key: str, value: Any, source: str) -> None:
+        if key not in result.values:
+            result.set(key, value, source)
+
     if "optimizer.lr" in result.values:
-        result.values.setdefault("optimizer.weight_decay", 0.01)
-        result.source.setdefault("optimizer.weight_decay", result.source["optimizer.lr"])
-    length = leaves.get("policy.max_total_sequence_length")
-    length = length if isinstance(length, int) and length > 1 else None
-    if "training.micro_batch_tokens" not in result.values and length:
-        rows = leaves.get("policy.train_micro_batch_size")
+        default("optimizer.weight_decay", 0.01, result.source["optimizer.lr"])
+    length, rows = leaves.get("policy.max_total_sequence_length"), leaves.get("policy.train_micro_batch_size")
+    if isinstance(length, int) and length > 1:
         tokens = length * (rows if isinstance(rows, int) else 1)
-        result.set("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
+        default("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
     if result.foreign is None and rules.environment_used(leaves) == "math":
-        scale = rules.reward_scale(leaves)
-        weighed = {"weight": scale} if scale not in (0, 1) else {}
-        result.set("reward.terms", [{"name": "math-verify", **weighed}], "env.math")
-        result.set("reward.extract", "boxed", "env.math")
-    _leave_room_for_prompts(result, length, leaves.get("policy.generation.max_new_tokens"))
-    rules.overlong(result, leaves)
-
-
-def _leave_room_for_prompts(result: Import, length: int | None, new: Any) -> None:
-    """Lower max_new_tokens below the total length, at which both end a rollout: a prompt needs at least one token."""
-    if not length or not isinstance(new, int) or new < length:
-        return
-    result.set("generation.max_new_tokens", length - 1, "policy.generation.max_new_tokens")
-    note = f"generation.max_new_tokens: {length - 1}; a rollout ends at {length} tokens, its prompt among them"
-    name = "policy.generation.max_new_tokens"
-    result.entries[:] = [entry for entry in result.entries if entry.key != name]
-    result.entries.append(Entry(name, new, "mapped", note))
+        default("reward.terms", [{"name": "math-verify"}], "env.math")
+        default("reward.extract", "boxed", "env.math")

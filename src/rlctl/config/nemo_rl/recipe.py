@@ -20,17 +20,19 @@ from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
     HANDED_ON,
+    OF_THE_ALGORITHM,
     Entry,
     Found,
     Import,
     Rule,
     Status,
+    carry_over,
     disagreement,
     foreign_kind,
     is_field,
-    misfit,
+    not_read,
     of_other_backend,
-    overruled,
+    schema_error,
 )
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
@@ -45,10 +47,6 @@ if TYPE_CHECKING:
 OWN = RlctlConfig.model_fields.keys()
 MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
 """Top-level keys that a NeMo-RL file has and an rlctl file never does (which has a section `distillation` too)."""
-
-
-OF_THE_ALGORITHM = ("loss_fn", "data", "env", "teacher", "teachers", "value")
-"""Sections whose keys depend on the algorithm."""
 
 
 ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
@@ -163,22 +161,21 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     if algorithm is not None and result.foreign is None:
         result.set("run.algorithm", algorithm, algorithm)
     other = Import(result.path)
-    # What the backend that trains says itself comes last, and holds.
-    for key, value in sorted(leaves.items(), key=lambda leaf: not of_other_backend(leaf[0], known)):
+    for key, value in leaves.items():
         rule = find_rule(key, RULES)
         if rule is None:
             result.entries.append(_unknown_entry(key, value, result.foreign))
         elif (entry := _without_rule(key, value)) is not None:
             result.entries.append(entry)
-        elif overruled(key, known):
-            _apply_rule(rule, Found(other, key, value, known))
-            result.entries.append(Entry(key, value, "not applicable", "the backend that trains has its own"))
+        elif reason := not_read(key, known, result.foreign):
+            result.entries.append(Entry(key, value, "not applicable", reason))
         else:
-            _apply_rule(rule, Found(result, key, value, known))
+            _apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
+    carry_over(result, other, known)
     finish(result, known)
     if line := disagreement(result, other, known):
         result.notes.append(line)
-    _leave_out_misfits(result, known)
+    _leave_out_invalid(result, known)
     for index, entry in enumerate(result.entries):
         if entry.status == "not known" and entry.key in given - set(_paths(before)):
             raise _unknown(entry.key, (), entry.note)
@@ -225,20 +222,20 @@ def _apply_rule(rule: Rule, found: Found) -> None:
         rule(found)
     except InputError:  # a ValueError too, with a sentence of its own
         raise
-    except (TypeError, ValueError, AttributeError, LookupError):
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
         result.values, result.source = values, source
         del result.entries[told:]
         found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
 
 
-def _leave_out_misfits(result: Import, leaves: Mapping[str, Any]) -> None:
+def _leave_out_invalid(result: Import, leaves: Mapping[str, Any]) -> None:
     """Make what rlctl's own keys cannot hold entries of the report."""
     for key, value in list(result.values.items()):
-        if (why := misfit(key, value)) is None:
+        if (why := schema_error(key, value)) is None:
             continue
         source = result.source[key]
         del result.values[key], result.source[key]
-        result.entries[:] = [e for e in result.entries if e.key != source or e.status != "mapped"]
+        result.entries[:] = [e for e in result.entries if e.key != source or e.status not in ("mapped", "changed")]
         note = f"{key} cannot be {value!r}: {why}"
         result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
 

@@ -13,10 +13,10 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
+    distinct_stages,
     rank_parameters,
     stages,
     trained_parameters,
-    unlike_stages,
 )
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
@@ -113,7 +113,7 @@ def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluste
     return (1 + choice.critic) * state_bytes(facts, stage, replace(choice, optimizer_offload=False))["optimizer"]
 
 
-def visiting_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
+def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
     """Device memory of an update whose states live in host memory: a part of these, or those of the largest parameter,
     and gradients in bfloat16, which Megatron widens for it. With FSDP2 all of them."""
     states = master_and_moments(choice)
@@ -223,13 +223,13 @@ def training_memory(
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
     found = []
     tokens = choice.micro_batch_tokens / choice.parallel.cp
-    for stage in unlike_stages(facts, choice):
+    for stage in distinct_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
         dynamic = parts["activations"] + parts["logits"]
         if choice.optimizer_offload:  # the update has the room that activations had
-            parts["optimizer"] = max(0.0, visiting_bytes(facts, stage, choice) - dynamic)
+            parts["optimizer"] = max(0.0, update_bytes(facts, stage, choice) - dynamic)
             parts["optimizer"] += hosted_bytes(facts, stage, choice, cluster)
         parts["fragmentation"] = constants.fragmentation * dynamic
         parts["runtime"] = runtime_bytes(cluster, choice, constants)
@@ -304,6 +304,7 @@ def host_memory(
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
     weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
-    asleep = weights + engine_weights if colocated else 0.0
+    # vLLM pins the memory that its weights wait in, and torch rounds what it pins up to a power of two.
+    asleep = weights + engine_weights * (1 if cluster.is_cpu else 2) if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
     return ranks * (offloaded + asleep + process) + 10 * GIB

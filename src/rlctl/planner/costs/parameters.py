@@ -181,7 +181,7 @@ def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
     return _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
 
 
-def unlike_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
+def distinct_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
     """Return the first stage of each kind: those after it hold as much, and fewer micro-batches at once."""
     kinds: dict[tuple[int, int, bool, bool], Stage] = {}
     for stage in stages(facts, choice):

@@ -17,12 +17,12 @@ from rlctl.planner.costs.parameters import (
     Stage,
     attended,
     count,
+    distinct_stages,
     layer_sizes,
     rank_parameters,
     score_width,
     stages,
     trained_parameters,
-    unlike_stages,
 )
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
@@ -97,7 +97,7 @@ def forward_time(
     constants: Constants = DEFAULTS,
 ) -> MicroBatchTime:
     """Forward pass of one micro-batch of `tokens` on the slowest pipeline stage."""
-    chosen = unlike_stages(facts, choice)
+    chosen = distinct_stages(facts, choice)
     times = [_stage_forward(facts, stage, choice, cluster, tokens, mean_keys, constants) for stage in chosen]
     return max(times, key=lambda time: time.total)
 

@@ -111,8 +111,9 @@ class Constants:
     """NCCL buffers of one communicator."""
     fragmentation: float = 0.05
     """Share of the memory that the allocator hands out and takes back in a phase."""
-    engine_asleep_bytes: float = 1.2 * GIB
-    """Bytes that a sleeping vLLM engine keeps: context, CUDA graphs, NCCL."""
+    engine_asleep_bytes: float = 7 * GIB
+    """Bytes that a sleeping vLLM engine keeps: context, CUDA graphs, NCCL (6.8 to 7.2 GiB with graphs and tensor
+    parallelism, in vLLM's issue 47654 and NeMo-RL's 223; less than 1 GiB with neither)."""
     cpu_process_bytes: float = 1.1 * GIB
     """Resident size of a Python process with torch and Megatron or vLLM loaded."""
     logit_copy_bytes: float = 4.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.generation import generation_memory, generation_time, steady_generation_time, weight_bytes
@@ -16,9 +16,9 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.policy_search import Request, TeacherPlan
+from rlctl.planner.search.policy_search import Request
 from rlctl.planner.search.rules import not_runnable, on_one_node
-from rlctl.planner.search.teacher_search import with_teacher
+from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
 
 
@@ -84,7 +84,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if cluster.is_cpu and request.workload.rollouts:
         budget = cluster.nodes and budget - _least_cpu_engine(request)
     trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
-    trainings = with_teacher(request, trainings, devices, budget, log.add("training"))
+    trainings = with_teachers(request, trainings, devices, budget, log.add("training"))
     log.fitted |= {"training"} if trainings else set()
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
@@ -98,7 +98,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
         engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
         for engine in _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster)):
-            if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
+            if _fits(request, training, engine, log):
                 plans.append(assemble(request, training, engine.choice, True))
     return sorted(plans, key=score)
 
@@ -182,7 +182,7 @@ def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
     trainings = search.training_candidates(
         sides.policy, sides.policy_devices, False, budget - least, log.add("training")
     )
-    trainings = with_teacher(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
+    trainings = with_teachers(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
     plans = []
     for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), KEEP_SPLIT):
         left = budget
@@ -214,32 +214,24 @@ def _least_cpu_engine(request: Request) -> float:
     return min((memory.total for memory in needs), default=0.0) + 256 * 1024**2
 
 
-def _refit_fits(
-    request: Request, choice: TrainingChoice, engine: engine_search.GenerationCandidate, log: _RejectionLog
-) -> bool:
-    if request.cluster.is_cpu:
-        return True
-    memory = mem.refit_memory(request.facts, choice, request.cluster, engine.weights, request.constants)
-    if memory.total <= request.budget:
-        return True
-    why = f"refit needs {memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} for the weights of policy and engine"
-    log.add("training")(choice, f"with {engine.choice.name()}: {why}", memory.total / request.budget)
-    return False
-
-
-def _host_fits(
+def _fits(
     request: Request, training: search.TrainingCandidate, engine: engine_search.GenerationCandidate, log: _RejectionLog
 ) -> bool:
-    """Return whether what is offloaded between the phases fits the host memory of a node."""
-    if request.cluster.is_cpu:
+    """Return whether the weights of policy and engine fit a device together, and what is offloaded the host memory."""
+    cluster = request.cluster
+    if cluster.is_cpu:
         return True
-    need = _host_memory(request, training, engine.choice, True)
-    have = request.cluster.device.host_memory
-    if need <= have:
-        return True
-    why = f"offloaded state needs {need / GIB:.0f} GiB of {have / GIB:.0f} of host memory a node"
-    log.add("training")(training.choice, why, need / have)
-    return False
+    refit = mem.refit_memory(request.facts, training.choice, cluster, engine.weights, request.constants).total
+    host = _host_memory(request, training, engine.choice, True)
+    for need, have, what, where in (
+        (refit, request.budget, f"with {engine.choice.name()}: refit needs", "for the weights of policy and engine"),
+        (host, cluster.device.host_memory, "offloaded state needs", "of host memory a node"),
+    ):
+        if need > have:
+            why = f"{what} {need / GIB:.0f} GiB of {have / GIB:.0f} {where}"
+            log.add("training")(training.choice, why, need / have)
+            return False
+    return True
 
 
 def device_seconds(plan: Plan) -> float:
@@ -306,7 +298,10 @@ def _memory(
         return phases
     phases["logprobs"] = mem.logprobs_memory(facts, training.choice, cluster, asleep, constants)
     if training.teacher is not None:
-        phases["teacher"] = _while_taught(request, training, training.teacher, phases["logprobs"])
+        # On a GPU it computes next to the policy's states, on a CPU in a process of its own.
+        kept = {} if cluster.is_cpu else phases["logprobs"].parts
+        states = {name: size for name, size in kept.items() if name not in ("activations", "logits")}
+        phases["teacher"] = mem.PhaseMemory(states | training.teacher.memory.parts)
     policy = policy_asleep(request, training) if colocated else 0.0
     engine = generation_memory(facts, generation, cluster, policy, constants)
     if colocated:
@@ -325,9 +320,9 @@ def _host_memory(
     if training is not None and not request.cluster.is_cpu:
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
-        taught = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
+        teacher = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
         ranks = max(1, request.cluster.gpus_per_node)
-        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * taught
+        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * teacher
     engine = 0.0
     if generation is not None:
         per_node = max(1, generation.gpus // request.cluster.nodes)
@@ -393,19 +388,8 @@ def policy_asleep(request: Request, training: search.TrainingCandidate) -> float
     those of a teacher's."""
     if request.cluster.is_cpu:
         return 0.0
-    taught = training.teacher.asleep if training.teacher is not None else 0.0
-    return mem.runtime_bytes(request.cluster, training.choice, request.constants) + 0.5 * GIB + taught
-
-
-def _while_taught(
-    request: Request, training: search.TrainingCandidate, teacher: TeacherPlan, logprobs: mem.PhaseMemory
-) -> mem.PhaseMemory:
-    """Return the memory while the teacher computes: on a GPU next to the policy's states, on a CPU in a process of its
-    own."""
-    if request.cluster.is_cpu:
-        return teacher.memory
-    states = {name: size for name, size in logprobs.parts.items() if name not in ("activations", "logits")}
-    return mem.PhaseMemory(states | teacher.memory.parts)
+    teacher = training.teacher.asleep if training.teacher is not None else 0.0
+    return mem.runtime_bytes(request.cluster, training.choice, request.constants) + 0.5 * GIB + teacher
 
 
 def _teacher_bytes(request: Request, training: search.TrainingCandidate) -> float:

@@ -96,7 +96,7 @@ class TrainingCandidate:
     def score(self) -> float:
         return (self.seconds + self.logprobs + self.critic) * (1 + SIMPLICITY * complexity(self.choice))
 
-    def taught_by(self, teacher: TeacherPlan) -> TrainingCandidate:
+    def with_teacher(self, teacher: TeacherPlan) -> TrainingCandidate:
         """Return this layout with a teacher next to it."""
         asleep = {"teacher asleep": teacher.asleep} if teacher.asleep else {}
         peak = mem.PhaseMemory(self.peak.parts | asleep)

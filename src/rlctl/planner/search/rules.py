@@ -55,7 +55,7 @@ def _world_problems(choice: TrainingChoice, world: int) -> list[Problem]:
     return found
 
 
-def lone_problem(facts: ModelFacts, key: str, value: int) -> Problem | None:
+def size_problem(facts: ModelFacts, key: str, value: int) -> Problem | None:
     """Return the rule that one size breaks whatever the others are; None: it breaks none."""
     section, _, name = key.partition(".")
     if section == "generation":

@@ -31,7 +31,7 @@ CONTEXT_BYTES = 0.5 * GIB
 """Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
 
 
-def with_teacher(
+def with_teachers(
     request: Request, trainings: list[TrainingCandidate], devices: int, budget: float, rejected: Reject
 ) -> list[TrainingCandidate]:
     """Give each of `trainings` the best teacher that fits `budget` bytes next to it; others go to `rejected`."""
@@ -47,7 +47,7 @@ def with_teacher(
         able = [one for one in options if one.memory.total + beside <= budget]
         room = [one for one in able if training.peak.total + one.asleep <= budget]
         if room:
-            found.append(training.taught_by(min(room, key=lambda one: one.score)))
+            found.append(training.with_teacher(min(room, key=lambda one: one.score)))
         elif options:
             least = min(one.memory.total for one in options)
             why = f"next to it the teacher needs {least / GIB:.0f} GiB, and {(budget - beside) / GIB:.0f} are left"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import feasible_plans
 from rlctl.planner.search.policy_search import Request
-from rlctl.planner.search.rules import lone_problem
+from rlctl.planner.search.rules import size_problem
 
 LARGEST_NODES = 4096
 SHOWN = 5
@@ -59,9 +59,14 @@ def _broken_pin(request: Request) -> ConfigError | None:
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):
             continue
         known = name in SIZES and name != "dp"
-        problem = (lone_problem(request.facts, key, value) if known else None) or _alone(request, key)
+        problem = (size_problem(request.facts, key, value) if known else None) or _alone(request, key)
         if problem is not None and (problem.key == key or problem.key not in request.pins):
-            others = [v for v in _values(request, name, value) if _alone(request, key, v) is None]
+            options = [v for v in range(1, min(max(2 * value, 16), MOST_TRIED) + 1) if v != value]
+            if name == "micro_batch_tokens":
+                options = [request.workload.max_length]
+            elif name == "max_batched_tokens":
+                options = [1 << power for power in range(value.bit_length(), 14)]
+            others = [v for v in options if _alone(request, key, v) is None]
             nearest = min(others, key=lambda v: (abs(v - value), v), default=None)
             hint = f"The nearest value that works is {key}={nearest}." if nearest is not None else None
             return ConfigError(f"{key} = {value}: {problem.message}.", hint)
@@ -70,14 +75,6 @@ def _broken_pin(request: Request) -> ConfigError | None:
 
 MOST_TRIED = 8192
 """Values that are tried in place of one that does not work."""
-
-
-def _values(request: Request, name: str, value: int) -> list[int]:
-    if name == "micro_batch_tokens":
-        return [request.workload.max_length]
-    if name == "max_batched_tokens":
-        return [1 << power for power in range(value.bit_length(), 14)]
-    return [v for v in range(1, min(max(2 * value, 16), MOST_TRIED) + 1) if v != value]
 
 
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:
@@ -105,25 +102,15 @@ def _free_pin(request: Request) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that saves memory: in the user's words, and what it makes of the request."""
-
-    words: str
-    request: Request
-    runs: bool = True
-    """Whether rlctl can run it; a plan may still say that it cannot."""
-
-
-def _changes(request: Request) -> Iterator[Change]:
-    """Changes that save memory, the cheapest first."""
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Changes that save memory, the cheapest first: each in the user's words, and what it makes of the request."""
     workload, pins = request.workload, request.pins
     cluster = request.cluster
     for step in (2, 4, 8, 16, 32, 64):
         nodes = cluster.nodes - cluster.nodes % step
         if 0.9 * cluster.nodes <= nodes < cluster.nodes:
             words = f"--nodes {nodes}: a number that parallel sizes divide"
-            yield Change(words, replace(request, cluster=replace(cluster, nodes=nodes)))
+            yield words, replace(request, cluster=replace(cluster, nodes=nodes))
     saving: dict[str, Any] = {}
     if pins.get("training.recompute") not in (None, "full"):
         saving["training.recompute"] = "full"
@@ -132,33 +119,34 @@ def _changes(request: Request) -> Iterator[Change]:
     for count in range(1, len(saving) + 1):
         for chosen in combinations(saving.items(), count):
             words = " and ".join(f"{key}={str(value).lower()}" for key, value in chosen)
-            yield Change(words, replace(request, pins={**pins, **dict(chosen)}))
+            yield words, replace(request, pins={**pins, **dict(chosen)})
     megatron = workload.trains and not request.fsdp
     if request.gradient_bytes == 4 and megatron and request.precision != "float32":
         words = "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)"
-        yield Change(words, replace(request, gradient_bytes=2))
+        yield words, replace(request, gradient_bytes=2)
     for factor in (2, 4):
         length = workload.max_length // factor
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)
         if length > workload.prompt_tokens:
-            yield Change(f"--max-length {length}", replace(request, workload=shorter))
+            yield f"--max-length {length}", replace(request, workload=shorter)
     if request.adapters is None and workload.trains:
-        yield Change("adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16)))
+        yield "adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16))
     if request.generation_bytes == 2.0:
-        yield Change("FP8 weights in generation", replace(request, generation_bytes=1.0), runs=False)
+        yield "FP8 weights in generation", replace(request, generation_bytes=1.0)
 
 
 def _cheapest_change(request: Request) -> str | None:
     """The first change that makes a plan fit which can be run; else the first that makes any fit."""
     planned = None
-    for change in _changes(request):
-        plans = feasible_plans(change.request)[0]
-        if change.runs and any(plan.runnable for plan in plans):
-            return f"It fits with {change.words}."
+    for words, changed in _changes(request):
+        plans = feasible_plans(changed)[0]
+        runs = changed.generation_bytes == request.generation_bytes  # no run has engines of fewer bytes
+        if runs and any(plan.runnable for plan in plans):
+            return f"It fits with {words}."
         if plans and planned is None:
             because = plans[0].not_runnable_because
             why = f" ({because[0]})" if because else " (which rlctl does not run yet)"
-            planned = f"It would fit with {change.words}{why}."
+            planned = f"It would fit with {words}{why}."
     return planned
 
 

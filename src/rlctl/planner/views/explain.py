@@ -117,7 +117,7 @@ def _streaming(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]
     if not t.optimizer_offload:
         return []
     rate = plan.cluster.device.host_link * constants.pinned_copy
-    room = max(mem.visiting_bytes(plan.facts, stage, t) for stage in stages(plan.facts, t))
+    room = max(mem.update_bytes(plan.facts, stage, t) for stage in stages(plan.facts, t))
     return [
         f"  of each update {timing.state_traffic(t)} bytes a parameter of a rank's share cross the host link, down and "
         f"up, at {rate / 1e9:.1f} GB/s; {room / GIB:.2f} GiB of the device while they do"

@@ -13,39 +13,45 @@ from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search.policy_search import HEADROOM, Request, TeacherPlan
 from rlctl.telemetry.phases import Phase
 
+Ruled = tuple[str, object, str]
+"""A key, its value, and the rule that chose it where the key is not pinned."""
+
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Reason]:
     """Yield the reasons in the order of the plan's own values; `backend_rule` is that for the backend."""
+    for key, value, rule in _ruled(plan, request, rejected, backend_rule):
+        pin = "refit.mover" if key == "mover" else key
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        own = key == "training.optimizer_offload"  # its rule says more of a pin
+        yield Reason(f"{key}={text}", rule if own else _given(plan, pin) or rule)
+
+
+def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Ruled]:
     training, generation, cluster = plan.training, plan.generation, plan.cluster
     if cluster != request.cluster:
-        asked = request.cluster
-        yield Reason(
-            f"cluster={cluster.nodes} x {cluster.gpus_per_node}",
-            f"This part of the cluster takes the fewest GPU seconds a step; there are {asked.nodes} x "
-            f"{asked.gpus_per_node} GPUs.",
-        )
+        asked = f"{request.cluster.nodes} x {request.cluster.gpus_per_node}"
+        fewest = f"This part of the cluster takes the fewest GPU seconds a step; there are {asked} GPUs."
+        yield "cluster", f"{cluster.nodes} x {cluster.gpus_per_node}", fewest
     if training is not None:
-        yield _reason(plan, "training.backend", plan.backend, backend_rule)
-        yield from _training_reasons(plan, training, request, rejected)
+        yield "training.backend", plan.backend, backend_rule
+        yield from _training_rules(plan, training, request, rejected)
     if plan.teacher is not None:
-        yield from _teacher_reasons(plan, plan.teacher)
+        yield from _teacher_rules(plan, plan.teacher)
     if generation is not None:
-        yield from _generation_reasons(plan, generation, request)
+        yield from _generation_rules(plan, generation, request)
     if training is not None and generation is not None:
         together = "All devices work in every phase."
         if plan.workload.staleness is not None and not cluster.is_cpu:
             together = "The engines pause while the policy trains, and rollouts that are under way are kept."
-        yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan))
+        yield "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan)
         if plan.engine_devices:
             trains = plan.total_s - sum(plan.seconds[phase] for phase in (*ROLLOUT_PHASES, Phase.REFIT))
-            shortest = (
-                "This division has the shortest step of those that were tried: the policy works "
-                f"{trains:.1f} s of it, and the engines {plan.rollouts_s:.1f} s."
-            )
-            yield _reason(plan, "generation.devices", plan.engine_devices, shortest)
+            shortest = "This division has the shortest step of those that were tried: the policy works "
+            shortest += f"{trains:.1f} s of it, and the engines {plan.rollouts_s:.1f} s."
+            yield "generation.devices", plan.engine_devices, shortest
         shared = plan.mover in ("cuda-ipc", "shared-memory")
         way = "Both engines share the memory of a node." if shared else "Weights go from device to device."
-        yield Reason(f"mover={plan.mover}", _given(plan, "refit.mover") or way)
+        yield "mover", plan.mover, way
 
 
 ROLLOUT_PHASES = (Phase.GENERATION, Phase.REWARD, Phase.WAITING)
@@ -57,12 +63,6 @@ def _apart(plan: Plan) -> str:
     if "generation.devices" in plan.pins:
         return "They have devices of their own (generation.devices)."
     return "No plan with policy and engines on the same devices fits that can be run."
-
-
-def _reason(plan: Plan, key: str, value: object, rule: str) -> Reason:
-    """Return the reason for a key's value: it is pinned, or else `rule`."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return Reason(f"{key}={text}", _given(plan, key) or rule)
 
 
 def _given(plan: Plan, key: str) -> str | None:
@@ -78,19 +78,6 @@ def _why_not(rejected: list[Rejected], t: TrainingChoice, size: str) -> str | No
         if other.plan.startswith(f"training {smaller.name()}") and "GiB" in other.why:
             return f"{smaller.name()} does not fit: {other.why}."
     return None
-
-
-def _offload_rule(plan: Plan, t: TrainingChoice) -> str:
-    given = _given(plan, "training.optimizer_offload")
-    if given and t.optimizer_offload and plan.cluster.is_cpu:
-        return f"{given} It saves nothing: host memory of a CPU is the same memory."
-    return given or ("Nothing fits otherwise." if t.optimizer_offload else "The states fit on the devices.")
-
-
-def _precision_rule(plan: Plan, t: TrainingChoice) -> str:
-    if t.precision == "fp8":
-        return "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
-    return "A CPU trains in float32." if plan.cluster.is_cpu else "It follows from model.dtype."
 
 
 def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, rejected: list[Rejected]) -> str:
@@ -114,47 +101,41 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
     return f"It is the fastest of the layouts that fit{' and that can be run' if plan.runnable else ''}."
 
 
-def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
-    parallel = t.parallel
+def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: list[Rejected]) -> Iterator[Ruled]:
+    parallel, cluster = t.parallel, plan.cluster
     for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        rule = _size_rule(plan, t, key, request, rejected)
-        yield _reason(plan, f"training.{key}", getattr(parallel, key), rule)
+        yield f"training.{key}", getattr(parallel, key), _size_rule(plan, t, key, request, rejected)
     divided = f"It is the world size of {parallel.world_size:,} divided by TP x PP x CP = {parallel.model_size:,}."
-    yield _reason(plan, "training.dp", parallel.dp, divided)
+    yield "training.dp", parallel.dp, divided
     sp = "It saves activations at no cost with TP." if parallel.tp > 1 else "It needs training.tp > 1."
-    yield _reason(plan, "training.sequence_parallel", parallel.sequence_parallel, sp)
-    yield _reason(
-        plan,
-        "training.micro_batch_tokens",
-        t.micro_batch_tokens,
-        f"Rows hold the longest rollout ({request.workload.max_length:,} tokens), or more where that is faster; a rank "
-        f"has {_count(plan.micro_batches, 'micro-batch', 'micro-batches')} in an optimizer step.",
-    )
+    yield "training.sequence_parallel", parallel.sequence_parallel, sp
+    number = _count(plan.micro_batches, "micro-batch", "micro-batches")
+    rows = f"Rows hold the longest rollout ({request.workload.max_length:,} tokens), or more where that is faster; "
+    yield "training.micro_batch_tokens", t.micro_batch_tokens, f"{rows}a rank has {number} in an optimizer step."
     if plan.facts.unpacked:
         why = unpacked_rule(plan.facts)
-        yield Reason("training.packing=false", f"{why[0].upper()}{why[1:]}.")
+        yield "training.packing", False, f"{why[0].upper()}{why[1:]}."
     share, peak = HEADROOM[request.workload.goal], plan.memory["training"].total / GIB
-    yield _reason(
-        plan,
-        "training.recompute",
-        t.recompute,
-        f"It is the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of "
-        f"{plan.cluster.device.memory / GIB:.1f} GiB.",
-    )
-    offload = str(t.optimizer_offload).lower()
-    yield Reason(f"training.optimizer_offload={offload}", _offload_rule(plan, t))
-    yield Reason(f"precision={t.precision}", _precision_rule(plan, t))
+    least = f"It is the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of "
+    yield "training.recompute", t.recompute, f"{least}{cluster.device.memory / GIB:.1f} GiB."
+    offload = "Nothing fits otherwise." if t.optimizer_offload else "The states fit on the devices."
+    if given := _given(plan, "training.optimizer_offload"):
+        useless = t.optimizer_offload and cluster.is_cpu
+        offload = given + " It saves nothing: host memory of a CPU is the same memory." * useless
+    yield "training.optimizer_offload", t.optimizer_offload, offload
+    precision = "A CPU trains in float32." if cluster.is_cpu else "It follows from model.dtype."
+    if t.precision == "fp8":
+        precision = "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
+    yield "precision", t.precision, precision
     if t.critic:
-        where = "It has the policy's size and layout"
-        if t.critic_offload:
-            yield Reason("critic=turns", f"{where}; both together do not fit, so each waits while the other computes.")
-        else:
-            yield Reason("critic=resident", f"{where}, and fits on the devices next to it.")
+        turns = "; both together do not fit, so each waits while the other computes."
+        how = turns if t.critic_offload else ", and fits on the devices next to it."
+        yield "critic", "turns" if t.critic_offload else "resident", f"It has the policy's size and layout{how}"
     if t.threads:
-        yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
+        yield "training.threads", t.threads, "The cores of a node are divided by its ranks."
 
 
-def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
+def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
     parallel = teacher.choice.parallel
     size = f"{teacher.memory.total / GIB:.1f} GiB"
     where = "in processes of its own" if plan.cluster.is_cpu else "next to what the policy keeps on a device"
@@ -171,15 +152,7 @@ def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
             rule = f"It divides the policy's devices by TP x PP x CP = {parallel.model_size:,}."
         elif value > 1:
             rule = f"It is the fastest of the teacher's layouts that fit: {size} a rank, {where}."
-        yield _reason(plan, f"teacher.{key}", value, rule)
-
-
-def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:
-    if plan.cluster.is_cpu:
-        return "Each node has one."
-    if g.gpus < (plan.engine_devices or plan.cluster.gpus) and g.engines == request.workload.prompts:
-        return "Each prompt has one: one engine makes all completions of a prompt."
-    return f"The devices are divided by {g.replica_gpus * g.dp} an engine."
+        yield f"teacher.{key}", value, rule
 
 
 def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> str:
@@ -192,26 +165,30 @@ def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> s
     return "More would only add communication." if plan.cluster.is_cpu else f"It is {best}: more adds communication."
 
 
-def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Reason]:
-    workload = request.workload
-    yield _reason(plan, "generation.engines", g.engines, _engines_rule(plan, g, request))
+def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Ruled]:
+    workload, cluster = request.workload, plan.cluster
+    engines = f"The devices are divided by {g.replica_gpus * g.dp} an engine."
+    if cluster.is_cpu:
+        engines = "Each node has one."
+    elif g.gpus < (plan.engine_devices or cluster.gpus) and g.engines == workload.prompts:
+        engines = "Each prompt has one: one engine makes all completions of a prompt."
+    yield "generation.engines", g.engines, engines
     longest = workload.lengths(request.constants.length_sigma).longest
     rollouts = _count(workload.share(g.engines, g.dp), "rollout", "rollouts")
     best = "the fastest" if workload.goal == "fast" else f"the best for --goal {workload.goal}"
-    fastest = f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
-    yield _reason(plan, "generation.tp", g.tp, fastest)
+    yield "generation.tp", g.tp, f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
     for key in ("pp", "dp", "ep"):
-        yield _reason(plan, f"generation.{key}", getattr(g, key), _engine_size_rule(plan, g, key, best))
+        yield f"generation.{key}", getattr(g, key), _engine_size_rule(plan, g, key, best)
     if g.memory_fraction is not None:
         most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
         rule = f"It holds all rollouts of an engine at full length, and is at most {most}."
-        yield _reason(plan, "generation.memory_fraction", g.memory_fraction, rule)
+        yield "generation.memory_fraction", g.memory_fraction, rule
     cache = f"It holds {g.kv_cache_tokens:,} tokens, and one sequence needs {workload.max_length:,}."
-    yield _reason(plan, "generation.kv_cache_bytes", int(g.kv_cache_bytes), cache)
+    yield "generation.kv_cache_bytes", int(g.kv_cache_bytes), cache
     every = "All rollouts of an engine run at once, up to 1,024 (256 on a CPU)."
     if (full := g.kv_cache_tokens // workload.max_length) < g.max_concurrent:
         every += f" The KV cache holds {full:,} of full length; more run at once while they are shorter."
-    yield _reason(plan, "generation.max_concurrent", g.max_concurrent, every)
+    yield "generation.max_concurrent", g.max_concurrent, every
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -51,7 +51,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fits": True,
         "runnable": plan.runnable,
         "not_runnable_because": plan.not_runnable_because,
-        "cluster": cluster_json(plan),
+        "cluster": {
+            "gpu": plan.cluster.device.name,
+            "nodes": plan.cluster.nodes,
+            "gpus_per_node": plan.cluster.gpus_per_node,
+            "memory_gib": round(plan.cluster.device.memory / GIB, 1),
+            "rates": plan.cluster.origin,
+        },
         "training": training,
         "generation": generation,
         "teacher": teacher,
@@ -70,45 +76,31 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+NULL = (
+    "cluster", "training", "generation", "teacher", "colocated", "mover", "host_memory_gib", "waits", "beside",
+    "tokens_per_s_per_gpu", "mfu",
+)  # fmt: skip
+"""Keys of `plan_json` that are null where nothing fits."""
+
+
 def no_plan_values(error: NoPlanError) -> dict[str, Any]:
-    """The same keys where nothing fits; what there is no plan for is null, or empty."""
+    """The same keys where nothing fits."""
     return {
         "fits": False,
         "runnable": False,
         "not_runnable_because": [error.message],
-        "cluster": None,
-        "training": None,
-        "generation": None,
-        "teacher": None,
-        "colocated": None,
-        "mover": None,
+        **dict.fromkeys(NULL),
         "memory_gib": {},
-        "host_memory_gib": None,
-        "seconds": {phase.value: None for phase in Phase} | {"total": None},
-        "waits": None,
-        "beside": None,
-        "tokens_per_s_per_gpu": None,
-        "mfu": None,
+        "seconds": dict.fromkeys([*(phase.value for phase in Phase), "total"]),
         "reasons": [],
         "rejected": [{"plan": plan, "why": why} for plan, why in error.rejected],
     }
 
 
-def cluster_json(plan: Plan) -> dict[str, Any]:
-    """The machine that the plan is for."""
-    cluster = plan.cluster
-    return {
-        "gpu": cluster.device.name,
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.gpus_per_node,
-        "memory_gib": round(cluster.device.memory / GIB, 1),
-        "rates": cluster.origin,
-    }
-
-
 def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     """The plan as a page of text."""
-    lines = [f"{model} ({_billions(plan)}) on {plan.cluster.describe()}", ""]
+    active = f", {count(plan.facts).active / 1e9:.1f}B active" if plan.facts.moe is not None else ""
+    lines = [f"{model} ({_size(plan.facts)}{active}) on {plan.cluster.describe()}", ""]
     if plan.training is not None:
         number = plan.workload.optimizer_steps
         steps = "one optimizer step" if number == 1 else f"each of {number:,} optimizer steps"
@@ -148,11 +140,6 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         for other in others or ["there is no other layout for these devices"]:
             lines += wrapped(other, "    ", "      ")
     return "\n".join(lines)
-
-
-def _billions(plan: Plan) -> str:
-    total = _size(plan.facts)
-    return total if plan.facts.moe is None else f"{total}, {count(plan.facts).active / 1e9:.1f}B active"
 
 
 def _size(facts: ModelFacts) -> str:
@@ -207,15 +194,6 @@ def _seconds_table(plan: Plan) -> list[str]:
     devices = "node" if plan.cluster.is_cpu else "GPU"
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
     what = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
-    return [
-        *wrapped(parts, what, " " * len(what)),
-        *_sides(plan),
-        f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
-    ]
-
-
-def _sides(plan: Plan) -> list[str]:
-    """Say who waits for whom where the engines have devices of their own, and the seconds of the other way."""
     lines = []
     if (waits := plan.waits) is not None:
         trains = sum(plan.seconds[phase] for phase in (Phase.LOGPROBS, Phase.TRAINING, Phase.OTHER))
@@ -225,7 +203,11 @@ def _sides(plan: Plan) -> list[str]:
         )
     if plan.beside is not None:
         lines.append(f"with the engines on the policy's devices a step would take {plan.beside.total_s:.1f} s")
-    return [part for line in lines for part in wrapped(line, "    ", "    ")]
+    return [
+        *wrapped(parts, what, " " * len(what)),
+        *(part for line in lines for part in wrapped(line, "    ", "    ")),
+        f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
+    ]
 
 
 def compare_text(left: Plan, right: Plan, names: tuple[str, str]) -> str:

@@ -1,7 +1,8 @@
-"""What runs in the pool's processes for adapters on transformers' modules, and the same in transformers and torch."""
+"""What runs in the pool's processes for adapters, whatever backend trains, and the same in transformers and torch."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,13 +13,32 @@ from torch import Tensor
 
 from rlctl.backends.dtensor.lora import set_part
 from rlctl.backends.dtensor.worker import DTensorWorker
-from rlctl.backends.lora import is_adapter
+from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.config.schema import LoraConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.weights.layout import Span
-from support.dtensor_cases import Batch, make_worker, wholes
-from support.parallel_cases import WEIGHT, Case, Loss, column_by_rollout, plan_of
-from support.reference import Optim, advantage, hf_model, make_batch, reference_logprobs, token_loss
+from support.parallel_cases import (
+    WEIGHT,
+    Batch,
+    Case,
+    Loss,
+    Model,
+    column_by_rollout,
+    gather_gradients,
+    load_batch,
+    make_worker,
+    memory_of,
+    pieces,
+)
+from support.reference import (
+    Optim,
+    advantage,
+    hf_model,
+    make_batch,
+    megatron_weights,
+    reference_logprobs,
+    token_loss,
+)
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SCALE = LORA.alpha / LORA.rank
@@ -98,15 +118,56 @@ def expected(kind: str) -> Expected:
     return Expected(kind)
 
 
-def adapted_worker(rank: int, case: Case, directory: Path) -> DTensorWorker:
-    """A worker on the published weights, with the adapters of `adapters_of`."""
-    worker = make_worker(rank, replace(case, lora=LORA), directory)
+NAMES = {
+    "q_proj": "linear_qkv", "o_proj": "linear_proj", "q_b_proj": "linear_q_up_proj", "kv_b_proj": "linear_kv_up_proj",
+    "gate_proj": "linear_fc1", "down_proj": "linear_fc2",
+}  # fmt: skip
+"""The first layer of each of `SHARED`, and Megatron's."""
+
+
+def megatron_adapters(kind: str, lora: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters (or their gradients) by Megatron's names, whose layers have the rows of B of all that share their A."""
+    whole = {name.replace("lora_b", "weight"): value for name, value in lora.items() if name.endswith("lora_b")}
+    rows = megatron_weights(kind, hf_model(kind).state_dict() | whole)
+    found = {}
+    for name, value in lora.items():
+        parent, leaf, which = name.rsplit(".", 2)
+        if which == "lora_a" and leaf in NAMES:
+            layer = parent.replace("model.layers", "decoder.layers").replace("self_attn", "self_attention")
+            found[f"{layer}.{NAMES[leaf]}.lora_a"] = value
+            found[f"{layer}.{NAMES[leaf]}.lora_b"] = rows[f"{layer}.{NAMES[leaf]}.weight"]
+    return found
+
+
+def adapted_worker(rank: int, case: Case, model: Model) -> Any:
+    """A worker on the model's weights, with the adapters of `adapters_of`."""
     whole = adapters_of(case.kind)
+    if isinstance(model, dict):
+        return make_worker(rank, replace(case, lora=LORA), model | megatron_adapters(case.kind, whole))
+    worker = make_worker(rank, replace(case, lora=LORA), model)
     named = worker.saved()
     assert named.keys() == whole.keys()
     for name, value in named.items():
         set_part(worker.layouts(), rank, name, value, whole[name])
     return worker
+
+
+def merged_pieces(worker: Any) -> list[Any]:
+    """What a refit would read of this rank of a Megatron policy, as `pieces`."""
+    merged = worker.parameters()
+    names = [
+        worker._name(core, name)
+        for core in worker._cores()
+        for name in (
+            *(name for name, _ in core.named_parameters()),
+            *(name for name, _ in core.named_buffers() if name.endswith("expert_bias")),
+        )
+    ]
+    return [
+        (name, merged[local].clone(), part, parts, axis)
+        for (name, _, part, parts, axis), local in zip(pieces(worker, "data"), names, strict=True)
+        if local in merged
+    ]
 
 
 def parts_agree(worker: DTensorWorker, wanted: dict[str, Tensor]) -> float:
@@ -124,68 +185,78 @@ def parts_agree(worker: DTensorWorker, wanted: dict[str, Tensor]) -> float:
 
 
 def run_adapters(
-    rank: int, case: Case, after: Case, directory: Path, batch: Batch, merged: dict[str, Tensor], saved: Path | None
+    rank: int, case: Case, after: Case, model: Model, batch: Batch, merged: dict[str, Tensor], saved: Path | None
 ) -> dict[str, Any]:
     """Two steps, with `saved` the second after a save and a load as `after`; and what a refit would read before."""
-    worker = adapted_worker(rank, case, directory)
+    worker = adapted_worker(rank, case, model)
     worker.hold_reference()
-    differs = parts_agree(worker, merged)
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    of_modules = case.backend == "dtensor"
+    out: dict[str, Any] = {
+        "differs": parts_agree(worker, merged) if of_modules else 0.0,
+        "merged": [] if of_modules else merged_pieces(worker),
+    }
+    shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")
     worker.add_logprobs("reference_logprobs")
-    out: dict[str, Any] = {
-        "differs": differs,
-        "logprobs": column_by_rollout(worker, shard, "old_logprobs"),  # type: ignore[arg-type]
-        "reference": column_by_rollout(worker, shard, "reference_logprobs"),  # type: ignore[arg-type]
-        "results": [worker.train_minibatch(0, Loss(), Optim().lr)],
-        "grads": wholes(worker, "grad"),
-    }
+    out["logprobs"] = column_by_rollout(worker, shard, "old_logprobs")
+    out["reference"] = column_by_rollout(worker, shard, "reference_logprobs")
+    out["results"] = [worker.train_minibatch(0, Loss(), Optim().lr)]
+    gather_gradients(worker)
+    out["grads"] = list(pieces(worker, "grad"))
     if saved is not None:
         worker.save_begin(saved)
         worker.train_minibatch(0, Loss(), Optim().lr)  # while the snapshot is written
         worker.save_finish()
-        worker = make_worker(rank, replace(after, lora=LORA), directory)
+        worker = make_worker(rank, replace(after, lora=LORA), model)
         worker.load_saved(saved)
-        worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
+        load_batch(worker, rank, after, batch)
     out["results"].append(worker.train_minibatch(0, Loss(), Optim().lr))
-    out["params"] = wholes(worker, "data")
-    out["asleep"] = (worker.sleep(), sum(p.untyped_storage().nbytes() for p in worker._live().values()))
+    out["params"] = list(pieces(worker, "data"))
+    out["asleep"] = (worker.sleep(), sum(value.untyped_storage().nbytes() for value in memory_of(worker)))
     worker.wake()
-    assert all(is_adapter(name) for name in worker.saved())
-    return out if rank == 0 else {key: out[key] for key in ("differs", "logprobs", "reference", "results")}
+    return out
 
 
 def run_family(rank: int, case: Case, directory: Path, facts: ModelFacts, batch: Batch, saved: Path) -> dict[str, Any]:
     """Three steps with adapters of a family without a file, which are saved, and log-probs of the policy before the
     last one and behind it, the latter also after a load."""
-    worker = make_worker(rank, replace(case, lora=LORA), directory, facts=facts)
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker = make_worker(rank, replace(case, lora=LORA), directory, own_facts=facts)
     out: dict[str, Any] = {"results": []}
 
     def logprobs() -> dict[tuple[int, int], Tensor]:
-        worker.load_batch(shard, list)
+        shard = load_batch(worker, rank, case, batch)
         worker.add_logprobs("old_logprobs")
         return column_by_rollout(worker, shard, "old_logprobs")  # type: ignore[arg-type]
 
     for _ in range(3):
-        worker.load_batch(shard, list)
+        load_batch(worker, rank, case, batch)
         out["results"].append(worker.train_minibatch(0, Loss(), Optim().lr))
     out["logprobs"] = logprobs()
     worker.save_begin(saved)
     worker.save_finish()
-    worker = make_worker(rank, replace(case, lora=LORA), directory, facts=facts)
+    worker = make_worker(rank, replace(case, lora=LORA), directory, own_facts=facts)
     worker.load_saved(saved)
     out["loaded"] = logprobs()
     return out
 
 
-def run_saved(rank: int, case: Case, directory: Path, batch: Batch, saved: Path) -> dict[tuple[int, int], Tensor]:
+def run_saved(rank: int, case: Case, model: Model, batch: Batch, saved: Path) -> dict[tuple[int, int], Tensor]:
     """Log-probs of a policy with adapters, which is saved."""
-    worker = adapted_worker(rank, case, directory)
-    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
-    worker.load_batch(shard, list)
+    worker = adapted_worker(rank, case, model)
+    shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")
     worker.save_begin(saved)
     worker.save_finish()
-    return column_by_rollout(worker, shard, "old_logprobs")  # type: ignore[arg-type]
+    return column_by_rollout(worker, shard, "old_logprobs")
+
+
+def policy_of(run: Path, base: Path) -> Path:
+    """The directory of a run's checkpoint, which is to be written; the run's manifest is there."""
+    policy = run / "checkpoints" / "step_1" / "policy"
+    policy.mkdir(parents=True)
+    manifest = {
+        "model": {"directory": str(base), "fingerprint": model_fingerprint(base)},
+        "config": {"training.lora.rank": {"value": LORA.rank}, "training.lora.alpha": {"value": LORA.alpha}},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    return policy

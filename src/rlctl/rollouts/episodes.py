@@ -1,0 +1,349 @@
+"""Episodes: rollouts in the making, next to the engine that answers them.
+
+An episode is a coroutine. It asks the engine to go on from its tokens, appends what others write, and ends when it
+returns. Sampling one completion is the shortest episode, `one_turn`. `engine_worker` makes the worker of an engine
+backend an `EpisodeWorker`, which takes groups of episodes and gives back their columns.
+
+Two threads work besides the calls of the driver: one decodes, the other runs the episodes. All episodes of a call ask
+for their first sample together, so that what is decoded together does not depend on the time that this takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+
+from rlctl.backends.base import EngineWorker, EpisodeWorker
+from rlctl.backends.messages import (
+    VALUES_A_GROUP,
+    GroupRequest,
+    GroupResult,
+    SampleRequest,
+    SampleResult,
+    Sampling,
+    apart,
+)
+from rlctl.cluster.progress import report
+from rlctl.cluster.workers import imported
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns, TokensByVersion
+from rlctl.errors import WaitTimeoutError
+
+T = TypeVar("T")
+ONE_TURN = "rlctl.rollouts.episodes:one_turn"
+LOOK_S = 0.5
+"""Longest time between two looks at what has changed."""
+
+
+class Episode:
+    """One rollout in the making: token ids that are only ever appended to, and who wrote them."""
+
+    def __init__(self, engine: EpisodeRunner, key: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
+        self._engine, self._key, self._seed, self._sampling = engine, key, seed, sampling
+        self.tokens = list(prompt)
+        self.answers: list[tuple[int, SampleResult]] = []
+        """The model's answers, each behind the number of tokens that it goes on from."""
+        self.reward: float | None = None
+        """None: its completion is to be scored."""
+        self.stop_reason: str | None = None
+        """None: that of the last answer."""
+        self.ended = False
+        """Whether it is over, well or not."""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the model did not choose."""
+        self.tokens += tokens
+
+    async def answer(self, **changes: Any) -> SampleResult:
+        """Let the model go on from the tokens so far, with some fields of the sampling changed."""
+        turn = len(self.answers)
+        seed = self._seed if turn == 0 else turn_seed(self._seed, turn)
+        request = SampleRequest(self._key, tuple(self.tokens), seed, replace(self._sampling, **changes))
+        found = await self._engine.sampled(request)
+        self.answers.append((len(self.tokens), found))
+        self.tokens += found.tokens_R.tolist()
+        return found
+
+
+Play = Callable[[Episode], Awaitable[None]]
+"""The course of an episode, from its prompt to its end."""
+
+
+async def one_turn(episode: Episode) -> None:
+    """The shortest episode: one answer to the prompt."""
+    await episode.answer()
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a later turn of an episode (63 bits)."""
+    return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
+    """Plays episodes against the engine that comes after this class in the order of bases."""
+
+    def __init__(self, play: Play, **engine: Any) -> None:
+        super().__init__(**engine)
+        self._play, self._loop = play, asyncio.new_event_loop()
+        self._calls = count(1)
+        self._begun = self._over = 0
+        """Episodes that were begun since none was under way, and those of them that have ended."""
+        self._asked: list[SampleRequest] = []
+        """Samples to ask the engine for in this turn of the event loop."""
+        self._awaited: dict[str, asyncio.Future[SampleResult]] = {}
+        self._changed = threading.Condition()
+        self._submitted = 0
+        """Groups that were submitted and not collected."""
+        self._finished: list[GroupResult | BaseException] = []
+        """Those that have ended, the first to end first."""
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        loaded = Future[None]()
+
+        def load_and_decode() -> None:  # on a CPU the engine's cores are those of the thread that loads it
+            try:
+                super(EpisodeRunner, self).start()
+            except BaseException as error:  # noqa: BLE001 - it is raised where the engine is started
+                loaded.set_exception(error)
+                return
+            loaded.set_result(None)
+            self._decode()
+
+        work = {"episodes": self._loop.run_forever, "decoding": load_and_decode}
+        self._threads = [threading.Thread(target=do, name=name, daemon=True) for name, do in work.items()]
+        for thread in self._threads:
+            thread.start()
+        loaded.result()
+
+    def close(self) -> None:
+        threads, self._threads = self._threads, []
+        if threads:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in threads:
+            thread.join()
+        super().close()
+
+    # Calls of the driver
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
+        deadline = time.monotonic() + timeout_s
+        self.require_ready(timeout_s)
+        groups = self._episodes(requests, sampling)
+
+        async def play() -> list[GroupResult]:
+            return await together(self._group(*one) for one in zip(requests, groups, strict=True))
+
+        call = self._run(play())
+        try:
+            return call.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            if call.done():  # an episode raised it
+                raise
+            self.require_ready(0.0)
+            ended = [episode.ended for episodes in groups for episode in episodes]
+            raise WaitTimeoutError(
+                f"{self.label} completed {sum(ended)} of {len(ended)} samples in {timeout_s:.0f} s.",
+                "Raise cluster.step_timeout_s, or ask for fewer or shorter completions.",
+            ) from error
+        finally:
+            call.cancel()
+
+    def generate_apart(
+        self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+    ) -> tuple[list[GroupResult], list[Any]]:
+        return apart(self.generate(requests, sampling, timeout_s))
+
+    def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        self.require_ready(0.0)
+
+        async def finish(request: GroupRequest, episodes: list[Episode]) -> None:
+            try:
+                found: GroupResult | BaseException = await self._group(request, episodes)
+            except Exception as error:  # noqa: BLE001 - it is raised where the group is collected
+                found = error
+            with self._changed:
+                self._finished.append(found)
+                self._changed.notify_all()
+
+        groups = self._episodes(requests, sampling)
+        with self._changed:
+            self._submitted += len(requests)
+            self._changed.notify_all()
+        self._run(together(finish(*one) for one in zip(requests, groups, strict=True)))
+
+    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if self.asleep:  # whoever asks again is not to ask without a pause
+                self._changed.wait(LOOK_S)
+            while not self._finished:
+                if self.asleep:
+                    return [], [None] * VALUES_A_GROUP
+                if time.monotonic() > deadline:
+                    self.require_ready(0.0)
+                    what = "finished none of its groups" if self._submitted else "was given nothing to sample"
+                    raise WaitTimeoutError(f"{self.label} {what} in {timeout_s:.0f} s.")
+                self._changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+            found = self._finished.pop(0)
+            self._submitted -= 1
+        if isinstance(found, BaseException):
+            raise found
+        return apart([found])
+
+    # Episodes
+
+    def _episodes(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Episode]]:
+        """Return the episodes of each group."""
+        call = next(self._calls)
+        groups = [
+            [
+                Episode(self, f"{call}.{row}.{index}", request.prompt_tokens, seed, sampling)
+                for index, seed in enumerate(request.seeds)
+            ]
+            for row, request in enumerate(requests)
+        ]
+        self._begun += sum(map(len, groups))
+        return groups
+
+    def _run(self, play: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(play, self._loop)
+
+    async def _group(self, request: GroupRequest, episodes: list[Episode]) -> GroupResult:
+        await together(self._played(episode) for episode in episodes)
+        return result_of(request, episodes, self.version)
+
+    async def _played(self, episode: Episode) -> None:
+        try:
+            await self._play(episode)
+        finally:
+            episode.ended = True
+            self._over += 1
+            report(self._over, self._begun)
+            if self._over == self._begun:
+                self._over = self._begun = 0
+
+    # Samples
+
+    async def sampled(self, request: SampleRequest) -> SampleResult:
+        """Return the engine's answer to a request."""
+        if not self._asked:
+            self._loop.call_soon(self._ask)
+        self._asked.append(request)
+        self._awaited[request.key] = answer = self._loop.create_future()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.drop_samples([request.key])
+            raise
+        finally:
+            self._awaited.pop(request.key, None)
+
+    def _ask(self) -> None:
+        """Ask the engine for all that the episodes of this turn of the event loop want."""
+        asked, self._asked = [one for one in self._asked if one.key in self._awaited], []
+        try:
+            self.add_samples(asked)
+        except Exception as error:  # noqa: BLE001 - it is raised where the samples are awaited
+            self._fail(error, [one.key for one in asked])
+
+    def _decode(self) -> None:
+        """Decode until the engine is closed, and hand on what is finished. Errors end all episodes."""
+        while self._threads:
+            try:
+                found = self.finished_samples(LOOK_S)
+            except Exception as error:  # noqa: BLE001 - it is raised where samples are awaited
+                self._loop.call_soon_threadsafe(self._fail, error)
+            else:
+                self._loop.call_soon_threadsafe(self._answer, found)
+
+    def _answer(self, results: Sequence[SampleResult]) -> None:
+        for result in results:
+            if (awaiting := self._awaited.get(result.key)) and not awaiting.done():
+                awaiting.set_result(result)
+        if self._begun:
+            report(self._over, self._begun)
+
+    def _fail(self, error: Exception, keys: Sequence[str] | None = None) -> None:
+        """Raise an error where the samples called `keys` are awaited; None: where any is."""
+        failed = [key for key in (self._awaited if keys is None else keys) if not self._awaited[key].done()]
+        self.drop_samples(failed)
+        for key in failed:
+            self._awaited[key].set_exception(error)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what all of `work` returns; where one part fails, end the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) -> GroupResult:
+    """Return the columns and scalars of a group. An episode without sampled tokens has `version`."""
+    lengths = [len(episode.tokens) for episode in episodes]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(offsets[-1])
+    columns = RolloutColumns(
+        np.concatenate([np.asarray(episode.tokens, np.int32) for episode in episodes]),
+        offsets,
+        np.zeros(total, bool),
+        np.zeros(total, np.float32),
+        np.full(total, -1, np.int32),
+        _routed(episodes),
+    )
+    for begin, episode in zip(offsets, episodes, strict=False):
+        for first, answer in episode.answers:
+            chosen = slice(begin + first, begin + first + len(answer.tokens_R))
+            columns.loss_mask_T[chosen] = True
+            columns.logprobs_T[chosen] = answer.logprobs_R
+            columns.weight_version_T[chosen] = answer.versions_R
+    sampled = [np.concatenate([answer.versions_R for _, answer in episode.answers]) for episode in episodes]
+    last = [episode.answers[-1][1] for episode in episodes]
+    return GroupResult(
+        group=request.group,
+        columns=columns,
+        texts=[answer.text for answer in last],
+        prompt_tokens=len(request.prompt_tokens),
+        tokens=tuple(lengths),
+        response_tokens=tuple(map(len, sampled)),
+        finish_reasons=tuple(e.stop_reason or answer.stop_reason for e, answer in zip(episodes, last, strict=True)),
+        versions=tuple(_counted(versions) or ((version, 0),) for versions in sampled),
+        rewards=tuple(episode.reward for episode in episodes),
+    )
+
+
+def _counted(versions: np.ndarray) -> TokensByVersion:
+    found, counts = np.unique(versions, return_counts=True)
+    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
+    """Return the column of the experts, where all of them are recorded. The last answer knows them for all tokens
+    before it; -1 stands for those of tokens behind it."""
+    known = [(len(episode.tokens), episode.answers[-1][1].routed_T) for episode in episodes]
+    padded = [
+        np.pad(routed, [(0, tokens - len(routed)), (0, 0), (0, 0)], constant_values=-1)
+        for tokens, routed in known
+        if routed is not None
+    ]
+    return {ROUTED_EXPERTS: np.concatenate(padded)} if len(padded) == len(episodes) else {}
+
+
+def engine_worker(worker: str, episode: str = ONE_TURN, **kwargs: Any) -> EpisodeWorker:
+    """Return an engine of a backend (`EngineBackend.worker`) that plays episodes, each by the function `episode`."""
+
+    class Playing(EpisodeRunner, imported(worker)):
+        pass
+
+    return cast(Any, Playing)(imported(episode), **kwargs)  # the engine has what EpisodeRunner leaves abstract
