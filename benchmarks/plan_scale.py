@@ -30,8 +30,9 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     from rlctl.config.parallel import ParallelSpec
     from rlctl.models.catalog import lookup
     from rlctl.models.families import weights_of
+    from rlctl.weights import hf
     from rlctl.weights.megatron import MegatronWorld
-    from rlctl.weights.transfer_plan import receive_plan, shares_of_rank
+    from rlctl.weights.transfer_plan import receive_plan
     from rlctl.weights.vllm import VllmParallel, VllmWorld
 
     facts = lookup("deepseek-ai/DeepSeek-V3")
@@ -46,14 +47,14 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     begun = time.perf_counter()
     tensors = len(weights_of(facts).tensors)
     described = time.perf_counter()
-    plan = receive_plan(source, target, target.size - 1).prove()
+    plan = receive_plan(source, target.layout(target.size - 1)).prove()
     received = time.perf_counter()
-    sent = shares_of_rank(source, target, source.size // 2)
+    shares = receive_plan(source, hf.layout(facts, "bfloat16"), only=source.size // 2).copies
     done = time.perf_counter()
     return {
         "tensors": tensors, "training": source.size, "generation": target.size, "describe_s": described - begun,
-        "receive_s": received - described, "send_s": done - received, "copies_in": len(plan.copies),
-        "peers_in": len(plan.sources), "copies_out": len(sent), "peers_out": len({c.destination_rank for c in sent}),
+        "receive_s": received - described, "shares_s": done - received, "copies_in": len(plan.copies),
+        "peers_in": len(plan.sources), "shares": len(shares),
         "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }  # fmt: skip
 
@@ -66,15 +67,15 @@ def main() -> None:
     if arguments.row is not None:
         print(json.dumps(measure(*ROWS[arguments.row])))
         return
-    print("DeepSeek-V3, bf16; one destination rank proves its plan, one source rank finds what it sends")
-    print("tensors  ranks        describe   receive      send   copies in/out  peers in/out   memory")
+    print("DeepSeek-V3, bf16; one destination rank proves its plan, one source rank finds its share of each tensor")
+    print("tensors  ranks        describe   receive    shares   copies in/shares  peers   memory")
     for row in range(1 if arguments.quick else len(ROWS)):
         command = [sys.executable, __file__, "--row", str(row)]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
         print(
             f"{found['tensors']:7,}  {found['training']:5,} -> {found['generation']:3}"
-            f"  {found['describe_s']:7.2f} s {found['receive_s']:7.2f} s {found['send_s']:7.2f} s"
-            f"  {found['copies_in']:6,}/{found['copies_out']:6,}  {found['peers_in']:5}/{found['peers_out']:5}"
+            f"  {found['describe_s']:7.2f} s {found['receive_s']:7.2f} s {found['shares_s']:7.2f} s"
+            f"  {found['copies_in']:6,}/{found['shares']:6,}  {found['peers_in']:5}"
             f"  {found['megabytes']:5.0f} MB"
         )
 

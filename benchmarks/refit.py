@@ -32,11 +32,11 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.synthetic import SyntheticSender, reduced
 from rlctl.transport.round_buffers import Packer, source_view
-from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
+from rlctl.transport.rounds import chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Ring, Segment, ring_bytes
 from rlctl.weights import hf
 from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.transfer_plan import RememberingWorld, SingleWorld, many_objects, receive_plan
+from rlctl.weights.transfer_plan import RememberingWorld, many_objects, receive_plan
 
 EXECUTORS = 2
 ALIGNMENT = 256
@@ -67,7 +67,7 @@ class Trainer:
         self.rows = [(name, spec.dtype, spec.shape) for name, spec in hf.layout(facts, "bfloat16").params.items()]
         self.whole = whole_tensors(self.rows)
         with many_objects():
-            plan = receive_plan(self.world, SingleWorld(self.whole), 0)
+            plan = receive_plan(self.world, self.whole)
         self.copies: dict[str, list[Any]] = {}
         for copy in plan.copies:
             self.copies.setdefault(copy.tensor, []).append((copy, source_view(copy, self.params, "the trainer")))
@@ -122,7 +122,7 @@ class Trainer:
             rounds = cut_rounds(self.whole, capacity)
             segment = Segment.create(ring_bytes(1 + self.executors, min(2, len(rounds)), capacity))
             with many_objects():
-                plan = receive_plan(self.world, chunk_world(self.whole, rounds), 0)
+                plan = receive_plan(self.world, chunk_layout(self.whole, rounds))
             packer = Packer(rounds, plan.copies, message=False, who="the trainer")
             ring = ring_of(segment.address, capacity, rounds, 0, self.executors, segment)
             self.kept[key] = rounds, packer, ring
@@ -164,7 +164,7 @@ class Trainer:
         rounds = cut_rounds(layout, capacity)
         segment = Segment.create(ring_bytes(2, min(2, len(rounds)), capacity))
         with many_objects():
-            plan = receive_plan(self.world, chunk_world(layout, rounds), 0)
+            plan = receive_plan(self.world, chunk_layout(layout, rounds))
         packer = Packer(rounds, plan.copies, message=False, who="the trainer")
         return rounds, packer, ring_of(segment.address, capacity, rounds, 0, 1, segment)
 

@@ -48,7 +48,7 @@ class Executor:
             shape = tuple(span.count for span in piece.tensor_box)
             self.places.setdefault(piece.tensor, []).append((box, target.view(shape) if target.dim() == len(shape)
                                                             else target[0]))  # fmt: skip
-        self.direct = DirectWriter(self.engine._targets)
+        self.direct = DirectWriter(self.engine.targets)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load a whole tensor as a loader does: find the parameter and take the rank's part."""

@@ -21,7 +21,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights.dtensor import module_layout
 from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.transfer_plan import SingleWorld, receive_plan
+from rlctl.weights.transfer_plan import receive_plan
 from support.parallel_cases import assemble
 from support.parallel_families import FAMILIES, VOCAB, Cell, cotangent, hf_model, make_batch, run_cell
 from support.pool import Pool
@@ -71,7 +71,7 @@ def module_names(facts: ModelFacts, whole: dict[str, Tensor]) -> dict[str, Tenso
     of experts apart, [E, 2, I, H]."""
     zero_centered = weights_of(facts).zero_centered_norms
     world = MegatronWorld(facts, ParallelSpec(), "local", "float32", zero_centered_norms=zero_centered)
-    plan = receive_plan(world, SingleWorld(module_layout(facts, "float32")), 0).prove()
+    plan = receive_plan(world, module_layout(facts, "float32")).prove()
     found = {name: torch.zeros(s.shape, dtype=dtype_of(s.dtype)) for name, s in plan.layout.params.items()}
     for copy in plan.copies:
         if copy.source_param in whole:

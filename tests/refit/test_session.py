@@ -216,7 +216,7 @@ def test_killed_sender_is_reported_and_the_engine_refuses(
 
 def be_impatient(worker: Any, seconds: float) -> None:
     """Have the engine's end wait so long for the policy, once it is open: that may take a busy machine longer."""
-    worker.weight_transfer_engine.receiver.ring.timeout_s = seconds
+    worker.rlctl_weights.receiver.ring.timeout_s = seconds
 
 
 @pytest.mark.slow

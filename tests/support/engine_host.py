@@ -125,14 +125,14 @@ class SwappingEngine:
         """Of each worker of the engine: how each tensor comes into it, and why."""
 
         def look(worker: Any) -> dict[str, tuple[str, str]]:
-            taken = worker.weight_transfer_engine.assignment.taken()
+            taken = worker.rlctl_weights.assignment.routes()
             return {tensor: (one.path, one.reason) for one in taken for tensor in one.tensors}
 
         return self.on_model(look)
 
     def reloaded(self) -> tuple[str, ...]:
         """Paths of the modules that a refit gives to vLLM's loader, in any worker."""
-        of_workers = self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)
+        of_workers = self.on_model(lambda worker: worker.rlctl_weights.assignment.reloaded)
         return tuple(sorted({path for own in of_workers for path in own}))
 
     def break_parameter(self, tensor: str) -> None:

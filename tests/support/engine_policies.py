@@ -69,7 +69,7 @@ class WholeTensorPolicy(RefitSender):
 
     def open(self, engine: Any, receive: str = "loader", staging_bytes: int = 1 << 30) -> None:
         """What a session does when it opens."""
-        engine.call(EngineWorker.refit_open, {"table": self.rows(), "receive": receive})
+        engine.call(EngineWorker.refit_open, self.rows(), receive)
         needs, place = engine.call(EngineWorker.refit_needs), self.refit_place()
         channels = plan_channels("shared-memory", needs, [place], staging_bytes=staging_bytes, timeout_s=60.0)
         addresses = self.refit_make(channels, (place,), "127.0.0.1").addresses
@@ -97,10 +97,10 @@ class WholeTensorPolicy(RefitSender):
         finally:
             submitted.results()
 
-    def _send_round(self, sender: Any, index: int, incoming: Any) -> float:
+    def _send_round(self, end: Any, index: int) -> float:
         if index == self.fail_in_round:
             raise ValueError("asked for")
-        return super()._send_round(sender, index, incoming)
+        return super()._send_round(end, index)
 
     def logprobs(self, prompt: tuple[int, ...], response: list[int], sampling: Sampling) -> torch.Tensor:
         """Log-probs of `response` under the model, of the distribution that `sampling` draws from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -11,8 +12,9 @@ from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
 from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights.layout import Box, Layout, View, coverage, view_of
-from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
+from rlctl.weights.transfer_plan import Shard, SingleWorld, World, receive_plan
 from rlctl.weights.transforms import Add, Cast
+from rlctl.weights.vllm import VllmWorld
 
 SIZES = {
     "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 24, "vocab": 50,
@@ -53,19 +55,35 @@ def published(facts: ModelFacts) -> SingleWorld:
     return SingleWorld(hf.layout(facts, "float64"))
 
 
-def scatter(tensors: dict[str, np.ndarray], source: World, world: World) -> Memory:
+def scatter(tensors: dict[str, np.ndarray], source: World, world: World | VllmWorld) -> Memory:
     """What every rank of `world` holds when `source` (one rank, whole tensors) fills it."""
     return [run(source, [tensors], world, rank) for rank in range(world.size)]
 
 
-def gather(memory: Memory, world: World, target: World) -> dict[str, np.ndarray]:
+def gather(memory: Memory, world: World | VllmWorld, target: World) -> dict[str, np.ndarray]:
     """The tensors again, from the ranks of `world`."""
     return run(world, memory, target, 0)
 
 
-def run(source: World, memory: Memory, destination: World, rank: int) -> dict[str, np.ndarray]:
+class Sending:
+    """An engine's ranks as a source: those that hold the same part of a tensor are holders of one shard."""
+
+    def __init__(self, world: VllmWorld) -> None:
+        self.size, self.layout = world.size, cache(world.layout)
+
+    def shards(self, tensor: str) -> list[Shard]:
+        found: dict[tuple, list[int]] = {}
+        for layout in map(self.layout, range(self.size)):
+            for piece in layout.by_tensor.get(tensor, ()):
+                found.setdefault((piece.tensor_box, piece, layout.params[piece.param]), []).append(layout.rank)
+        once = {box: (ranks, piece, spec) for (box, piece, spec), ranks in reversed(found.items())}
+        return [Shard(ranks, ((piece, spec),)) for ranks, piece, spec in once.values()]
+
+
+def run(source: World | VllmWorld, memory: Memory, destination: World | VllmWorld, rank: int) -> dict[str, np.ndarray]:
     """Execute one destination rank's proven plan with numpy."""
-    plan = receive_plan(source, destination, rank).prove()
+    source = Sending(source) if isinstance(source, VllmWorld) else source
+    plan = receive_plan(source, destination.layout(rank)).prove()
     params = {name: np.full(spec.shape, np.nan) for name, spec in plan.layout.params.items()}
     for fill in plan.fills:
         view(params[fill.param], view_of(plan.layout.params[fill.param], fill.box))[...] = fill.value

@@ -54,7 +54,7 @@ class ShardedWorld:
         local = tuple(Span(0, span.count) for span in box)
         return Piece(name, tuple(box), f"local.{name}", local, tuple(range(len(shape))))
 
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
+    def shards(self, tensor: str) -> Sequence[Shard]:
         if tensor not in self.shapes:
             return ()
         groups: dict[tuple, list[int]] = {}
@@ -95,9 +95,8 @@ class ShardedSource(RefitSender):
 
     def refit_connect(self, setup: SenderSetup) -> Any:
         opened = super().refit_connect(setup)
-        for sender in self._refit.senders.values():
-            packer = sender.packer
-            packer.copies = [[self._transposed(copy) for copy in own] for own in packer.copies]
+        for end in self._state().ends.values():
+            end.packer.copies = [[self._transposed(copy) for copy in own] for own in end.packer.copies]
         return opened
 
     def _transposed(self, copy: Copy) -> Copy:
@@ -107,12 +106,12 @@ class ShardedSource(RefitSender):
             return copy
         return replace(copy, destination_view=view._replace(strides=view.strides[::-1]))
 
-    def _send_round(self, sender: Any, index: int, incoming: Any) -> float:
+    def _send_round(self, end: Any, index: int) -> float:
         if self.fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hang":
             time.sleep(600)
-        return super()._send_round(sender, index, incoming)
+        return super()._send_round(end, index)
 
     def refit_send(self, version: int, attempt: int) -> Sent:
         self.sent = super().refit_send(version, attempt)

@@ -31,13 +31,13 @@ class FaultySource(SyntheticSender):
         return self.sent, exchange.bytes if exchange else 0
 
     def be_impatient(self, seconds: float) -> None:
-        for sender in self._state().senders.values():
-            be_impatient(sender, seconds)
+        for end in self._state().ends.values():
+            be_impatient(end.sender, seconds)
 
-    def _send_round(self, sender: Any, index: int, incoming: Any) -> float:
+    def _send_round(self, end: Any, index: int) -> float:
         if index == 1:
             break_down(self.fault)
-        return super()._send_round(sender, index, incoming)
+        return super()._send_round(end, index)
 
 
 class FaultyEngine(SyntheticEngine):
@@ -48,9 +48,9 @@ class FaultyEngine(SyntheticEngine):
     def be_impatient(self, seconds: float) -> None:
         be_impatient(self.receiver, seconds)
 
-    def _targets(self) -> Any:
+    def targets(self) -> Any:
         break_down(self.fault)
-        return super()._targets()
+        return super().targets()
 
 
 def be_impatient(end: Any, seconds: float) -> None:

@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from rlctl.errors import WorkerError
-from rlctl.transport import collective
 from rlctl.transport.collective import Group, Message, ServedStore
 from rlctl.transport.rounds import Rendezvous
 
@@ -85,9 +85,9 @@ class Nccl:
 def test_on_gpus_all_messages_of_a_group_go_through_its_one_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message outside a batch has NCCL make a communicator for the two members (torch's ProcessGroupNCCL.cpp)."""
     nccl, device, memory = Nccl(), torch.device("cuda", 0), torch.zeros(1)
-    monkeypatch.setattr(collective, "_backend", lambda *_: nccl)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(return_value=nccl), raising=False)
     store = ServedStore("127.0.0.1", 30)
-    group = Group(Rendezvous("127.0.0.1", store.port, "x", ("a", "b", "c")), 0, device, 30)
+    group = Group.join(Rendezvous("127.0.0.1", store.port, "x", ("a", "b", "c")), 0, device, 30)
     assert nccl.asked == [("barrier", device)]  # all members make it together
     nccl.asked.clear()
     group.send(memory, 2).wait("it")

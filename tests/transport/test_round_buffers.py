@@ -8,7 +8,7 @@ import torch
 
 from rlctl.refit.policy_side import RefitSender
 from rlctl.transport.round_buffers import Packer
-from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
+from rlctl.transport.rounds import chunk_layout, cut_rounds, whole_tensors
 from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
 
 ROWS = [(f"layer.{number}", "float32", (8, 8)) for number in range(4)]
@@ -59,7 +59,7 @@ def test_what_some_ranks_ask_of_themselves_does_not_gather_parameters() -> None:
 def test_computed_parameters_are_asked_for_at_every_refit() -> None:
     layout = whole_tensors(ROWS)
     rounds = cut_rounds(layout, 1 << 12)
-    plan = receive_plan(SingleWorld(layout), chunk_world(layout, rounds), 0)
+    plan = receive_plan(SingleWorld(layout), chunk_layout(layout, rounds))
     packer = Packer(rounds, plan.copies, message=False, who="policy rank 0")
     buffer = torch.zeros(1 << 12, dtype=torch.uint8)
     for version in range(1, 6):

@@ -199,7 +199,7 @@ def run(
             session.engines.within(timeout_s).call(WeightReceiver.poison)
         report = session.refit(version, verify=False)
         test.reports.append(report)
-        test.receive, test.taken = report.receive, session.taken
+        test.receive, test.taken = report.receive, session.paths
         tell(f"refit {version}: {sum(report.seconds.values()):.3f} s")
         for comparison in _compared(session, test):
             for name in comparison.mismatched[: EXPLAINED - len(test.causes)]:
@@ -233,7 +233,7 @@ def run_without_engine(
         if version > 1:
             _perturb(session, version, timeout_s)
         test.reports.append(session.refit(version, verify=False))
-        test.taken = session.taken
+        test.taken = session.paths
         _compared(session, test)
         count, seconds = test.comparisons[-1].tensors, sum(test.reports[-1].seconds.values())
         tell(f"refit {version}: {count} tensors in {seconds:.3f} s, {1e6 * seconds / count:.1f} microseconds a tensor")

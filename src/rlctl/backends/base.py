@@ -296,8 +296,9 @@ class CriticWorker(Protocol):
 class WeightReceiver(Protocol):
     """The receiving side of a refit: an engine, or a process that holds parameters like one."""
 
-    def refit_open(self, init_info: dict[str, Any]) -> None:
-        """Take what stays the same over all refits: the published tensors (`table`) and the way in (`receive`)."""
+    def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
+        """Take what stays the same over all refits: the published tensors as (name, dtype, shape), and `loader`,
+        `direct` or `auto`."""
 
     def refit_needs(self) -> list[Need]:
         """List what each process of the engine needs, and where it is."""

@@ -45,7 +45,7 @@ def load_rank(
     stored, opened, order = _open(directory, facts, critic, masters)
     found = find(directory)
     rounding = computed_in(found)[1] if found is not None and is_of_run(found) else "nearest"
-    plan = receive_plan(stored, world, rank).prove()
+    plan = receive_plan(stored, world.layout(rank)).prove()
     check_params(plan.layout, params)
     fill(plan.fills, params, plan.layout.params)
     read = 0

@@ -119,7 +119,7 @@ def check_vllm_interfaces(package: Path | None, platform: str) -> Check:
         return Check("vllm-interfaces", "ok", "vLLM is not installed: nothing to check")
     lacking = interfaces.missing(package, platform)
     if not lacking:
-        return Check("vllm-interfaces", "ok", f"vLLM has all {len(interfaces.INTERFACES)} interfaces that rlctl uses")
+        return Check("vllm-interfaces", "ok", "vLLM has all the interfaces that rlctl uses")
     fix = "Install the vLLM of the constraints file, as `make venv` does in a checkout."
     return Check("vllm-interfaces", "fail", f"this vLLM lacks {listed(lacking, 3)}", fix)
 

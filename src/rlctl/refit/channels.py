@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rlctl.errors import ConfigError
 from rlctl.refit.records import SenderPlace, Share, TableRow
 from rlctl.transport.rounds import Channel, Connection, Need, buffer_bytes, cut_rounds
-from rlctl.weights.layout import Layout
 
 MIB = 1 << 20
 CPU_STAGING = 16 * MIB
@@ -57,7 +56,14 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace
 
 
 def plan_channels(
-    mover: str, needs: Sequence[Need], places: Sequence[SenderPlace], *, staging_bytes: int, timeout_s: float
+    mover: str,
+    needs: Sequence[Need],
+    places: Sequence[SenderPlace],
+    *,
+    staging_bytes: int,
+    timeout_s: float,
+    sparse: bool = False,
+    directory: str | None = None,
 ) -> tuple[Channel, ...]:
     """Plan one channel for all workers that need the same bytes and can read them from the same memory, ordered by node
     so that few rounds cross between nodes when one passes them on to the next."""
@@ -66,19 +72,22 @@ def plan_channels(
         place = shared_place(mover, need)
         groups.setdefault((place, tuple(need.layout.params.items()), need.layout.pieces), []).append(need)
     channels = []
+    near = {place.node for place in places}
     for index, own in enumerate(groups.values()):
-        near = {place.node for place in places}
         first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
         senders = tuple(
             rank for rank, place in enumerate(places) if shared_place(mover, place) == shared_place(mover, first)
         )
         connection = Connection(
             mover=mover,
-            capacity=_capacity(first.layout, staging_bytes),
+            # no more than there is to send, in whole pages
+            capacity=-(-buffer_bytes(cut_rounds(first.layout, max(1, staging_bytes // 2))) // 4096) * 4096,
             senders=tuple(places[rank].name for rank in senders),
             receivers=tuple(need.name for need in (first, *more)),
             timeout_s=timeout_s,
+            directory=directory,
             channel=index,
+            sparse=sparse,
         )
         channels.append(Channel(index, first.layout, first.node, first.device, senders, connection))
     return tuple(channels)
@@ -94,26 +103,19 @@ def meeting_host(needs: Sequence[Need], places: Sequence[SenderPlace]) -> str:
     return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
 
 
-def ways_of(table: Sequence[TableRow], needs: Sequence[Need]) -> dict[str, tuple[tuple[str, str], ...]]:
-    """The ways of each tensor into the engines' workers, as (path, reason), in the order of `table`."""
+def paths_of(table: Sequence[TableRow], needs: Sequence[Need]) -> dict[str, tuple[tuple[str, str], ...]]:
+    """How each tensor comes into the engines' workers, as (path, reason), in the order of `table`."""
     found: dict[str, dict[tuple[str, str], None]] = {row.name: {} for row in table}
-    for one in {one for need in needs for one in need.taken}:
+    for one in {one for need in needs for one in need.routes}:
         for tensor in one.tensors:
             found[tensor][one.path, one.reason] = None
-    return {tensor: tuple(sorted(ways)) for tensor, ways in found.items()}
+    return {tensor: tuple(sorted(paths)) for tensor, paths in found.items()}
 
 
-def shares_of(table: Sequence[TableRow], taken: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
+def shares_of(table: Sequence[TableRow], paths: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
     """The tensors counted by path and reason."""
     rows: dict[tuple[str, str], list[TableRow]] = {}
     for row in table:
-        for way in taken[row.name]:
-            rows.setdefault(way, []).append(row)
-    return tuple(Share(*way, len(own), sum(row.bytes for row in own)) for way, own in sorted(rows.items()))
-
-
-def _capacity(layout: Layout, staging_bytes: int) -> int:
-    """Bytes of one of two buffers: no more than there is to send, in whole pages."""
-    half = max(1, staging_bytes // 2)
-    need = buffer_bytes(cut_rounds(layout, half))
-    return -(-need // 4096) * 4096
+        for path in paths[row.name]:
+            rows.setdefault(path, []).append(row)
+    return tuple(Share(*path, len(own), sum(row.bytes for row in own)) for path, own in sorted(rows.items()))

@@ -23,54 +23,50 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
 from rlctl.config.schema import Rounding
 from rlctl.errors import WorkerError
-from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exchange
-from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent, TableRow
+from rlctl.refit.exchange import Exchange, needs_exchange, relay
+from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
 from rlctl.transport.collective import CollectiveSender, ServedStore
 from rlctl.transport.cuda_ipc import device_name
-from rlctl.transport.movers import Sender, make_staging, open_sender, sends_messages
+from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender
 from rlctl.transport.round_buffers import Packer, source_view
-from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_world, cut_rounds, whole_tensors
+from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Staging, this_node
 from rlctl.weights.readings import combine
-from rlctl.weights.transfer_plan import (
-    Copy,
-    Place,
-    RememberingWorld,
-    SingleWorld,
-    Topology,
-    TransferPlan,
-    World,
-    many_objects,
-    receive_plan,
-    shares_of_rank,
-)
+from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, many_objects, receive_plan
+
+
+@dataclass
+class ChannelEnd:
+    """This rank's end of a channel into which it writes."""
+
+    channel: Channel
+    packer: Packer
+    sender: Sender
+    changes: ChangePacker | None
+    """What was sent last, where only changed elements may be sent."""
 
 
 @dataclass
 class SenderState:
     """Everything that a rank keeps between refits."""
 
-    setup: SenderSetup
     world: World
-    rows: dict[str, TableRow]
-    senders: dict[int, Sender] = field(default_factory=dict)
-    """By channel, where this rank reaches the staging memory."""
+    staging: dict[int, Staging]
+    """Memory that this rank made, by channel."""
+    store: ServedStore | None
+    plans: dict[int, TransferPlan] = field(default_factory=dict)
+    """By channel, until it is opened."""
+    setup: SenderSetup = field(default_factory=lambda: SenderSetup(()))
+    ends: dict[int, ChannelEnd] = field(default_factory=dict)
+    """By channel."""
     exchange: Exchange | None = None
-    """Takes boxes of ranks that do not reach it to those that do; None: all ranks reach it."""
-    changes: dict[int, ChangePacker] = field(default_factory=dict)
-    """By channel, what was sent last, where only changed elements may be sent."""
+    """Takes boxes of ranks that do not reach staging memory to those that do; None: all ranks reach it."""
     rounds: int = 0
     """Most rounds of a channel."""
-    _copies: tuple[Copy, ...] | None = None
-
-    def whole_copies(self, rank: int) -> tuple[Copy, ...]:
-        """This rank's share of each published tensor, which it compares with the engines'."""
-        if self._copies is None:
-            with many_objects():
-                self._copies = shares_of_rank(self.world, SingleWorld(whole_tensors(self.setup.table)), rank)
-        return self._copies
+    whole_copies: tuple[Copy, ...] | None = None
+    """This rank's share of each published tensor, which it compares with the engines'."""
 
 
 class RefitSender(ABC):
@@ -82,11 +78,6 @@ class RefitSender(ABC):
     rounding: Rounding = "unbiased"
     """How weights become narrower ones of an engine."""
     _refit: SenderState | None = None
-    _refit_made: dict[int, Staging] | None = None
-    """Staging memory that this rank made, by channel."""
-    _refit_store: ServedStore | None = None
-    _refit_plans: dict[int, TransferPlan]
-    """With the collective mover: the plan of each channel, from `refit_make` to `refit_connect`."""
     _refit_device: torch.device | None = None
 
     @abstractmethod
@@ -98,7 +89,8 @@ class RefitSender(ABC):
         """The layouts of all ranks of the policy."""
 
     def refit_place(self) -> SenderPlace:
-        return SenderPlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), _address())
+        address = os.environ.get("RLCTL_ADDRESS") or node_address() or socket.gethostname()
+        return SenderPlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), address)
 
     def _device(self) -> torch.device:
         """The device of the weights. All ranks look it up once, in `refit_place`: `parameters` may be collective, and
@@ -109,80 +101,73 @@ class RefitSender(ABC):
 
     def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
         self.refit_close()
-        self._refit_made, self._refit_plans = {}, {}
-        for channel in channels:
-            if channel.senders[0] == self.rank and (made := make_staging(channel, self._device())):
-                self._refit_made[channel.index] = made
+        own = (channel for channel in channels if channel.senders[0] == self.rank)
+        made = {channel.index: staging for channel in own if (staging := make_staging(channel, self._device()))}
         link = channels[0].connection
-        if link.mover == "collective":
-            world = RememberingWorld(self.layouts())
-            with many_objects():
-                self._refit_plans = {channel.index: _plan(world, channel, places) for channel in channels}
-            if self.rank == 0:
-                self._refit_store = ServedStore(host, link.timeout_s)
-        sends = frozenset(index for index, plan in self._refit_plans.items() if plan.from_rank(self.rank))
-        port = self._refit_store.port if self._refit_store is not None else None
-        addresses = {index: made.segment.address for index, made in self._refit_made.items()}
-        handles = {index: made.handles for index, made in self._refit_made.items()}
-        return Made(addresses, handles, port, sends)
+        store = ServedStore(host, link.timeout_s) if link.mover == "collective" and self.rank == 0 else None
+        state = self._refit = SenderState(RememberingWorld(self.layouts()), made, store)
+        with many_objects():
+            state.plans = {channel.index: _plan(state.world, channel, places) for channel in channels}
+        addresses = {index: one.segment.address for index, one in made.items()}
+        handles = {index: one.handles for index, one in made.items()}
+        sends = frozenset(index for index, plan in state.plans.items() if plan.from_rank(self.rank))
+        return Made(addresses, handles, store.port if store else None, sends)
 
     def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:
-        world = RememberingWorld(self.layouts())
-        state = SenderState(setup, world, {row.name: row for row in setup.table})
-        self._refit, problems = state, []
-        link = setup.channels[0].connection
+        state, problems, link = self._state(), list[str](), setup.channels[0].connection
+        state.setup = setup
         if needs_exchange(setup):
-            names = tuple(place.name for place in setup.places)
-            state.exchange = Exchange(names, self.rank, self._device(), link.timeout_s)
+            state.exchange = Exchange(tuple(place.name for place in setup.places), self._device(), link.timeout_s)
         with many_objects():
             for channel in setup.channels:
                 problems += self._open_channel(state, channel)
-        for sender in state.senders.values():
-            if isinstance(sender, CollectiveSender):
-                sender.introduce()
+        for end in state.ends.values():
+            if isinstance(end.sender, CollectiveSender):
+                end.sender.introduce()
         return tuple(problems[:8])
 
     def _open_channel(self, state: SenderState, channel: Channel) -> list[str]:
         """Open this rank's ends of one channel; return the problems of its plan."""
-        setup, link = state.setup, channel.connection
+        link = channel.connection
         rounds = cut_rounds(channel.layout, link.capacity)
-        plan = self._refit_plans.pop(channel.index, None) or _plan(state.world, channel, setup.places)
+        plan = state.plans.pop(channel.index)
         own, inside = plan.from_rank(self.rank), self.rank in channel.senders
         if not own and not inside:
             return plan.problems()
-        message = not inside or sends_messages(link.mover)
-        packer = Packer(rounds, own, message=message, who=f"policy rank {self.rank}", rounding=self.rounding)
+        messages = MOVERS[link.mover].messages
+        packer = Packer(
+            rounds, own, message=messages or not inside, who=f"policy rank {self.rank}", rounding=self.rounding
+        )
         state.rounds = max(state.rounds, len(rounds))
         if inside:
-            made = (self._refit_made or {}).get(channel.index)
-            state.senders[channel.index] = open_sender(channel, self.rank, packer, made=made, device=self._device())
-            if setup.sparse:
-                state.changes[channel.index] = ChangePacker(
-                    packer, channel.layout, link.capacity, len(channel.senders), channel.index
-                )
-            away = [rank for rank in plan.sources if agent(channel.senders, rank) == self.rank]
-            if state.exchange and (away := [rank for rank in away if rank not in channel.senders]):
-                state.exchange.incoming[channel.index] = Incoming(plan, rounds, away, self._device())
+            staging = state.staging.get(channel.index)
+            sender = open_sender(channel, self.rank, packer, staging=staging, device=self._device())
+            place = 0 if messages else channel.senders.index(self.rank)
+            changes = ChangePacker(packer, channel, place) if link.sparse else None
+            state.ends[channel.index] = ChannelEnd(channel, packer, sender, changes)
+            away = [rank for rank in plan.sources if rank not in channel.senders]
+            away = [rank for rank in away if relay(channel.senders, rank) == self.rank]
+            if state.exchange and away:
+                state.exchange.send_for(channel.index, plan, rounds, away)
         elif state.exchange:
-            to = agent(channel.senders, self.rank)
-            state.exchange.outgoing[channel.index] = Outgoing(packer, to, self._device())
+            state.exchange.send_through(channel.index, packer, relay(channel.senders, self.rank))
         return plan.problems()
 
     def refit_unlink(self) -> None:
-        for made in (self._refit_made or {}).values():
+        state = self._state()
+        for made in state.staging.values():
             made.segment.unlink()
-        if self._refit_store is not None:
-            self._refit_store.stop_listening()
+        if state.store is not None:
+            state.store.stop_listening()
 
     def refit_send(self, version: int, attempt: int) -> Sent:
         state, parameters = self._state(), self.parameters()
         packing = exchanging = 0.0
         count = 0
-        incoming = state.exchange.incoming if state.exchange else {}
         with contextlib.ExitStack() as stack, torch.no_grad():
-            for sender in state.senders.values():
-                stack.enter_context(sender.begin(version, attempt))
-                sender.packer.look(parameters)
+            for end in state.ends.values():
+                stack.enter_context(end.sender.begin(version, attempt))
+                end.packer.look(parameters)
             if state.exchange:
                 state.exchange.start(attempt, parameters)
             for index in range(state.rounds):
@@ -191,54 +176,54 @@ class RefitSender(ABC):
                     waiting = time.perf_counter()
                     state.exchange.round(index)
                     exchanging += time.perf_counter() - waiting
-                for channel, sender in sorted(state.senders.items()):
-                    if index < len(sender.packer.rounds):
-                        packing += self._send_round(sender, index, incoming.get(channel))
-                        count += sender.packer.bytes[index]
-            for packer in state.changes.values():
-                packer.remember()
+                for end in state.ends.values():
+                    if index < len(end.packer.rounds):
+                        packing += self._send_round(end, index)
+                        count += end.packer.bytes[index]
+            for end in state.ends.values():
+                if end.changes:
+                    end.changes.remember()
         exchanged = state.exchange.bytes if state.exchange else 0
         return Sent(packing, count + exchanged, exchanging)
 
-    def _send_round(self, sender: Sender, index: int, incoming: Incoming | None) -> float:
+    def _send_round(self, end: ChannelEnd, index: int) -> float:
         """Send one round of a channel; return the seconds of copying."""
-        buffer = sender.wait(index)
+        buffer = end.sender.wait(index)
         begun = time.perf_counter()
-        sender.packer.pack(index, buffer)
+        end.packer.pack(index, buffer)
         seconds = time.perf_counter() - begun
-        if incoming is not None:
-            incoming.put(index, buffer)
-        sender.done(index)
+        if exchange := self._state().exchange:
+            exchange.put(end.channel.index, index, buffer)
+        end.sender.done(index, end.packer.lengths[index])
         return seconds
 
     def refit_find_changes(self) -> list[Changes]:
-        state, parameters = self._state(), self.parameters()
+        parameters, found = self.parameters(), []
         with torch.no_grad():
-            for packer in state.changes.values():
-                packer.packer.look(parameters)
-            return [packer.compare() for packer in state.changes.values()]
+            for end in self._state().ends.values():
+                end.packer.look(parameters)
+                if end.changes:
+                    found.append(end.changes.compare())
+        return found
 
     def refit_send_changes(self, version: int, attempt: int, lengths: tuple[Lengths, ...]) -> Sent:
-        state, packing = self._state(), 0.0
+        ends, packing, count = self._state().ends, 0.0, 0
         with contextlib.ExitStack() as stack:
-            for sender in state.senders.values():
-                stack.enter_context(sender.begin(version, attempt))
+            for end in ends.values():
+                stack.enter_context(end.sender.begin(version, attempt))
             for index in range(max(map(len, lengths), default=0)):
-                for channel, sender in state.senders.items():
-                    if index < len(lengths[channel]):
-                        packing += self._send_changes(channel, sender, index, lengths[channel][index])
-        count = sum(packer.size for packer in state.changes.values())
-        for packer in state.changes.values():
-            packer.forget()
+                for channel, end in ends.items():
+                    if index < len(lengths[channel]) and end.changes:
+                        memory = end.sender.wait(index)
+                        begun = time.perf_counter()
+                        end.changes.pack(index, memory)
+                        packing += time.perf_counter() - begun
+                        end.sender.done(index, lengths[channel][index][end.channel.senders.index(self.rank)])
+        for end in ends.values():
+            if end.changes:
+                count += end.changes.size
+                end.changes.forget()
         return Sent(packing, count)
-
-    def _send_changes(self, channel: int, sender: Sender, index: int, lengths: tuple[int, ...]) -> float:
-        memory = sender.wait_changes(index)
-        begun = time.perf_counter()
-        self._state().changes[channel].pack(index, memory)
-        seconds = time.perf_counter() - begun
-        sender.done_changes(index, lengths[self._state().setup.channels[channel].senders.index(self.rank)])
-        return seconds
 
     def refit_publish(self, version: int) -> None:
         if self.rank == 0:
@@ -249,10 +234,11 @@ class RefitSender(ABC):
             disk.remove_others(self._state().setup.channels[0].connection.directory, version)
 
     def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
-        state, wanted = self._state(), None if tensors is None else set(tensors)
+        wanted = None if tensors is None else set(tensors)
+        rows = {row.name: row for row in self._state().setup.table}
         sums: dict[str, int] = {}
         for copy, values in self._boxes(wanted):
-            row = state.rows[copy.tensor]
+            row = rows[copy.tensor]
             starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
             values = transformed(values, copy, rounding=self.rounding).to(getattr(torch, row.dtype))
             value = fingerprint(values, row.shape, starts, steps)
@@ -260,10 +246,7 @@ class RefitSender(ABC):
         return sums
 
     def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
-        self._perturb(self._state().world, seed, scale, share)
-
-    def _perturb(self, world: World, seed: int, scale: float, share: float) -> None:
-        held = {p.param: f"{p.tensor}{p.tensor_box}" for p in world.layout(self.rank).pieces}
+        held = {p.param: f"{p.tensor}{p.tensor_box}" for p in self.layouts().layout(self.rank).pieces}
         for name, parameter in self.parameters().items():
             if name in self.stored_alone:
                 continue
@@ -299,45 +282,37 @@ class RefitSender(ABC):
         return size / 1e9 / best
 
     def refit_close(self) -> None:
-        for sender in self._refit.senders.values() if self._refit else ():
-            sender.close()
-        for made in (self._refit_made or {}).values():
-            made.segment.close()
-        self._refit = self._refit_made = self._refit_store = None
+        if state := self._refit:
+            for end in state.ends.values():
+                end.sender.close()
+            for made in state.staging.values():
+                made.segment.close()
+        self._refit = None
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
         """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
-        parameters, who = self.parameters(), f"policy rank {self.rank}"
-        for copy in self._state().whole_copies(self.rank):
+        state, parameters, who = self._state(), self.parameters(), f"policy rank {self.rank}"
+        if state.whole_copies is None:
+            with many_objects():
+                layout = whole_tensors(state.setup.table)
+                state.whole_copies = receive_plan(state.world, layout, only=self.rank).copies
+        for copy in state.whole_copies:
             if tensors is None or copy.tensor in tensors:
                 yield copy, source_view(copy, parameters, who)
 
     def _state(self) -> SenderState:
         if self._refit is None:
-            raise WorkerError("The policy was asked to take part in a refit before refit_connect was called.")
+            raise WorkerError("The policy was asked to take part in a refit before refit_make was called.")
         return self._refit
 
 
 def _plan(world: World, channel: Channel, places: tuple[SenderPlace, ...]) -> TransferPlan:
     """Return what the receivers of a channel get from which rank."""
     rounds = cut_rounds(channel.layout, channel.connection.capacity)
-    senders = tuple(Place(node=place.node, device=place.device) for place in places)
-    topology = Topology(senders, (Place(node=channel.node, device=channel.device),))
-    return receive_plan(world, chunk_world(channel.layout, rounds), 0, topology)
+    distances = [2 if one.node != channel.node else int(one.device != channel.device) for one in places]
+    return receive_plan(world, chunk_layout(channel.layout, rounds), distances)
 
 
 def _finish_copies(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _address() -> str:
-    """An address of this node that others can reach: the user's, Ray's, or that of the route out of this network."""
-    if name := os.environ.get("RLCTL_ADDRESS") or node_address():
-        return name
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:  # there is no route out of this network, and its members know the name
-            return socket.gethostname()

@@ -42,8 +42,6 @@ class SenderSetup:
     places: tuple[SenderPlace, ...] = ()
     """All policy ranks."""
     channels: tuple[Channel, ...] = ()
-    sparse: bool = False
-    """Keep a copy of what was sent, so that only changed elements can be sent next time."""
 
 
 @dataclass(frozen=True)

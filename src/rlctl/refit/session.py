@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rlctl.backends.base import WeightReceiver
-from rlctl.cluster.workers import PendingCall, WorkerGroup, wait_together
+from rlctl.cluster.workers import WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import (
     choose_mover,
     meeting_host,
+    paths_of,
     plan_channels,
     shared_place,
     shares_of,
     staging_bytes,
-    ways_of,
 )
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
@@ -87,8 +87,8 @@ class RefitSession:
         """Version of which every engine holds all weights."""
         self._since_full = 0
         self.opened = self.broken = False
-        self.taken: dict[str, tuple[tuple[str, str], ...]] = {}
-        """The receive path of each tensor and why it takes it; more than one where workers hold it differently."""
+        self.paths: dict[str, tuple[tuple[str, str], ...]] = {}
+        """How each tensor comes into the engines, and why; more than one way where workers hold it differently."""
         self.shares: tuple[Share, ...] = ()
         self.last_comparison: Comparison | None = None
         self._dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
@@ -102,37 +102,33 @@ class RefitSession:
         """Staging memory of the node that holds most of it."""
         by_node: dict[str, int] = {}
         for channel in self.setup.channels:
-            by_node[channel.node] = by_node.get(channel.node, 0) + _staging(channel)
+            rounds = cut_rounds(channel.layout, channel.connection.capacity)
+            by_node[channel.node] = by_node.get(channel.node, 0) + min(2, len(rounds)) * buffer_bytes(rounds)
         return max(by_node.values(), default=0)
 
     def open(self) -> None:
         """Make the staging memory, and tell both sides what stays the same over all refits."""
         places = tuple(self._wait("open", self.policy, WeightSender.refit_place))
-        self._wait(
-            "open", self.engines, WeightReceiver.refit_open, {"table": self.setup.table, "receive": self.receive}
-        )
-        needs = self._wait("open", self.engines, WeightReceiver.refit_needs)
-        flat = [need for of_engine in needs for need in of_engine]
-        self.setup = replace(self.setup, table=_as_held(self.setup.table, flat))
-        self.taken = ways_of(self.setup.table, flat)
-        self.shares = shares_of(self.setup.table, self.taken)
-        self.mover = choose_mover(self.settings.mover, flat, places, self.settings.directory)
+        self._wait("open", self.engines, WeightReceiver.refit_open, self.setup.table, self.receive)
+        of_engines = self._wait("open", self.engines, WeightReceiver.refit_needs)
+        needs = [need for of_engine in of_engines for need in of_engine]
+        table = _as_held(self.setup.table, needs)
+        self.paths = paths_of(table, needs)
+        self.shares = shares_of(table, self.paths)
+        self.mover = choose_mover(self.settings.mover, needs, places, self.settings.directory)
+        self._base, self._whole_only = None, self._why_whole(needs, places)
         channels = plan_channels(
             self.mover,
-            flat,
+            needs,
             places,
-            staging_bytes=staging_bytes(self.settings.staging_mb, flat),
+            staging_bytes=staging_bytes(self.settings.staging_mb, needs),
             timeout_s=self.settings.timeout_s,
+            sparse=self.settings.sparse and not self._whole_only,
+            directory=str(Path(self.settings.directory or ".").absolute() / f"rlctl-refit-{secrets.token_hex(4)}"),
         )
-        self._base, self._whole_only = None, self._why_whole(flat, places)
-        sparse = self.settings.sparse and not self._whole_only
-        self.setup = replace(
-            self.setup,
-            places=places,
-            sparse=sparse,
-            channels=self._prepared(channels, places, meeting_host(flat, places)),
-        )
-        self._connect([tuple(self._connection(need) for need in of_engine) for of_engine in needs])
+        self.setup = SenderSetup(table, places, self._prepared(channels, needs, places))
+        links = {name: c.connection for c in self.setup.channels for name in c.connection.receivers}
+        self._connect([tuple(links[need.name] for need in of_engine) for of_engine in of_engines])
         self._wait("open", self.policy, WeightSender.refit_unlink)
         self.opened = True
 
@@ -143,26 +139,22 @@ class RefitSession:
         self.open()
 
     def _prepared(
-        self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str
+        self, channels: tuple[Channel, ...], needs: list[Need], places: tuple[SenderPlace, ...]
     ) -> tuple[Channel, ...]:
         """Complete the channels with what the two sides need to find each other."""
+        host = meeting_host(needs, places)
         made = self._wait("open", self.policy, WeightSender.refit_make, channels, places, host)
         addresses = {index: address for one in made for index, address in one.addresses.items()}
         handles = {index: own for one in made for index, own in one.handles.items()}
-        port = next((one.store_port for one in made if one.store_port is not None), None)
-        directory, run = None, secrets.token_hex(4)
-        if self.mover == "disk":
-            directory = str(Path(self.settings.directory or ".").absolute() / f"rlctl-refit-{run}")
+        port, run = next((one.store_port for one in made if one.store_port is not None), None), secrets.token_hex(4)
         done = []
         for c in channels:
-            link = replace(
-                c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()), directory=directory
-            )
+            link = replace(c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()))
             if port is not None:  # ranks with nothing to send stay out
                 c = replace(c, senders=tuple(rank for rank, one in enumerate(made) if c.index in one.sends))
                 senders = tuple(places[rank].name for rank in c.senders)
-                at = Rendezvous(host, port, f"refit-{run}-{c.index}", (*senders, *link.receivers))
-                link = replace(link, senders=senders, group=at)
+                group = Rendezvous(host, port, f"refit-{run}-{c.index}", (*senders, *link.receivers))
+                link = replace(link, senders=senders, group=group)
             done.append(replace(c, connection=link))
         return tuple(done)
 
@@ -175,9 +167,6 @@ class RefitSession:
         by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
         if problems := [line for of_rank in by_rank for line in of_rank]:
             raise VerificationError(f"Refit: the transfer plan is wrong: {'; '.join(problems[:8])}.")
-
-    def _connection(self, need: Need) -> Connection:
-        return next(c.connection for c in self.setup.channels if need.name in c.connection.receivers)
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
         """Bring the policy's weights into every engine as `version`. With `verify` None the settings decide.
@@ -197,7 +186,7 @@ class RefitSession:
         lengths, sparse = self._changes() if self.settings.sparse else (None, None)
         compared_s = time.perf_counter() - moving
         base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
-        sent, wrote_s = self._move(version) if lengths is None else self._move_changes(version, base, lengths)
+        sent, wrote_s = self._move(version, base, lengths)
         self.broken = False
         moved = time.perf_counter()
         resets = self._wait("load", self.engines, WeightReceiver.refit_finish, version)
@@ -267,20 +256,10 @@ class RefitSession:
         ]
         return tuple(lengths), share
 
-    def _move_changes(self, version: int, base: int | None, lengths: tuple[Lengths, ...]) -> tuple[list[Sent], float]:
-        """Send only changed elements, over the version `base` that the engines hold."""
-        update = {"version": version, "attempt": self.attempts, "base": base, "lengths": lengths}
-        sending = self.policy.submit(WeightSender.refit_send_changes, version, self.attempts, lengths)
-        return self._transfer(sending, update), 0.0
-
-    def _transfer(self, sending: PendingCall[Sent], update: dict[str, Any]) -> list[Sent]:
-        receiving = self.engines.submit(WeightReceiver.refit_receive, update)
-        limit = self.settings.timeout_s + MARGIN_S
-        return self._guard("transfer", lambda: wait_together(sending, receiving, limit))[0]
-
-    def _move(self, version: int) -> tuple[list[Sent], float]:
-        """Send everything, until a side fails. Returns what ranks sent, and the seconds before loading could begin."""
-        update = {"version": version, "attempt": self.attempts}
+    def _move(self, version: int, base: int | None, lengths: tuple[Lengths, ...] | None) -> tuple[list[Sent], float]:
+        """Send everything, or with `lengths` what has changed since `base`, until a side fails. Returns what ranks
+        sent, and the seconds before loading could begin."""
+        update: dict[str, Any] = {"version": version, "attempt": self.attempts}
         if self.mover == "disk":  # a version is read once it is complete
             begun = time.perf_counter()
             sent = self._wait("transfer", self.policy, WeightSender.refit_send, version, self.attempts)
@@ -289,15 +268,25 @@ class RefitSession:
             self._wait("load", self.engines, WeightReceiver.refit_receive, update)
             self._wait("load", self.policy, WeightSender.refit_retire, version)
             return sent, wrote_s
-        return self._transfer(self.policy.submit(WeightSender.refit_send, version, self.attempts), update), 0.0
+        if lengths is None:
+            sending = self.policy.submit(WeightSender.refit_send, version, self.attempts)
+        else:
+            update |= {"base": base, "lengths": lengths}
+            sending = self.policy.submit(WeightSender.refit_send_changes, version, self.attempts, lengths)
+        receiving = self.engines.submit(WeightReceiver.refit_receive, update)
+        limit = self.settings.timeout_s + MARGIN_S
+        return self._guard("transfer", lambda: wait_together(sending, receiving, limit))[0], 0.0
 
     def _to_compare(self, version: int, wanted: bool | None) -> list[str] | None:
-        """The tensors to compare: all (None) on the first refit and every few after it, else a sample."""
-        every = self.settings.verify_every
-        due = self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0)
+        """The tensors to compare: all (None) on the first refit and every few after it, else a sample, which is another
+        with every version, and the same for the same version."""
         if wanted is not None:
             return None if wanted else []
-        return None if due else self._sample(version)
+        every = self.settings.verify_every
+        if self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0):
+            return None
+        names = [row.name for row in self.setup.table]
+        return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
 
     def _verified(self, version: int, sample: list[str] | None) -> int:
         """Compare the tensors of `sample` (None: all); return how many."""
@@ -318,16 +307,6 @@ class RefitSession:
         self._base = None
         self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
 
-    def _as_converted(self) -> dict[str, int]:
-        """Fingerprints that tensors in the precision of the conversion must have in the first refit."""
-        rows = [row.name for row in self.setup.table if row.dtype == self._dtype]
-        return {name: self._converted[name] for name in rows if name in self._converted}
-
-    def _sample(self, version: int) -> list[str]:
-        """Names of some tensors: others with every version, the same for the same version."""
-        names = [row.name for row in self.setup.table]
-        return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
-
     def compare(self, tensors: list[str] | None = None) -> list[Comparison]:
         """Compare the policy's tensors (None: all) with what each engine computes with now. Raises VerificationError if
         those of the first refit are not what their conversion wrote."""
@@ -336,7 +315,9 @@ class RefitSession:
         found, readings = self._guard("verify", lambda: wait_together(sums, reading, self.settings.timeout_s))
         source = source_sums(found)
         if self.refits == 1:
-            require_as_converted(source, self._as_converted(), self._converted_at)
+            same = {row.name for row in self.setup.table if row.dtype == self._dtype}
+            converted = {name: value for name, value in self._converted.items() if name in same}
+            require_as_converted(source, converted, self._converted_at)
         firsts = range(0, len(readings), self.members)
         models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
         return [compare(source, of_one, tensors) for of_one in models]
@@ -380,11 +361,6 @@ class RefitSession:
             ) from None
         except WorkerError as error:
             raise WorkerError(f"Refit, phase {phase}: {error.message}", error.hint) from None
-
-
-def _staging(channel: Channel) -> int:
-    rounds = cut_rounds(channel.layout, channel.connection.capacity)
-    return min(2, len(rounds)) * buffer_bytes(rounds)
 
 
 def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlctl.backends.vllm.weights.write import DirectWriter, SparseWriter, Target, require_base
+from rlctl.backends.vllm.weights.write import DirectWriter, ReceivingEnd, Target
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import WorkerError
@@ -20,8 +20,8 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.refit.policy_side import RefitSender
 from rlctl.transport.cuda_ipc import device_name
-from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_receiver
-from rlctl.transport.rounds import Connection, Need, Taken, cut_rounds
+from rlctl.transport.movers import Received
+from rlctl.transport.rounds import Connection, Need, Route
 from rlctl.transport.shared_memory import this_node
 from rlctl.weights.layout import Layout
 from rlctl.weights.readings import Reading
@@ -71,7 +71,7 @@ class SyntheticSender(RefitSender):
 
     def setup(self) -> int:
         """Give every element a value that replicas share; returns the number of parameters."""
-        self._perturb(self._world, 0, 1.0, 1.0)
+        self.refit_perturb(0, 1.0)
         return len(self._params)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ class SyntheticSender(RefitSender):
         self.refit_close()
 
 
-class SyntheticEngine:
+class SyntheticEngine(ReceivingEnd):
     """One rank's parameters in vLLM's layout, received as an engine's worker receives them, always directly."""
 
     def __init__(
@@ -97,55 +97,34 @@ class SyntheticEngine:
         device: str = "cpu",
     ) -> None:
         """`index` is the rank in the engines' world; ranks of several engines hold the same."""
+        super().__init__(torch.device(device))
         if threads:
             torch.set_num_threads(threads)
         self.index, self.name = index, f"engine {index} worker 0"
         self.layout = VllmWorld(facts, parallel, dtype).layout(index % parallel.world_size)
-        self.device = torch.device(device)
         self.params = _zeros(self.layout, self.device)
         self._shapes = dict(weights_of(facts).tensors)
-        self.writer = DirectWriter(self._targets)
-        self.receiver: Receiver | None = None
+        self.writer = DirectWriter(self.targets)
         self._version, self._updating = 0, False
-        self._applied: int | None = None
 
-    def _targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, Target]:
         return {name: Target(value, value.shape[0]) for name, value in self.params.items()}
 
-    def refit_open(self, init_info: dict[str, Any]) -> None:
-        self.refit_close()
+    def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
+        self.close()
 
     def refit_needs(self) -> list[Need]:
-        taken = Taken("direct", "parameters without an engine", tuple(self.layout.by_tensor))
-        return [Need(self.name, this_node(), device_name(self.device), (taken,), self.layout)]
+        route = Route("direct", "parameters without an engine", tuple(self.layout.by_tensor))
+        return [Need(self.name, this_node(), device_name(self.device), (route,), self.layout)]
 
     def refit_connect(self, connections: tuple[Connection, ...]) -> None:
-        self._link = connections[0]
-        self.rounds = cut_rounds(self.layout, self._link.capacity)
-        self.receiver = open_receiver(connections[0], self.rounds, self.name, self.device)
+        self.connect(connections[0], self.name)
 
     def refit_begin(self, version: int) -> None:
         self._updating = True
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
-        if self.receiver is None:
-            raise WorkerError("A refit began before this end was connected.")
-        timed = TimedReceiver(self.receiver)
-        held, self._applied = self._applied, None
-        changes = update_info["lengths"][self._link.channel] if update_info.get("base") is not None else None
-        with torch.no_grad(), self.receiver.begin(update_info["version"], update_info["attempt"], changes):
-            if changes is None:
-                self.writer.write_rounds(self.rounds, timed)
-            else:
-                require_base(held, update_info["base"])
-                self._receive_changes(timed, len(changes))
-        self._applied = update_info["version"]
-        self._received = Received("direct", timed.waited_s)
-
-    def _receive_changes(self, receiver: TimedReceiver, rounds: int) -> None:
-        link = self._link
-        writer = SparseWriter(self._targets(), list(self.layout.params), len(link.senders), link.capacity)
-        writer.write_rounds(rounds, receiver)
+        self._received = Received("direct", self.receive(**update_info))
 
     def refit_finish(self, version: int) -> float:
         self._version, self._updating = version, False
@@ -163,7 +142,7 @@ class SyntheticEngine:
         return [self._received]
 
     def poison(self) -> None:
-        self._applied = None
+        self.applied = None
         for value in self.params.values():
             value.fill_(float("nan"))
 
@@ -181,12 +160,7 @@ class SyntheticEngine:
         return found
 
     def refit_close(self) -> None:
-        if self.receiver is not None:
-            self.receiver.close()
-            self.receiver = None
-
-    def close(self) -> None:
-        self.refit_close()
+        self.close()
 
 
 def _zeros(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, transformed
-from rlctl.transport.round_buffers import Packer
-from rlctl.transport.rounds import EMPTY_BYTES, Changes, Chunk
-from rlctl.weights.layout import Layout, ParamSpec, view_of
+from rlctl.transport.round_buffers import Packer, chunk_number
+from rlctl.transport.rounds import EMPTY_BYTES, Changes, Channel, Chunk
+from rlctl.weights.layout import ParamSpec, view_of
 from rlctl.weights.transfer_plan import Copy
 
 HEADER = 2  # int64 words: the parameter, the number of elements
@@ -98,13 +98,14 @@ def differing(values: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
 class ChangePacker:
     """Keeps what one rank sent last over one channel, and packs what differs from it."""
 
-    def __init__(self, packer: Packer, layout: Layout, capacity: int, senders: int, channel: int) -> None:
-        self.packer, self.channel = packer, channel
-        self.region = region_bytes(capacity, senders)
-        self._params = {name: index for index, name in enumerate(layout.params)}
-        self._specs = layout.params
+    def __init__(self, packer: Packer, channel: Channel, place: int) -> None:
+        """`place`: the number of the region of a round's buffer that is this rank's."""
+        self.packer, self.channel, self.place = packer, channel.index, place
+        self.region = region_bytes(channel.connection.capacity, len(channel.senders))
+        self._params = {name: index for index, name in enumerate(channel.layout.params)}
+        self._specs = channel.layout.params
         self._chunks: list[tuple[Copy, Chunk]] = [
-            (copy, packer.rounds[index][int(copy.destination_param.partition(".")[2])])
+            (copy, packer.rounds[index][chunk_number(copy)])
             for index, copies in enumerate(packer.copies)
             for copy in copies
         ]
@@ -151,8 +152,9 @@ class ChangePacker:
         parts = zip(places.split(most), values.split(most), strict=True)
         return [((param, some, new), _entry_bytes(len(some), item)) for some, new in parts]
 
-    def pack(self, index: int, memory: torch.Tensor) -> None:
-        """Write round `index` into this rank's region: an empty piece where there is nothing more."""
+    def pack(self, index: int, buffer: torch.Tensor) -> None:
+        """Write round `index` into this rank's region of `buffer`: an empty piece where there is nothing more."""
+        memory = buffer[self.place * self.region : (self.place + 1) * self.region]
         write_piece(memory, self._pieces[index] if index < len(self._pieces) else [])
 
     def forget(self) -> None:

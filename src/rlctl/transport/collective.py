@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.errors import PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.transport.changes import region, region_bytes
@@ -26,12 +26,12 @@ from rlctl.transport.rounds import (
     Channel,
     Connection,
     Lengths,
+    MessagePart,
     Rendezvous,
     Rounds,
     buffer_bytes,
     decode_parts,
     encode_parts,
-    message_bytes,
 )
 
 
@@ -73,32 +73,34 @@ class Message(NamedTuple):
 class Group:
     """This process's membership in a group: it sends and receives bytes, in order between each two members."""
 
-    def __init__(self, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> None:
-        self.names, self.rank, self.device, self.timeout_s = at.names, rank, device, timeout_s
-        self._own = True
-        limit = timedelta(seconds=timeout_s)
-        try:
-            store = PrefixStore(at.prefix, TCPStore(at.host, at.port, is_master=False, timeout=limit))
-            self._group: Any = _backend(store, rank, len(at.names), device, limit)
-            if device.type == "cuda":
-                self._make_communicator()
-        except RuntimeError as error:
-            members = f"the group of {len(at.names)} at {at.host}"
-            raise WorkerError(f"{at.names[rank]} could not join {members}: {error}.") from None
+    def __init__(self, group: Any, names: tuple[str, ...], device: torch.device, timeout_s: float) -> None:
+        """Send messages over a backend of torch's, which stays when this object is closed."""
+        self.names, self.device, self.timeout_s = names, device, timeout_s
+        self._group: Any = group
+        self._joined = False
 
     @classmethod
-    def around(cls, existing: Any, names: tuple[str, ...], rank: int, device: torch.device, timeout_s: float) -> Group:
-        """Send messages over an existing group, which stays when this object is closed."""
-        group = cls.__new__(cls)
-        group.names, group.rank, group.device, group.timeout_s = names, rank, device, timeout_s
-        group._group, group._own = existing._get_backend(device), False
+    def join(cls, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> Group:
+        """Make a group with the others that meet there. It ends for all of them when one closes it."""
+        limit, size = timedelta(seconds=timeout_s), len(at.names)
+        try:
+            store = PrefixStore(at.prefix, TCPStore(at.host, at.port, is_master=False, timeout=limit))
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                # Past its own limit NCCL's watchdog ends the process. `Pending.wait` comes first and raises an error.
+                options._timeout = 2 * limit
+                made: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+                meeting = BarrierOptions()
+                meeting.device = device
+                # NCCL makes the communicator here, for which it needs all members at once.
+                Pending(made.barrier(meeting), "Another member", "join", timeout_s).wait("the group")
+            else:
+                made = dist.ProcessGroupGloo(store, rank, size, limit)
+        except RuntimeError as error:
+            raise WorkerError(f"{at.names[rank]} could not join the group of {size} at {at.host}: {error}.") from None
+        group = cls(made, at.names, device, timeout_s)
+        group._joined = True
         return group
-
-    def _make_communicator(self) -> None:
-        """Make the communicator of the group, for which NCCL needs all members at once."""
-        options = BarrierOptions()
-        options.device = self.device
-        Pending(self._group.barrier(options), "Another member", "join", self.timeout_s).wait("the group")
 
     def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send; `memory` must not change until that is finished."""
@@ -129,51 +131,47 @@ class Group:
                 work = self._group.send([one.memory], one.peer, one.tag)
             if batched:
                 work = self._group._end_coalescing()
-            return Pending(work, peers, verb, self.timeout_s)
+            return Pending(work, peers, verb, self.timeout_s, (*sends, *receives))
         except RuntimeError as error:
             raise _left(peers, verb, "the next message", error) from None
 
-    def send_bytes(self, text: bytes, to: int, tag: int = 0) -> None:
-        """Send a message of any length, and wait until it is sent."""
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        body = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
-        for memory in (length, body):
-            self.send(memory, to, tag).wait("its list of boxes")
+    def send_number(self, number: int, to: int, tag: int) -> Pending:
+        return self.send(torch.tensor([number], dtype=torch.int64, device=self.device), to, tag)
 
-    def receive_bytes(self, source: int, tag: int = 0) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.receive(length, source, tag).wait("its list of boxes")
-        body = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        self.receive(body, source, tag).wait("its list of boxes")
-        return bytes(body.cpu().numpy())
+    def receive_number(self, source: int, tag: int, what: str) -> int:
+        memory = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.receive(memory, source, tag).wait(what)
+        return int(memory)
+
+    def finish_copies(self) -> None:
+        """Wait until what was packed on a GPU is in the memory that is sent."""
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
-        """Leave the group; others that wait for this member fail at once."""
+        """Leave the group; others that wait for this member fail at once. A group that was not joined here stays."""
         group, self._group = self._group, None
-        for method in ("abort", "shutdown"):
-            if group is not None and self._own and hasattr(group, method):
-                getattr(group, method)()
-                break
+        if group is not None and self._joined:
+            (group.abort if hasattr(group, "abort") else group.shutdown)()
 
 
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, work: Any, peer: str, verb: str, timeout_s: float) -> None:
-        """`peer` and `verb` are for messages: the other member, and what it should do."""
-        self._work, self._peer, self._verb, self._timeout_s = work, peer, verb, timeout_s
+    def __init__(self, work: Any, peer: str, verb: str, timeout_s: float, kept: Sequence[Message] = ()) -> None:
+        """`peer` and `verb` are for errors: the other member, and what it should do. The memory of `kept` lives on."""
+        self._work, self._peer, self._verb, self._timeout_s, self._kept = work, peer, verb, timeout_s, kept
 
     def wait(self, what: str) -> None:
         """Wait until it is finished. Raises WaitTimeoutError or WorkerError naming the other member."""
-        name, limit = self._peer, self._timeout_s
         try:
-            done = self._work.wait(timedelta(seconds=limit))
+            done = self._work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            if "imed out" in str(error) or "imeout" in str(error):
-                raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.") from None
-            raise _left(name, self._verb, what, error) from None
+            if "imed out" not in str(error) and "imeout" not in str(error):
+                raise _left(self._peer, self._verb, what, error) from None
+            done = False
         if done is False:
-            raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.")
+            raise WaitTimeoutError(f"{self._peer} did not {self._verb} {what} in {self._timeout_s:.0f} s.")
 
 
 def _left(name: str, verb: str, what: str, error: RuntimeError) -> PeerFailedError:
@@ -181,41 +179,29 @@ def _left(name: str, verb: str, what: str, error: RuntimeError) -> PeerFailedErr
     return PeerFailedError(f"{name} is gone or gave up: it did not {verb} {what} ({text}).")
 
 
-def _backend(store: Store, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        # Past its own limit NCCL's watchdog ends the process. `Pending.wait` comes first and raises an error instead.
-        options._timeout = 2 * limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, limit)
-
-
 class CollectiveSender:
     """Sends one rank's messages to the first receiver of a channel. Two buffers let packing and sending overlap."""
 
-    def __init__(self, channel: Channel, rank: int, packer: Packer, device: torch.device) -> None:
+    def __init__(self, channel: Channel, rank: int, packer: Packer, *, device: torch.device, **_: object) -> None:
         link = channel.connection
-        if link.group is None:
-            raise WorkerError(f"Channel {channel.index} was opened before its process group was made.")
-        self.group = group = Group(link.group, channel.senders.index(rank), device, link.timeout_s)
+        assert link.group is not None
+        self.group = group = Group.join(link.group, channel.senders.index(rank), device, link.timeout_s)
         self.packer, self.tag = packer, channel.index
         self.to = group.names.index(link.receivers[0])
-        size = max(map(message_bytes, packer.parts), default=0)
+        size = max(region_bytes(link.capacity, len(link.senders)) * link.sparse, *packer.lengths, 0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(2)]
         self._leaving: dict[int, Pending] = {}
-        self._region = region_bytes(link.capacity, len(link.senders))
-        self._regions: list[torch.Tensor] = []
 
     def introduce(self) -> None:
         """Tell the receiver which boxes come in which round, once."""
-        self.group.send_bytes(encode_parts(self.packer.parts), self.to, self.tag)
+        body = torch.frombuffer(bytearray(encode_parts(self.packer.parts)), dtype=torch.uint8).to(self.group.device)
+        self.group.send_number(len(body), self.to, self.tag).wait("its list of boxes")
+        self.group.send(body, self.to, self.tag).wait("its list of boxes")
 
     @contextmanager
     def begin(self, version: int, attempt: int) -> Iterator[None]:
         try:
-            self._leaving = {}
-            told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
-            self._leaving[-1] = self.group.send(told, self.to, self.tag)
+            self._leaving = {-1: self.group.send_number(version, self.to, self.tag)}
             yield
             for pending in self._leaving.values():
                 pending.wait("the last rounds")
@@ -229,23 +215,10 @@ class CollectiveSender:
             self._leaving.pop(index - 2).wait(f"round {index - 1}")
         return self._buffers[index % 2]
 
-    def done(self, index: int) -> None:
-        if length := message_bytes(self.packer.parts[index]):
-            if self.group.device.type != "cpu":
-                torch.cuda.current_stream(self.group.device).synchronize()
+    def done(self, index: int, length: int) -> None:
+        if length:
+            self.group.finish_copies()
             self._leaving[index] = self.group.send(self._buffers[index % 2][:length], self.to, self.tag)
-
-    def wait_changes(self, index: int) -> torch.Tensor:
-        if index - 2 in self._leaving:
-            self._leaving.pop(index - 2).wait(f"round {index - 1}")
-        if not self._regions:
-            self._regions = [torch.empty(self._region, dtype=torch.uint8, device=self.group.device) for _ in range(2)]
-        return self._regions[index % 2]
-
-    def done_changes(self, index: int, length: int) -> None:
-        if self.group.device.type != "cpu":
-            torch.cuda.current_stream(self.group.device).synchronize()
-        self._leaving[index] = self.group.send(self._regions[index % 2][:length], self.to, self.tag)
 
     def close(self) -> None:
         self.group.close()
@@ -256,20 +229,26 @@ class CollectiveReceiver:
     are finished on to the next: a sender sends once, and several rounds are under way in the chain."""
 
     def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
-        if connection.group is None:
-            raise WorkerError(f"Channel {connection.channel} was opened before its process group was made.")
+        assert connection.group is not None
         self.connection, self.rounds, self.names = connection, rounds, connection.group.names
         chain = [self.names.index(receiver) for receiver in connection.receivers]
         place = connection.receivers.index(name)
         self.before = chain[place - 1] if place else None
         self.after = chain[place + 1] if place + 1 < len(chain) else None
         self.tag = connection.channel
-        self.group = Group(connection.group, chain[place], device, connection.timeout_s)
+        self.group = Group.join(connection.group, chain[place], device, connection.timeout_s)
         self.senders = [self.names.index(sender) for sender in connection.senders]
-        parts = [] if place else [decode_parts(self.group.receive_bytes(rank, self.tag)) for rank in self.senders]
+        parts = [] if place else [self._introduced(rank) for rank in self.senders]
         self.images = Images(rounds, parts, device, connection.capacity)
         self._arriving: dict[int, list[Pending]] = {}
         self._leaving: dict[int, list[Pending]] = {}
+
+    def _introduced(self, rank: int) -> list[tuple[MessagePart, ...]]:
+        """The boxes of a sender's messages, by round."""
+        length = self.group.receive_number(rank, self.tag, "its list of boxes")
+        body = torch.zeros(length, dtype=torch.uint8, device=self.group.device)
+        self.group.receive(body, rank, self.tag).wait("its list of boxes")
+        return decode_parts(bytes(body.cpu().numpy()))
 
     @contextmanager
     def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> Iterator[None]:
@@ -288,17 +267,14 @@ class CollectiveReceiver:
             raise
 
     def _require_version(self, version: int) -> None:
-        sources = [self.before] if self.before is not None else self.senders
-        for rank in sources:
-            found = torch.zeros(1, dtype=torch.int64, device=self.group.device)
-            self.group.receive(found, rank, self.tag).wait("the version")
-            if int(found) != version:
+        for rank in self.senders if self.before is None else [self.before]:
+            found = self.group.receive_number(rank, self.tag, "the version")
+            if found != version:
                 raise VerificationError(
-                    f"{self.names[rank]} sends version {int(found)} of the weights; version {version} was expected."
+                    f"{self.names[rank]} sends version {found} of the weights; version {version} was expected."
                 )
         if self.after is not None:
-            told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
-            self.group.send(told, self.after, self.tag).wait("the version")
+            self.group.send_number(version, self.after, self.tag).wait("the version")
 
     @property
     def _puts_together(self) -> bool:

@@ -37,20 +37,20 @@ def make_staging(channel: Channel, device: torch.device) -> Staging:
 class CudaIpcSender(SharedMemorySender):
     """Writes the rounds of the rank on the worker's device."""
 
-    def __init__(self, channel: Channel, rank: int, packer: Packer, made: Staging) -> None:
-        super().__init__(channel, rank, packer, made)
-        self.buffers = made.buffers or []
+    def __init__(self, channel: Channel, rank: int, packer: Packer, *, staging: Staging, **_: object) -> None:
+        super().__init__(channel, rank, packer, staging=staging)
+        self.device = staging.buffers[0].device if staging.buffers else torch.device("cuda")
 
-    def done(self, index: int) -> None:
-        torch.cuda.current_stream(self.buffers[0].device).synchronize()  # the copies have been made
-        super().done(index)
+    def done(self, index: int, length: int) -> None:
+        torch.cuda.current_stream(self.device).synchronize()  # the copies have been made
+        super().done(index, length)
 
 
 class CudaIpcReceiver(SharedMemoryReceiver):
     """Reads the rounds that the policy rank on the same device fills."""
 
     def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
-        super().__init__(connection, rounds, name, [_open(handle, device) for handle in connection.handles])
+        super().__init__(connection, rounds, name, device, [_open(handle, device) for handle in connection.handles])
         self.device = device
 
     def done(self, index: int) -> None:

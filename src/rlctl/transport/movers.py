@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlctl.errors import WorkerError
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds
 
 if TYPE_CHECKING:
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 class Sender(Protocol):
     """The sending end of one channel on one policy rank: rounds in order, each written into a buffer that it lends."""
 
-    @property
-    def packer(self) -> Packer:
-        """Makes this rank's copies of each round."""
-        ...
-
     def begin(self, version: int, attempt: int) -> AbstractContextManager[None]:
         """A context in which `version` is sent, as attempt number `attempt`; the other ends learn of what it raises."""
         ...
@@ -36,16 +31,8 @@ class Sender(Protocol):
         """Wait for memory for this rank's part of round `index`, and return it."""
         ...
 
-    def done(self, index: int) -> None:
-        """Hand over this rank's part of round `index`, which is now in that memory."""
-        ...
-
-    def wait_changes(self, index: int) -> torch.Tensor:
-        """Wait for memory for the changed elements that this rank sends in round `index`, and return it."""
-        ...
-
-    def done_changes(self, index: int, length: int) -> None:
-        """Hand over those changed elements, which are now in the first `length` bytes of that memory."""
+    def done(self, index: int, length: int) -> None:
+        """Hand over this rank's part of round `index`: a message is in the first `length` bytes of that memory."""
         ...
 
     def close(self) -> None: ...
@@ -70,20 +57,60 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
+class Mover(NamedTuple):
+    """The file of a mover, and the first part of the names of its classes."""
+
+    file: str
+    name: str
+    messages: bool
+    """A rank sends its boxes one behind the other, rather than writing them into the image that is read."""
+    staging: bool
+    """One rank makes memory that the others write or read."""
+
+    def load(self, name: str) -> Any:
+        return getattr(import_module(f"rlctl.transport.{self.file}"), name)
+
+
+MOVERS = {
+    "shared-memory": Mover("shared_memory", "SharedMemory", messages=False, staging=True),
+    "cuda-ipc": Mover("cuda_ipc", "CudaIpc", messages=False, staging=True),
+    "collective": Mover("collective", "Collective", messages=True, staging=False),
+    "disk": Mover("disk", "Disk", messages=True, staging=False),
+}
+
+
+def make_staging(channel: Channel, device: torch.device) -> Staging | None:
+    """Make the staging memory of a channel, on the rank that shares it with others; None: the mover needs none."""
+    mover = MOVERS[channel.connection.mover]
+    return mover.load("make_staging")(channel, device) if mover.staging else None
+
+
+def open_sender(
+    channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
+) -> Sender:
+    """Open the sending end of policy rank `rank`, which made `staging` and has its weights on `device`."""
+    mover = MOVERS[channel.connection.mover]
+    return mover.load(f"{mover.name}Sender")(channel, rank, packer, staging=staging, device=device)
+
+
+def open_receiver(connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
+    """Open the receiving end of the engine worker called `name`."""
+    mover = MOVERS[connection.mover]
+    return mover.load(f"{mover.name}Receiver")(connection, rounds, name, device)
+
+
 class TimedReceiver:
     """A receiver that also counts the seconds in which nothing had come that could be loaded."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver, self.waited_s = receiver, 0.0
+        self.done = receiver.done
 
     def wait(self, index: int) -> torch.Tensor:
         begun = time.perf_counter()
         buffer = self.receiver.wait(index)
         self.waited_s += time.perf_counter() - begun
         return buffer
-
-    def done(self, index: int) -> None:
-        self.receiver.done(index)
 
 
 @dataclass
@@ -94,66 +121,3 @@ class Received:
     """`direct`, `loader`, or `mixed`."""
     waited_s: float = 0.0
     """Seconds in which nothing had come that could be loaded."""
-
-
-def sends_messages(mover: str) -> bool:
-    """Whether a rank sends its boxes one behind the other, rather than writing them into the image that is read."""
-    return mover in ("collective", "disk")
-
-
-def make_staging(channel: Channel, device: torch.device) -> Staging | None:
-    """Make the staging memory of a channel, on the rank that shares it with others; None: the mover needs none."""
-    if channel.connection.mover == "shared-memory":
-        from rlctl.transport import shared_memory
-
-        return shared_memory.make_staging(channel)
-    if channel.connection.mover == "cuda-ipc":
-        from rlctl.transport import cuda_ipc
-
-        return cuda_ipc.make_staging(channel, device)
-    return None
-
-
-def open_sender(channel: Channel, rank: int, packer: Packer, *, made: Staging | None, device: torch.device) -> Sender:
-    """Open the sending end of policy rank `rank`, which made the staging memory `made` and has its weights on
-    `device`."""
-    mover = channel.connection.mover
-    if mover == "shared-memory":
-        from rlctl.transport.shared_memory import SharedMemorySender
-
-        return SharedMemorySender(channel, rank, packer, made)
-    if mover == "cuda-ipc" and made is not None:
-        from rlctl.transport.cuda_ipc import CudaIpcSender
-
-        return CudaIpcSender(channel, rank, packer, made)
-    if mover == "disk":
-        from rlctl.transport.disk import DiskSender
-
-        return DiskSender(channel, rank, packer)
-    if mover == "collective":
-        from rlctl.transport.collective import CollectiveSender
-
-        return CollectiveSender(channel, rank, packer, device)
-    raise WorkerError(f"refit.mover = {mover} was not prepared on policy rank {rank}.")
-
-
-def open_receiver(connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
-    """Open the receiving end of the engine worker called `name`."""
-    mover = connection.mover
-    if mover == "shared-memory":
-        from rlctl.transport.shared_memory import SharedMemoryReceiver
-
-        return SharedMemoryReceiver(connection, rounds, name)
-    if mover == "cuda-ipc":
-        from rlctl.transport.cuda_ipc import CudaIpcReceiver
-
-        return CudaIpcReceiver(connection, rounds, name, device)
-    if mover == "disk":
-        from rlctl.transport.disk import DiskReceiver
-
-        return DiskReceiver(connection, rounds)
-    if mover == "collective":
-        from rlctl.transport.collective import CollectiveReceiver
-
-        return CollectiveReceiver(connection, rounds, name, device)
-    raise WorkerError(f"refit.mover = {mover} is not a mover that an engine can receive with.")

@@ -6,7 +6,7 @@ A copy goes into an *image* (the staging buffer that the receiver reads, each ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,40 +32,39 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def by_round(copies: Sequence[Copy], rounds: Rounds) -> list[list[Copy]]:
-    """The copies of a channel's plan by round, in the order in which both ends pack them."""
+    """The copies of a channel's plan by round, in an order that both ends find."""
     found: list[list[Copy]] = [[] for _ in rounds]
     for copy in copies:
         found[int(copy.destination_param.partition(".")[0])].append(copy)
     return found
 
 
+def chunk_number(copy: Copy) -> int:
+    """The chunk, in its round, that a copy of a channel's plan goes into."""
+    return int(copy.destination_param.partition(".")[2])
+
+
+def bytes_of(copy: Copy) -> int:
+    return copy.elements * ITEM_BYTES[copy.destination_dtype]
+
+
 def message_parts(copies: Sequence[Copy]) -> tuple[MessagePart, ...]:
     """Where each copy lies in a message that holds all of them."""
     parts, offset = [], 0
     for copy in copies:
-        chunk = int(copy.destination_param.partition(".")[2])
-        size = copy.elements * ITEM_BYTES[copy.destination_dtype]
-        parts.append(MessagePart(chunk, copy.destination_view, offset, size))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        parts.append(MessagePart(chunk_number(copy), copy.destination_view, offset, bytes_of(copy)))
+        offset += -(-bytes_of(copy) // ALIGNMENT) * ALIGNMENT
     return tuple(parts)
 
 
 @dataclass
 class _Bound:
-    """Views for all copies of a round: plain ones for one call, those whose values change on the way, and targets of
-    parameters that have no memory of their own."""
+    """Views for all copies of a round: plain ones for one call, and those whose values change on the way, with the
+    source's view unless the parameter has no memory of its own."""
 
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
-    changed: list[tuple[Copy, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    computed: list[tuple[Copy, torch.Tensor]] = field(default_factory=list)
-
-    def run(self, source_of: Callable[[Copy], torch.Tensor], rounding: Rounding) -> None:
-        copy_all(self.targets, self.sources)
-        for copy, source, target in self.changed:
-            target.copy_(transformed(source, copy, rounding=rounding))
-        for copy, target in self.computed:
-            target.copy_(transformed(source_of(copy), copy, rounding=rounding))
+    changed: list[tuple[Copy, torch.Tensor | None, torch.Tensor]] = field(default_factory=list)
 
 
 class Packer:
@@ -79,7 +78,9 @@ class Packer:
         self.rounding: Rounding = rounding
         self.copies = by_round(copies, rounds)
         self.parts = [message_parts(own) if message else () for own in self.copies]
-        self.bytes = [sum(copy.elements * ITEM_BYTES[copy.destination_dtype] for copy in own) for own in self.copies]
+        self.lengths = [message_bytes(own) for own in self.parts]
+        """Bytes of the message of each round."""
+        self.bytes = [sum(map(bytes_of, own)) for own in self.copies]
         """Bytes that this rank writes in each round."""
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._where: dict[str, int] = {}
@@ -99,35 +100,31 @@ class Packer:
         key = (index, buffer.data_ptr())
         if key not in self._bound:
             self._bound[key] = self._bind(index, buffer)
-        self._bound[key].run(self.source, self.rounding)
+        bound = self._bound[key]
+        copy_all(bound.targets, bound.sources)
+        for copy, source, target in bound.changed:
+            values = self.source(copy) if source is None else source
+            target.copy_(transformed(values, copy, rounding=self.rounding))
 
     def source(self, copy: Copy) -> torch.Tensor:
         return source_view(copy, self.parameters, self.who)
 
     def _bind(self, index: int, buffer: torch.Tensor) -> _Bound:
         bound = _Bound()
-        for copy, target in zip(self.copies[index], self._targets(index, buffer), strict=True):
-            if copy.source_param in self._computed:
-                bound.computed.append((copy, target))
-                continue
-            source = self.source(copy)
-            if any(not (isinstance(transform, Cast) and transform.exact) for transform in copy.transforms):
-                bound.changed.append((copy, source, target))
+        for number, copy in enumerate(self.copies[index]):
+            if self.message:
+                part = self.parts[index][number]
+                flat = buffer[part.offset : part.offset + part.bytes].view(dtype_of(copy.destination_dtype))
+                target = flat.view(copy.destination_view.shape)
+            else:
+                target = strided(chunk_view(buffer, self.rounds[index][chunk_number(copy)]), copy.destination_view)
+            computed = copy.source_param in self._computed
+            if computed or not all(isinstance(step, Cast) and step.exact for step in copy.transforms):
+                bound.changed.append((copy, None if computed else self.source(copy), target))
             else:
                 bound.targets.append(target)
-                bound.sources.append(source)
+                bound.sources.append(self.source(copy))
         return bound
-
-    def _targets(self, index: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        if not self.message:
-            chunks = self.rounds[index]
-            for copy in self.copies[index]:
-                chunk = chunks[int(copy.destination_param.partition(".")[2])]
-                yield strided(chunk_view(buffer, chunk), copy.destination_view)
-            return
-        for copy, part in zip(self.copies[index], self.parts[index], strict=True):
-            flat = buffer[part.offset : part.offset + part.bytes].view(dtype_of(copy.destination_dtype))
-            yield flat.view(copy.destination_view.shape)
 
 
 def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor], who: str) -> torch.Tensor:

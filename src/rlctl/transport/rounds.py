@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, View, cut, volume, whole
-from rlctl.weights.transfer_plan import SingleWorld
 
 ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
 EMPTY_BYTES = 8  # bytes of a piece of changed elements where nothing has changed: its length alone
@@ -57,8 +56,8 @@ class MessagePart:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Published tensors that take one way into a worker's model, for one reason."""
+class Route:
+    """Published tensors that come into a worker's model by one path, for one reason."""
 
     path: str
     """`direct` or `loader`."""
@@ -74,8 +73,7 @@ class Need:
     """The engine and its worker, for messages."""
     node: str
     device: str
-    taken: tuple[Taken, ...]
-    """The way of each tensor, and why."""
+    routes: tuple[Route, ...]
     layout: Layout
     whole_only: str = ""
     """Why it cannot use changed elements without the others; empty: it can."""
@@ -122,6 +120,8 @@ class Connection:
     directory: str | None = None
     """Where this session writes its versions."""
     channel: int = 0
+    sparse: bool = False
+    """Changed elements may be sent without the others, so senders keep what they sent last."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ def buffer_bytes(rounds: Rounds) -> int:
     return max((chunk.offset + chunk.bytes for own in rounds for chunk in own), default=0)
 
 
-def chunk_world(layout: Layout, rounds: Rounds) -> SingleWorld:
-    """The staging memory of all rounds as a destination: chunk c of round r is the parameter "r.c"."""
+def chunk_layout(layout: Layout, rounds: Rounds) -> Layout:
+    """The staging memory of all rounds: chunk c of round r is the parameter "r.c"."""
     pieces: dict[str, list[Piece]] = {}
     for piece in layout.pieces:
         pieces.setdefault(piece.param, []).append(piece)
@@ -204,7 +204,7 @@ def chunk_world(layout: Layout, rounds: Rounds) -> SingleWorld:
             params[name] = ParamSpec(chunk.shape, chunk.dtype)
             found = (cut(piece, name, chunk.box) for piece in pieces.get(chunk.param, ()))
             own += [piece for piece in found if piece is not None]
-    return SingleWorld(Layout(0, params, tuple(own)))
+    return Layout(0, params, tuple(own))
 
 
 def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
@@ -212,11 +212,6 @@ def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
     params = {name: ParamSpec(tuple(shape), dtype) for name, dtype, shape in rows}
     pieces = tuple(Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, _, shape in rows)
     return Layout(0, params, pieces)
-
-
-def joined(first: Layout, second: Layout) -> Layout:
-    """One layout of two that have no parameter in common, `first` before `second`."""
-    return Layout(first.rank, {**first.params, **second.params}, (*first.pieces, *second.pieces))
 
 
 def rows_of(box: Box) -> tuple[slice, ...]:

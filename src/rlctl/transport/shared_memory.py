@@ -30,8 +30,7 @@ import numpy as np
 import torch
 
 from rlctl.cluster.session_files import note_shared_memory
-from rlctl.errors import MachineError, PeerFailedError, RlctlError, VerificationError, WaitTimeoutError, WorkerError
-from rlctl.transport.changes import region
+from rlctl.errors import MachineError, PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.transport.round_buffers import Packer
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, SegmentAddress, cut_rounds
 
@@ -158,18 +157,12 @@ class Ring:
         timeout_s: float,
         memory: list[torch.Tensor] | None = None,
     ) -> None:
-        """`memory`: buffers elsewhere (on a GPU); the segment then holds the counters alone. Raises RlctlError if it is
-        too small."""
-        expected = ring_bytes(len(senders) + len(receivers), 0 if memory is not None else buffers, capacity)
-        if segment.address.bytes < expected:
-            name, held = segment.address.path, segment.address.bytes
-            raise RlctlError(f"Shared memory {name} has {held} bytes, but {expected} were expected.")
+        """`memory`: buffers elsewhere (on a GPU); the segment then holds the counters alone."""
         self.segment, self.me, self.timeout_s = segment, me, timeout_s
         self.names = (*senders, *receivers)
         self._senders, self._receivers = range(len(senders)), range(len(senders), len(self.names))
-        header = segment.buffer[: _header(len(self.names))].numpy().view(np.int64)
-        self._cells = header[: len(self.names) * CELL // 8].reshape(-1, CELL // 8)
         first = _header(len(self.names))
+        self._cells = segment.buffer[:first].numpy().view(np.int64).reshape(-1, CELL // 8)
         own = [segment.buffer[first + i * capacity : first + (i + 1) * capacity] for i in range(buffers)]
         self.buffers = memory if memory is not None else own
         self._attempt, self._version, self._deadline = 0, 0, 0.0
@@ -224,37 +217,28 @@ class Ring:
         self._cells[self.me, DONE] = self._attempt * _ROUNDS_AN_ATTEMPT + rounds
 
     def _wait(self, peers: range, rounds: int, doing: str, index: int) -> None:
+        count = self._attempt * _ROUNDS_AN_ATTEMPT + rounds
         for peer in peers:
-            if self._cells[peer, DONE] < self._attempt * _ROUNDS_AN_ATTEMPT + rounds:
-                self._wait_for(
-                    peer,
-                    self._attempt * _ROUNDS_AN_ATTEMPT + rounds,
-                    f"{doing} round {index + 1}" if index >= 0 else "begin",
-                )
+            if self._cells[peer, DONE] < count:
+                self._wait_for(peer, count, f"{doing} round {index + 1}" if index >= 0 else "begin")
             if self._cells[peer, DONE] >= (self._attempt + 1) * _ROUNDS_AN_ATTEMPT:
                 raise WorkerError(f"This transfer was given up: {self.names[peer]} has begun a later one.")
         keep_order()
 
     def _wait_for(self, peer: int, count: int, doing: str) -> None:
-        pause, look = 0.0, time.monotonic() + LOOK_AFTER_S
+        name, pause, look = self.names[peer], 0.0, time.monotonic() + LOOK_AFTER_S
         while self._cells[peer, DONE] < count:
             if self._cells[peer, FAILED] == self._attempt:
-                raise PeerFailedError(f"{self.names[peer]} failed before it could {doing}.")
+                raise PeerFailedError(f"{name} failed before it could {doing}.")
             now = time.monotonic()
             if now > self._deadline:
-                raise WaitTimeoutError(
-                    f"{self.names[peer]} did not {doing} within {self.timeout_s:.0f} s of the start."
-                )
+                raise WaitTimeoutError(f"{name} did not {doing} within {self.timeout_s:.0f} s of the start.")
             if now > look:
-                self._look_after(peer, doing)
-                look = now + LOOK_AFTER_S
+                process, look = int(self._cells[peer, PROCESS]), now + LOOK_AFTER_S
+                if process and not is_alive(process):
+                    raise WorkerError(f"{name} (process {process}) died before it could {doing}.")
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, pause + 2e-5)
-
-    def _look_after(self, peer: int, doing: str) -> None:
-        process = int(self._cells[peer, PROCESS])
-        if process and not is_alive(process):
-            raise WorkerError(f"{self.names[peer]} (process {process}) died before it could {doing}.")
 
 
 def is_alive(process: int) -> bool:
@@ -280,7 +264,7 @@ class Staging:
     """Handles by which another process opens `buffers`."""
 
 
-def make_staging(channel: Channel) -> Staging:
+def make_staging(channel: Channel, device: torch.device) -> Staging:
     link, rounds = channel.connection, cut_rounds(channel.layout, channel.connection.capacity)
     parties = len(link.senders) + len(link.receivers)
     return Staging(Segment.create(ring_bytes(parties, min(2, len(rounds)), link.capacity)))
@@ -289,69 +273,51 @@ def make_staging(channel: Channel) -> Staging:
 class SharedMemorySender:
     """Writes one rank's part of the rounds where the receivers read it."""
 
-    def __init__(self, channel: Channel, rank: int, packer: Packer, made: Staging | None) -> None:
-        """`made`: the staging memory, where this rank made it."""
-        link = channel.connection
-        self.packer, self.capacity, self.senders = packer, link.capacity, len(link.senders)
-        self.place = channel.senders.index(rank)
-        segment, memory = (made.segment, made.buffers) if made else (None, None)
-        self.ring = _ring(link, packer.rounds, self.place, memory, segment)
+    def __init__(self, channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, **_: object) -> None:
+        """`staging`: where this rank made it."""
+        segment, memory = (staging.segment, staging.buffers) if staging else (None, None)
+        self.ring = _ring(channel.connection, packer.rounds, channel.senders.index(rank), memory, segment)
+        self.begin, self.wait, self.close = self.ring.refit, self.ring.wait_free, self.ring.close
 
-    def begin(self, version: int, attempt: int) -> AbstractContextManager[None]:
-        return self.ring.refit(version, attempt)
-
-    def wait(self, index: int) -> torch.Tensor:
-        return self.ring.wait_free(index)
-
-    def done(self, index: int) -> None:
+    def done(self, index: int, length: int) -> None:
         self.ring.filled(index)
-
-    def wait_changes(self, index: int) -> torch.Tensor:
-        return region(self.ring.wait_free(index), self.capacity, self.senders, self.place)
-
-    def done_changes(self, index: int, length: int) -> None:
-        self.done(index)
-
-    def close(self) -> None:
-        self.ring.close()
 
 
 class SharedMemoryReceiver:
     """Reads rounds that senders of the same node fill."""
 
     def __init__(
-        self, connection: Connection, rounds: Rounds, name: str, memory: list[torch.Tensor] | None = None
+        self,
+        connection: Connection,
+        rounds: Rounds,
+        name: str,
+        device: torch.device,
+        memory: list[torch.Tensor] | None = None,
     ) -> None:
         """`memory`: the two buffers, where they are not in the segment."""
         place = len(connection.senders) + connection.receivers.index(name)
         self.ring = _ring(connection, rounds, place, memory)
+        self.wait, self.close = self.ring.wait_filled, self.ring.close
 
     def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
         return self.ring.refit(version, attempt)
 
-    def wait(self, index: int) -> torch.Tensor:
-        return self.ring.wait_filled(index)
-
     def done(self, index: int) -> None:
         self.ring.read(index)
-
-    def close(self) -> None:
-        self.ring.close()
 
 
 def _ring(
     link: Connection, rounds: Rounds, me: int, memory: list[torch.Tensor] | None, segment: Segment | None = None
 ) -> Ring:
     """One end of the ring of a channel; `segment`: the memory, where this process made it."""
-    if link.address is None:
-        raise WorkerError(f"Channel {link.channel} was opened before its shared memory was made.")
+    assert link.address is not None
     return Ring(
         segment or Segment(link.address),
         link.senders,
         link.receivers,
         me,
         capacity=link.capacity,
-        buffers=min(2, len(rounds)),
+        buffers=0 if memory else min(2, len(rounds)),
         timeout_s=link.timeout_s,
         memory=memory,
     )

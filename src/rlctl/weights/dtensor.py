@@ -146,7 +146,7 @@ class DTensorWorld:
         pieces = [cut(p, p.param, boxes[p.param]) for p in self.modules.pieces if params[p.param].size]
         return Layout(rank, params, tuple(p for p in pieces if p is not None))
 
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
+    def shards(self, tensor: str) -> Sequence[Shard]:
         """Return the holders of each part of `tensor`: replicas, and the ranks of an axis that does not divide it."""
         found = []
         for piece in self.modules.by_tensor.get(tensor, ()):

@@ -83,23 +83,25 @@ class MegatronWorld:
                     fills[held.param] = held.fills
         return Layout(rank, params, tuple(pieces), tuple(fill for own in fills.values() for fill in own))
 
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
+    def shards(self, tensor: str) -> Sequence[Shard]:
         """The ranks of a shard differ in dp and cp (and tp where replicated)."""
         shards: list[Shard] = []
         for matrix in self.weights.by_tensor.get(tensor, ()):
-            for stage in self._stages(matrix):
-                for ranks, at in self._groups(matrix, stage):
-                    places = self._params_of(matrix, at)
-                    held = tuple((p, own.spec) for own in places for p in own.pieces if p.primary or every)
-                    if held:
-                        shards.append(Shard(ranks, held))
+            last = 0 if matrix.role is Role.EMBEDDING else self.parallel.pp - 1
+            stage = last if matrix.layer is None else self._stage_of[matrix.layer]
+            for ranks, at in self._groups(matrix, stage):
+                held = tuple((p, own.spec) for own in self._params_of(matrix, at) for p in own.pieces if p.primary)
+                if held:
+                    shards.append(Shard(ranks, held))
         return shards
 
     def layers_of(self, stage: int) -> list[int]:
         """Layers (from 0) of all chunks of a stage; multi-token-prediction layers are on the last."""
-        chunks, layers = range(self.parallel.vpp), self.facts.layers
-        own = [i for chunk in chunks for i in _chunk_layers(layers, self.parallel, stage, chunk)]
-        return own + (list(range(layers, layers + self.facts.mtp_layers)) if stage == self.parallel.pp - 1 else [])
+        return _layers_of_stages(self.facts.layers, self.facts.mtp_layers, self.parallel)[stage]
+
+    @cached_property
+    def _stage_of(self) -> dict[int, int]:
+        return {layer: stage for stage in range(self.parallel.pp) for layer in self.layers_of(stage)}
 
     def local_experts(self, ep_rank: int) -> range:
         """Experts (global numbers) of an expert-parallel rank."""
@@ -120,7 +122,7 @@ class MegatronWorld:
             return f"mtp.layers.{matrix.layer - layers}.{inside}{name}"
         if self.parallel.vpp > 1:
             return f"decoder.layers.{matrix.layer}.{name}"
-        first = _first_layers(layers, self.parallel)[self._stage_of(matrix.layer)]
+        first = self.layers_of(self._stage_of[matrix.layer])[0]
         return f"decoder.layers.{matrix.layer - first}.{name}"
 
     def _held(self, at: Coordinates) -> Iterator[Matrix]:
@@ -148,23 +150,13 @@ class MegatronWorld:
         expert = matrix.expert is not None
         kind = (target, matrix.role, matrix.shape, matrix.tensor_starts, matrix.tensor_steps, matrix.axes)
         key = (*kind, matrix.offset, expert, at, primary)
-        found = self._alike.get(key)
-        if found is None:
-            found = self._alike[key] = _local_param(self, matrix, target, name, at, primary)
-        return found.renamed(matrix.tensor, name)
+        if key not in self._alike:
+            self._alike[key] = _local_param(self, matrix, target, name, at, primary)
+        return self._alike[key].renamed(matrix.tensor, name)
 
     def _slot(self, matrix: Matrix, role: Role) -> Slot:
         moe_layer = matrix.layer is not None and self.facts.is_moe_layer(matrix.layer)
         return slot(role, self.spec, self.experts, mla=self.facts.mla is not None, moe_layer=moe_layer)
-
-    def _stage_of(self, layer: int) -> int:
-        return _stage_of_layer(self.facts.layers, self.facts.mtp_layers, self.parallel)[layer]
-
-    def _stages(self, matrix: Matrix) -> list[int]:
-        last = self.parallel.pp - 1
-        if matrix.role is Role.EMBEDDING:
-            return [0, last] if last and (self.facts.tied_embeddings or self.facts.mtp_layers) else [0]
-        return [last] if matrix.layer is None else [self._stage_of(matrix.layer)]
 
     def _groups(self, matrix: Matrix, stage: int) -> Iterator[tuple[Sequence[int], Coordinates]]:
         """(ranks, coordinates) of each distinct part of a matrix within a stage."""
@@ -193,31 +185,19 @@ def _coordinates(parallel: ParallelSpec, rank: int) -> Coordinates:
     return Coordinates(stage, inside % parallel.tp, inside // parallel.etp % parallel.ep, inside % parallel.etp)
 
 
-def _chunk_layers(layers: int, parallel: ParallelSpec, stage: int, chunk: int) -> range:
-    """Layers (from 0) of one model chunk of a stage, uneven first and last stages included."""
+@lru_cache(maxsize=64)
+def _layers_of_stages(layers: int, mtp_layers: int, parallel: ParallelSpec) -> list[list[int]]:
+    """The layers of each stage, those of its first chunk first."""
     counts = parallel.stage_layers(layers)
     assert counts is not None, "MegatronWorld checks its sizes"
-    per_chunk = [count // parallel.vpp for count in counts]
-    start = chunk * sum(per_chunk) + sum(per_chunk[:stage])
-    return range(start, start + per_chunk[stage])
-
-
-@lru_cache(maxsize=64)
-def _stage_of_layer(layers: int, mtp_layers: int, parallel: ParallelSpec) -> dict[int, int]:
-    """Layer -> its stage; multi-token-prediction layers are on the last."""
-    stages = {
-        layer: stage
-        for stage in range(parallel.pp)
-        for chunk in range(parallel.vpp)
-        for layer in _chunk_layers(layers, parallel, stage, chunk)
-    }
-    return stages | dict.fromkeys(range(layers, layers + mtp_layers), parallel.pp - 1)
-
-
-@lru_cache(maxsize=64)
-def _first_layers(layers: int, parallel: ParallelSpec) -> list[int]:
-    """First layer of each stage's first chunk."""
-    return [_chunk_layers(layers, parallel, stage, 0).start for stage in range(parallel.pp)]
+    found: list[list[int]] = [[] for _ in counts]
+    first = 0
+    for _ in range(parallel.vpp):
+        for stage, count in enumerate(counts):
+            found[stage] += range(first, first + count // parallel.vpp)
+            first += count // parallel.vpp
+    found[-1] += range(layers, layers + mtp_layers)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,23 +233,16 @@ def _local_param(
         return _vocab(world, matrix, name, dtype, index, primary)
     if target.kind is Kind.QKV:
         return _qkv(world, matrix, target.part, name, dtype, index)
-    flag = "etp" if matrix.expert is not None else "tp"
     if target.kind is Kind.REPLICATED:
-        own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), primary, gain=gain)
+        own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), primary, gain)
         return LocalParam(name, ParamSpec(matrix.shape, dtype), (own,))
-    axis, span = _share_of(matrix, target, parts, index, flag)
-    shape = list(matrix.shape)
-    starts = [0] * len(shape)
+    axis, flag = int(target.kind is Kind.ROW), "etp" if matrix.expert is not None else "tp"
+    span = share(matrix.shape[axis], parts, index, f"Axis {axis} of {matrix.tensor}", flag)
+    shape, starts = list(matrix.shape), [0] * len(matrix.shape)
     shape[axis] = span.count * (2 if target.kind is Kind.GATED else 1)
     starts[axis] = span.count * target.part if target.kind is Kind.GATED else 0
     own = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary)
     return LocalParam(name, ParamSpec(tuple(shape), dtype), (own,))
-
-
-def _share_of(matrix: Matrix, target: Slot, parts: int, index: int, flag: str) -> tuple[int, Span]:
-    """The divided axis of a matrix and the rank's share of it."""
-    axis = 1 if target.kind is Kind.ROW else 0
-    return axis, share(matrix.shape[axis], parts, index, f"Axis {axis} of {matrix.tensor}", flag)
 
 
 def _vocab(world: MegatronWorld, matrix: Matrix, name: str, dtype: str, index: int, primary: bool) -> LocalParam:
@@ -301,29 +274,24 @@ def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str,
     return LocalParam(name, ParamSpec(shape, dtype), tuple(pieces))
 
 
-def piece(matrix: Matrix, box: Box, param: str, starts: tuple[int, ...], primary: bool = True, **more: object) -> Piece:
+def piece(
+    matrix: Matrix, box: Box, param: str, starts: tuple[int, ...], primary: bool = True, gain: float = 0.0
+) -> Piece:
     """`box` of the matrix at `starts` of the param; leading param axes that the matrix lacks have length one.
 
-    `axes` (keyword) maps each param axis to a matrix axis or None where the order differs, `gain` (keyword) is the
-    number that the engine itself adds to the stored value (Megatron's zero-centred norm: 1).
+    `gain` is the number that the engine itself adds to the stored value (Megatron's zero-centred norm: 1).
     """
     lead = len(starts) - len(box)
-    default = (None,) * lead + tuple(range(len(box)))
-    axes: tuple[int | None, ...] = more.get("axes", default)  # type: ignore[assignment]
-    shift = matrix.offset - float(more.get("gain", 0.0))  # type: ignore[arg-type]
+    shift = matrix.offset - gain
     transforms: tuple[Transform, ...] = (Add(shift),) if shift else ()
-    param_box = tuple(Span(s, 1 if a is None else box[a].count) for s, a in zip(starts, axes, strict=True))
-    tensor_axes = tuple(None if a is None else matrix.axes[a] for a in axes)
-    return Piece(matrix.tensor, tensor_box(matrix, box), param, param_box, tensor_axes, transforms, primary)
-
-
-def tensor_box(matrix: Matrix, box: Box) -> Box:
-    """Return where `box` of the matrix lies in its tensor."""
-    spans = [Span(start, 1) for start in matrix.tensor_starts]
+    counts = (1,) * lead + tuple(span.count for span in box)
+    param_box = tuple(Span(start, count) for start, count in zip(starts, counts, strict=True))
+    tensor_box = [Span(start, 1) for start in matrix.tensor_starts]
     for span, axis in zip(box, matrix.axes, strict=True):
         step = matrix.tensor_steps[axis]
-        spans[axis] = Span(matrix.tensor_starts[axis] + span.start * step, span.count, span.step * step)
-    return tuple(spans)
+        tensor_box[axis] = Span(matrix.tensor_starts[axis] + span.start * step, span.count, span.step * step)
+    axes = (*(None,) * lead, *matrix.axes)
+    return Piece(matrix.tensor, tuple(tensor_box), param, param_box, axes, transforms, primary)
 
 
 def on_axis(matrix: Matrix, axis: int, span: Span) -> Box:

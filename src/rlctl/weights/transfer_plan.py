@@ -1,10 +1,8 @@
-"""Transfer plans: the intersection of a source's layouts with one destination rank's layout, and its proof.
+"""Transfer plans: the intersection of a source's layouts with one destination's layout, and its proof.
 
-`receive_plan` plans for a destination rank, `shares_of_rank` for a source rank. Both find the replica that sends by the
-same function of (copy, destination rank, topology), so either side can plan its part alone. In a refit the policy's
-ranks do all of it: each makes the `receive_plan` of every channel and sends what comes `from_rank` itself, and the
-engines plan nothing. For the fingerprints of a verification each rank takes its `shares_of_rank`, which add up to
-every tensor.
+Which of several source ranks sends is a function of the copy and of the distances alone, so that every rank finds the
+same. In a refit each policy rank makes the `receive_plan` of every channel and sends what comes `from_rank` itself;
+engines plan nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Protocol
 from zlib import crc32
@@ -42,11 +41,8 @@ class World(Protocol):
         """Everything that `rank` holds."""
         ...
 
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        """Return the holders of each part of `tensor`, each part once; () where nobody holds it.
-
-        `every` adds the pieces that are written but not read from (second copies of tied embeddings).
-        """
+    def shards(self, tensor: str) -> Sequence[Shard]:
+        """Return the holders of each part of `tensor`, each part once; () where nobody holds it."""
         ...
 
 
@@ -60,8 +56,8 @@ class SingleWorld:
     def layout(self, rank: int) -> Layout:
         return self.only
 
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        pieces = [p for p in self.only.by_tensor.get(tensor, ()) if p.primary or every]
+    def shards(self, tensor: str) -> Sequence[Shard]:
+        pieces = [p for p in self.only.by_tensor.get(tensor, ()) if p.primary]
         return (Shard((self.only.rank,), tuple((p, self.only.params[p.param]) for p in pieces)),) if pieces else ()
 
 
@@ -69,24 +65,8 @@ class RememberingWorld:
     """A world that works out each rank and each tensor once, for plans into several destinations."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._layouts: dict[int, Layout] = {}
-        self._shards: dict[tuple[str, bool], Sequence[Shard]] = {}
-
-    @property
-    def size(self) -> int:
-        return self._world.size
-
-    def layout(self, rank: int) -> Layout:
-        if rank not in self._layouts:
-            self._layouts[rank] = self._world.layout(rank)
-        return self._layouts[rank]
-
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        key = tensor, every
-        if key not in self._shards:
-            self._shards[key] = self._world.shards(tensor, every)
-        return self._shards[key]
+        self.size = world.size
+        self.layout, self.shards = cache(world.layout), cache(world.shards)
 
 
 @contextmanager
@@ -104,40 +84,6 @@ def many_objects() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place that a rank runs at. Ranks with equal places share a process; None is unknown and equal to nothing."""
-
-    node: str | None = None
-    device: str | None = None
-    process: str | None = None
-
-    def distance(self, other: Place) -> int:
-        """0 same process, 1 same device, 2 same node, 3 elsewhere."""
-        if self.process is not None and self.process == other.process:
-            return 0
-        if self.node is None or self.node != other.node:
-            return 3
-        return 1 if self.device is not None and self.device == other.device else 2
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Places of source and destination ranks; without them every source is equally far."""
-
-    source: tuple[Place, ...] = ()
-    destination: tuple[Place, ...] = ()
-
-    def nearest(self, ranks: Sequence[int], destination: int) -> Sequence[int]:
-        """Those of `ranks` at the least distance from the destination rank, in rising order."""
-        if not self.source or not self.destination or len(ranks) == 1:
-            return ranks
-        here = self.destination[destination]
-        far = [self.source[rank].distance(here) for rank in ranks]
-        least = min(far)
-        return [rank for rank, distance in zip(ranks, far, strict=True) if distance == least]
-
-
-@dataclass(frozen=True, slots=True)
 class Copy:
     """One strided copy from a param of a source rank to a param of a destination rank.
 
@@ -146,7 +92,6 @@ class Copy:
     """
 
     source_rank: int
-    destination_rank: int
     tensor: str
     tensor_box: Box
     source_param: str
@@ -177,20 +122,14 @@ class TransferPlan:
         grouped: dict[int, list[Copy]] = {}
         for copy in self.copies:
             grouped.setdefault(copy.source_rank, []).append(copy)
-        for copies in grouped.values():
-            copies.sort(key=message_order)
         object.__setattr__(self, "_by_source", grouped)
-
-    @property
-    def rank(self) -> int:
-        return self.layout.rank
 
     @property
     def fills(self) -> tuple[Fill, ...]:
         return self.layout.fills
 
     def from_rank(self, source: int) -> list[Copy]:
-        """The copies that `source` sends, in the order in which both sides pack them."""
+        """The copies that `source` sends, in an order that every rank finds."""
         return self._by_source.get(source, [])
 
     @property
@@ -214,14 +153,18 @@ class TransferPlan:
         problems = self.problems()
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise VerificationError(f"The transfer plan of rank {self.rank} is wrong: {shown}.")
+            raise VerificationError(f"The transfer plan of rank {self.layout.rank} is wrong: {shown}.")
         return self
 
 
-def receive_plan(source: World, destination: World, rank: int, topology: Topology | None = None) -> TransferPlan:
-    """Return what destination `rank` receives, and from which source ranks."""
-    topology = topology or Topology()
-    layout = destination.layout(rank)
+def receive_plan(
+    source: World, layout: Layout, distances: Sequence[int] = (), *, only: int | None = None
+) -> TransferPlan:
+    """Return what the holder of `layout` receives, and from which source ranks: the nearest where several hold a part.
+
+    `distances` are those of each source rank; none given, all are equally far. With `only`, the plan has only the
+    copies from that source rank.
+    """
     copies: list[Copy] = []
     missing: list[str] = []
     for tensor, pieces in layout.by_tensor.items():
@@ -229,34 +172,18 @@ def receive_plan(source: World, destination: World, rank: int, topology: Topolog
         if not shards:
             missing.append(tensor)
         for shard in shards:
-            candidates = topology.nearest(shard.ranks, rank)
-            for piece in pieces:
-                copies.extend(_copies(shard, candidates, piece, layout.params[piece.param], rank))
+            candidates = shard.ranks
+            if distances and len(candidates) > 1:
+                least = min(distances[rank] for rank in candidates)
+                candidates = [rank for rank in candidates if distances[rank] == least]
+            if only is None or only in candidates:
+                for piece in pieces:
+                    copies += _copies(shard, candidates, piece, layout.params[piece.param], layout.rank, only)
     return TransferPlan(layout, tuple(copies), tuple(missing))
 
 
-def shares_of_rank(source: World, destination: World, rank: int, topology: Topology | None = None) -> tuple[Copy, ...]:
-    """Return the copies that come from source `rank`, by destination rank, in `message_order`."""
-    topology = topology or Topology()
-    by_destination: dict[int, list[Copy]] = {}
-    for tensor in source.layout(rank).by_tensor:
-        own = [shard for shard in source.shards(tensor) if rank in shard.ranks]
-        for target in destination.shards(tensor, every=True) if own else ():
-            for to in target.ranks:
-                for shard in own:
-                    candidates = topology.nearest(shard.ranks, to)
-                    made = [c for p, spec in target.pieces for c in _copies(shard, candidates, p, spec, to)]
-                    by_destination.setdefault(to, []).extend(c for c in made if c.source_rank == rank)
-    return tuple(copy for to in sorted(by_destination) for copy in sorted(by_destination[to], key=message_order))
-
-
-def message_order(copy: Copy) -> tuple[str, Box, str]:
-    """The order of copies in a message, on both sides."""
-    return copy.tensor, copy.tensor_box, copy.destination_param
-
-
 def _copies(
-    shard: Shard, candidates: Sequence[int], piece: Piece, spec: ParamSpec, destination_rank: int
+    shard: Shard, candidates: Sequence[int], piece: Piece, spec: ParamSpec, destination: int, only: int | None
 ) -> Iterator[Copy]:
     """Copies from one shard into one destination piece: the boxes that they share."""
     for held, held_spec in shard.pieces:
@@ -264,11 +191,12 @@ def _copies(
         if shared is None:
             continue
         tensor_box, source_box, destination_box = shared
-        key = f"{piece.tensor}{tensor_box}>{destination_rank}"
+        key = f"{piece.tensor}{tensor_box}>{destination}"
         sender = candidates[0] if len(candidates) == 1 else candidates[crc32(key.encode()) % len(candidates)]
+        if only not in (None, sender):
+            continue
         yield Copy(
             sender,
-            destination_rank,
             piece.tensor,
             tensor_box,
             held.param,
@@ -321,13 +249,13 @@ def _chain(source: Piece, source_spec: ParamSpec, piece: Piece, spec: ParamSpec)
             raise InputError(f"{what}, so {source.tensor} cannot be read from it.")
         steps.append(back)
     steps += piece.transforms
-    while len(steps) > 1 and (pair := _cancelling(steps)) is not None:
-        del steps[pair : pair + 2]
+    at = 0
+    while at + 1 < len(steps):  # take out steps that the next one undoes exactly
+        if steps[at].inverse() == steps[at + 1]:
+            del steps[at : at + 2]
+            at = 0
+        else:
+            at += 1
     if source_spec.dtype != spec.dtype:
         steps.append(Cast(source_spec.dtype, spec.dtype))
     return tuple(steps)
-
-
-def _cancelling(steps: list[Transform]) -> int | None:
-    """Index of a step that the next one undoes exactly."""
-    return next((i for i in range(len(steps) - 1) if steps[i].inverse() == steps[i + 1]), None)

@@ -22,7 +22,6 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES, Matrix, ModelWeights, Role
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, share
-from rlctl.weights.transfer_plan import Shard
 
 VOCAB_PADDING = 64
 # The published modules that each fused module consists of, in the order of its rows.
@@ -307,36 +306,11 @@ class VllmWorld:
     def weights(self) -> ModelWeights:
         return weights_of(self.facts)
 
-    @cached_property
-    def _layouts(self) -> dict[int, Layout]:
-        return {}
-
     def layout(self, rank: int) -> Layout:
         """Everything that `rank` holds, without the padding of vocabularies."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"Rank {rank} is outside of a world of {self.size}.")
-        if rank not in self._layouts:
-            self._layouts[rank] = layout_of(rank, ((m, dtype) for m, dtype in self._held(rank) if m.rows))
-        return self._layouts[rank]
-
-    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        """The ranks that hold each part of `tensor`. Engines hold the same, and so do ranks that share a KV head."""
-        found: dict[tuple[tuple[Piece, ParamSpec], ...], list[int]] = {}
-        for first, ranks in self._holders(tensor):
-            layout = self.layout(first)
-            own = tuple((piece, layout.params[piece.param]) for piece in layout.by_tensor.get(tensor, ()))
-            if own:
-                found.setdefault(own, []).extend(ranks)
-        return [Shard(sorted(ranks), own) for own, ranks in found.items()]
-
-    def _holders(self, tensor: str) -> Iterator[tuple[int, Iterable[int]]]:
-        """(one rank, all ranks that hold the same as it): every rank that may hold a part of `tensor`."""
-        experts = {matrix.expert for matrix in self.weights.by_tensor.get(tensor, ())} - {None}
-        if not experts:
-            of_replica = self.parallel.tp * self.parallel.pp
-            yield from ((at, range(at, self.size, of_replica)) for at in range(of_replica))
-        else:
-            yield from ((rank, (rank,)) for rank in range(self.size) if experts & set(self.local_experts(rank)))
+        return layout_of(rank, ((m, dtype) for m, dtype in self._held(rank) if m.rows))
 
     def local_experts(self, rank: int) -> range:
         """Experts (global numbers) of a rank: as even as possible, the first ranks one more."""

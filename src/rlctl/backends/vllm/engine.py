@@ -76,7 +76,7 @@ class VllmEngine:
         with self._lock.ask():
             if self._engine is None:
                 return
-            self._rpc("rlctl_release")
+            self._rpc("rlctl_weights.close")
             self._engine.shut_down()
             self._engine = None
 
@@ -249,18 +249,18 @@ class VllmEngine:
 
     # Refits
 
-    def refit_open(self, init_info: dict[str, Any]) -> None:
+    def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
-            self._rpc("init_weight_transfer_engine", init_info)
+            self._rpc("rlctl_weights.open", table, receive)
 
     def refit_needs(self) -> list[Any]:
         with self._lock.ask():
-            return self._rpc("rlctl_need", f"engine {self.index}")
+            return self._rpc("rlctl_weights.need", f"engine {self.index}")
 
     def refit_connect(self, connections: tuple[Any, ...]) -> None:
         with self._lock.ask():
-            self._rpc("rlctl_connect", f"engine {self.index}", connections)
+            self._rpc("rlctl_weights.connect_own", f"engine {self.index}", connections)
 
     def refit_begin(self, version: int) -> None:
         """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
@@ -270,8 +270,7 @@ class VllmEngine:
             self._settle()
             self._memory.wake(WEIGHTS)
             self._updating = version
-            self._rpc("rlctl_restart_update")
-            self._rpc("start_weight_update")
+            self._rpc("rlctl_weights.begin")
 
     def _settle(self) -> None:
         """Bring samples in flight to where the weights may change under them."""
@@ -311,7 +310,7 @@ class VllmEngine:
         with self._lock.ask():
             if self._updating is None:
                 raise WorkerError(f"{self.label} was asked for refit_receive before refit_begin.")
-            self._rpc("update_weights", update_info)
+            self._rpc("rlctl_weights.receive_update", update_info)
 
     def refit_finish(self, version: int) -> float:
         with self._lock.ask():
@@ -319,7 +318,7 @@ class VllmEngine:
                 raise WorkerError(
                     f"{self.label} was asked to finish refit {version}; the refit under way is {self._updating}."
                 )
-            self._rpc("finish_weight_update")
+            self._rpc("rlctl_weights.finish")
             loaded = time.perf_counter()
             # Samples kept in flight compute what they have again, under the new weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._samples)):
@@ -344,27 +343,26 @@ class VllmEngine:
             self._settle()
             self._memory.wake(WEIGHTS)
             self._updating = POISONED
-            self._rpc("rlctl_restart_update")
-            return sum(self._rpc("rlctl_poison"))
+            return sum(self._rpc("rlctl_weights.poison"))
 
     def refit_close(self) -> None:
         with self._lock.ask():
             if self._engine is not None:
-                self._rpc("rlctl_release")
+                self._rpc("rlctl_weights.close")
 
     def received(self) -> list[Any]:
         with self._lock.ask():
-            return self._rpc("rlctl_received")
+            return self._rpc("rlctl_weights.received")
 
     def readings(self, tensors: list[str] | None = None) -> list[Any]:
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
-            return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
+            return [reading for worker in self._rpc("rlctl_weights.readings", tensors) for reading in worker]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
-            return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
+            return [held for worker in self._rpc("rlctl_weights.values", tensor) for held in worker]
 
     def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every vLLM worker, or a function of it. Raises what one raised, its own fault first."""

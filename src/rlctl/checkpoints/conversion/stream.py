@@ -231,7 +231,7 @@ class _Scratch:
 
 def plan_between(source: World, destination: World) -> TransferPlan:
     """The proven plan of a conversion: every element of the destination is written exactly once."""
-    return receive_plan(source, destination, 0).prove()
+    return receive_plan(source, destination.layout(0)).prove()
 
 
 @contextmanager

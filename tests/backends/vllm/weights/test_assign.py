@@ -63,7 +63,7 @@ def test_a_module_is_loaded_with_all_its_tensors_and_nothing_else_is() -> None:
         f"{at}.{x}_proj.bias": BESIDE for x in "qkv"
     }
     assert {one.path for one in found.direct} == {one.path for one in MODEL_SITES} - {qkv}
-    ways = {tensor: (one.path, one.reason) for one in found.taken() for tensor in one.tensors}
+    ways = {tensor: (one.path, one.reason) for one in found.routes() for tensor in one.tensors}
     assert set(ways) == set(TENSORS)
     assert ways["model.layers.0.attn.q_proj.weight"] == ("direct", "packed again for the processor's matrix products")
 

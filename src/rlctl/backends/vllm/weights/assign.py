@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rlctl.backends.vllm.weights.locate import Form, Site, Sites
-from rlctl.transport.rounds import Taken
+from rlctl.transport.rounds import Route
 
 DIRECT, LOADER, MIXED = "direct", "loader", "mixed"
 MODEL = ""
@@ -47,12 +47,12 @@ class Assignment:
             return DIRECT
         return MIXED if self.direct else LOADER
 
-    def taken(self) -> tuple[Taken, ...]:
+    def routes(self) -> tuple[Route, ...]:
         """The tensors by path and reason."""
         found: dict[tuple[str, str], list[str]] = {}
         for tensor, why in (_written(self.direct) | self.loaded).items():
             found.setdefault((LOADER if tensor in self.loaded else DIRECT, why), []).append(tensor)
-        return tuple(Taken(path, why, tuple(tensors)) for (path, why), tensors in found.items())
+        return tuple(Route(path, why, tuple(tensors)) for (path, why), tensors in found.items())
 
 
 def all_loaded(tensors: Collection[str], why: str) -> Assignment:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlctl.backends.vllm.weights.locate import Form, Site, dtype_name, pack_expert
-from rlctl.errors import VerificationError
+from rlctl.errors import VerificationError, WorkerError
 from rlctl.transport.changes import MOST_ELEMENTS, read_piece, region
-from rlctl.transport.movers import TimedReceiver
+from rlctl.transport.movers import Receiver, TimedReceiver, open_receiver
 from rlctl.transport.round_buffers import chunk_view, copy_all
-from rlctl.transport.rounds import Chunk, Rounds, rows_of
+from rlctl.transport.rounds import Chunk, Connection, Lengths, Rounds, cut_rounds, rows_of
 from rlctl.weights.layout import Layout
 from rlctl.weights.vllm import layout_of
 
@@ -219,37 +219,23 @@ class ModelLoader:
             yield from ready
 
 
-class SparseWriter:
-    """Writes changed elements over live parameters."""
-
-    def __init__(self, targets: Mapping[str, Target], order: Sequence[str], senders: int, capacity: int) -> None:
-        """`order`: the parameters in the order of the layout; `capacity`: bytes of a staging buffer of all senders."""
-        self.memory = [_plain(targets[name]) for name in order]
-        self.dtypes = [memory.dtype for memory in self.memory]
-        self.senders, self.capacity = senders, capacity
-
-    def write_rounds(self, rounds: int, receiver: TimedReceiver) -> None:
-        for index in range(rounds):
-            self.write(receiver.wait(index))
-            receiver.done(index)
-
-    def write(self, buffer: torch.Tensor) -> None:
-        for sender in range(self.senders):
-            for param, places, values in read_piece(region(buffer, self.capacity, self.senders, sender), self.dtypes):
-                _put(self.memory[param], places.long(), values)
-
-
-def _plain(target: Target) -> torch.Tensor:
-    assert target.memory is not None  # `why_whole` is asked before changed elements are sent
-    return target.memory
-
-
-def _put(memory: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    places, values = places.to(memory.device), values.to(memory.device)
-    if memory.is_contiguous():
-        memory.view(-1).index_copy_(0, places, values)
-    else:
-        memory[places // memory.shape[1], places % memory.shape[1]] = values
+def write_changes(
+    targets: Mapping[str, Target], connection: Connection, layout: Layout, rounds: int, receiver: TimedReceiver
+) -> None:
+    """Write changed elements over the live parameters of `layout`."""
+    memory = [cast(torch.Tensor, targets[name].memory) for name in layout.params]  # `why_whole` was asked before
+    dtypes, senders = [one.dtype for one in memory], len(connection.senders)
+    for index in range(rounds):
+        buffer = receiver.wait(index)
+        for sender in range(senders):
+            for param, places, values in read_piece(region(buffer, connection.capacity, senders, sender), dtypes):
+                target = memory[param]
+                places, values = places.long().to(target.device), values.to(target.device)
+                if target.is_contiguous():
+                    target.view(-1).index_copy_(0, places, values)
+                else:
+                    target[places // target.shape[1], places % target.shape[1]] = values
+        receiver.done(index)
 
 
 def why_whole(targets: Mapping[str, Target]) -> str:
@@ -262,8 +248,50 @@ def why_whole(targets: Mapping[str, Target]) -> str:
     return ""
 
 
-def require_base(held: int | None, base: int) -> None:
-    """Raise VerificationError unless changes since `base` come to parameters that hold it."""
-    if held != base:
-        found = "no whole version" if held is None else f"version {held}"
-        raise VerificationError(f"Changes since version {base} of the weights came to an engine that holds {found}.")
+class ReceivingEnd:
+    """One worker's end of its channel, and the parameters that weights are written into."""
+
+    layout: Layout
+    writer: DirectWriter | ModelLoader
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.receiver: Receiver | None = None
+        self.applied: int | None = None
+        """Version that the parameters hold whole; None: none that came through here."""
+
+    def targets(self) -> Mapping[str, Target]:
+        """Where each parameter is that is written directly."""
+        raise NotImplementedError
+
+    def connect(self, connection: Connection, name: str) -> None:
+        self.close()
+        self.connection, self.rounds = connection, cut_rounds(self.layout, connection.capacity)
+        self.receiver = open_receiver(connection, self.rounds, name, self.device)
+
+    def receive(self, version: int, attempt: int, base: int | None = None, lengths: tuple[Lengths, ...] = ()) -> float:
+        """Receive `version` as attempt number `attempt`: all of it, or what has changed since `base`, of which each
+        sender of a channel sends `lengths` in each round. Returns the seconds in which nothing had come that could be
+        written. Raises VerificationError unless changes come to parameters that hold `base`."""
+        if self.receiver is None:
+            raise WorkerError("A refit began before the engine's worker was connected.")
+        held, self.applied = self.applied, None
+        changes = None if base is None else lengths[self.connection.channel]
+        with torch.no_grad(), self.receiver.begin(version, attempt, changes):
+            timed = TimedReceiver(self.receiver)
+            if changes is None:
+                self.writer.write_rounds(self.rounds, timed)
+            elif held != base:
+                found = "no whole version" if held is None else f"version {held}"
+                raise VerificationError(
+                    f"Changes since version {base} of the weights came to an engine that holds {found}."
+                )
+            else:
+                write_changes(self.targets(), self.connection, self.layout, len(changes), timed)
+        self.applied = version
+        return timed.waited_s
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
