@@ -12,11 +12,11 @@ from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import Adapters
 from rlctl.planner.inputs.cluster import ClusterFacts, cpu_device
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import feasible_plans
-from rlctl.planner.search.policy_search import Request
 from rlctl.planner.search.rules import size_problem
 
 LARGEST_NODES = 4096

@@ -9,8 +9,9 @@ from rlctl.config.keys import TEACHER_SIZES
 from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.request import HEADROOM, Request
 from rlctl.planner.result import Plan, Reason, Rejected
-from rlctl.planner.search.policy_search import HEADROOM, Request, TeacherPlan
+from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 Ruled = tuple[str, object, str]
