@@ -6,9 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
-import subprocess
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 
 import psutil
@@ -197,9 +195,8 @@ def test_a_function_of_many_sees_the_whole_step_again_after_the_process_died(tmp
         process.start()
         work = [scoring_process.Work(0, text, source[0]) for text in "abcd"]
         assert process._connection is not None
-        process._connection.send(scoring_process.Batch(work, 7, 2))
-        answers = [process._connection.recv() for _ in range(2)]
-        assert [(answer.number, answer.outcome.value) for answer in answers] == [(7, 4), (8, 4)]
+        process._connection.send(scoring_process.Batch(work, 2))
+        assert [process._connection.recv().value for _ in range(2)] == [4, 4]
     finally:
         process.close()
 
@@ -354,24 +351,6 @@ def test_a_function_that_raises_in_the_run_names_the_row(tmp_path: Path) -> None
         score(plan, source, "good", "bad", index=1)
 
 
-def test_a_child_whose_parent_has_heard_enough_ends_without_complaint(tmp_path: Path) -> None:
-    """After a user's error the rest of the batch is scored for nobody."""
-    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
-    plan = prepare_rewards(reward(user_file(tmp_path, "def score(completion):\n    return 1\n")), source)
-    ours, theirs = Pipe()
-    command = scoring_process.child_command(theirs)
-    child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
-    theirs.close()
-    ours.send(plan)
-    assert ours.recv() is None
-    ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 0))
-    assert ours.poll(60)
-    ours.close()
-    _, err = child.communicate(timeout=300)
-    assert child.returncode == 0
-    assert err == ""
-
-
 # scorers that hang or die
 
 
@@ -428,8 +407,8 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
 
 
 def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = "; from rlctl.envs import scoring_process as s; score = s._score"
-    ends += "; s._score = lambda n, f, w: __import__('os')._exit(9) if w.completion == 'end' else score(n, f, w)"
+    ends = "; from rlctl.envs.scorers import TaskScorer as T; score = T.__call__"
+    ends += "; T.__call__ = lambda self, c, row: __import__('os')._exit(9) if c == 'end' else score(self, c, row)"
     monkeypatch.setattr(scoring_process, "CHILD", scoring_process.CHILD.replace("; main()", f"{ends}; main()"))
     source = gym("chain_sum", max_terms=2, max_digits=1)
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))

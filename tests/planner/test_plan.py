@@ -389,20 +389,20 @@ def test_every_layout_of_training_is_runnable(name: str, pins: dict[str, object]
 
 def test_batches_smaller_than_the_ranks_are_refused_by_rule() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
-    problems = training_problems(facts, TrainingChoice(ParallelSpec(dp=8)), Workload(2, 2), cluster, 8)
+    problems = training_problems(Request(facts, cluster, Workload(2, 2)), TrainingChoice(ParallelSpec(dp=8)), 8)
     assert [problem.key for problem in problems] == ["training.dp"]
 
 
 def test_interleaved_stages_must_divide_the_layers() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
     choice = TrainingChoice(ParallelSpec(pp=8, vpp=3))
-    assert [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)] == ["training.vpp"]
+    assert [p.key for p in training_problems(Request(facts, cluster), choice, 8)] == ["training.vpp"]
 
 
 def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
     facts, cluster = model("Qwen3-30B-A3B"), make_cluster("h100")
     choice = TrainingChoice(ParallelSpec(tp=2, dp=4, sequence_parallel=False))
-    assert "training.sequence_parallel" in [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)]
+    assert "training.sequence_parallel" in [p.key for p in training_problems(Request(facts, cluster), choice, 8)]
 
 
 def test_unknown_gpu_names_the_nearest() -> None:
