@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.config.files import TEXT_LIMIT_BYTES
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
@@ -21,7 +20,6 @@ from rlctl.envs.extraction import Extraction
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
 from rlctl.envs.rewards import mixed_rewards, prepare_rewards
 from rlctl.envs.scorers import RewardPlan
-from rlctl.envs.user_function import UserCode
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
 
@@ -278,21 +276,13 @@ def test_no_reward_or_one_twice(tmp_path: Path) -> None:
         ("import json\nimport no_such_package", ["ModuleNotFoundError", "mine.py, line 2"]),
         ("raise SystemExit(3)", ["SystemExit", "mine.py, line 1"]),
         ("def score(completion, level): return 1", ["needs level", "data.jsonl, line 1"]),
-        ("def score(completion, /): return 1", ["positional-only"]),
-        ("score = type", ["no signature"]),
         ("def score(completion): return 1\n\0", ["null bytes"]),
-        ("def score(completion): return 10**400", ["returned 1000", "finite"]),
         ("def score(completion, answer):\n    return helper(answer)\ndef helper(a):\n    return a[0] / 0", [
             "raised TypeError", "data.jsonl, line 1", "mine.py, line 4, in helper: return a[0] / 0"]),
         ("def score(completion, answer): return 'good'", ["returned 'good'", "data.jsonl, line 1", "number"]),
-        ("def score(completion, answer): return None", ["returned None"]),
         ("def score(completion, answer): return float('nan')", ["returned nan", "finite"]),
-        ("def score(completion, answer): return float('inf')", ["returned inf", "data.jsonl, line 1"]),
         ("def score(completion, answer): return -1e308", ["returned -1e+308", "data.jsonl, line 1", "1e+30"]),
         ("def score(completion, answer): return 10 ** 400", ["returned 1000", "data.jsonl, line 1"]),
-        ("async def score(completion, answer): return 1.0", ["a coroutine; it must not be async."]),
-        ("class Odd(Exception):\n    def __str__(self): raise ValueError\ndef score(completion): raise Odd()", [
-            "raised Odd: an error that has no text", "mine.py, line 3"]),
     ],
 )  # fmt: skip
 def test_wrong_functions_are_refused_before_the_run(tmp_path: Path, code: str, words: list[str]) -> None:
@@ -301,24 +291,6 @@ def test_wrong_functions_are_refused_before_the_run(tmp_path: Path, code: str, w
         prepare_rewards(reward(name), jsonl(tmp_path, {"prompt": "q", "answer": "a"}))
     for word in ["mine.py", *words]:
         assert word in str(raised.value)
-
-
-@pytest.mark.parametrize("what", ["Reward", "Loss", "Algorithm"])
-def test_files_of_functions_are_read_within_bounds(tmp_path: Path, what: str) -> None:
-    file = tmp_path / "mine.py"
-    os.mkfifo(file)
-    with pytest.raises(InputError, match=r"mine\.py cannot be read: it is a pipe, not a file"):
-        UserCode.read(f"{file}:score", what)
-    file.unlink()
-    file.symlink_to("/dev/zero")
-    with pytest.raises(InputError, match=r"mine\.py cannot be read: it is a device, not a file"):
-        UserCode.read(f"{file}:score", what)
-    file.unlink()
-    file.write_text("#" * (TEXT_LIMIT_BYTES + 1))
-    with pytest.raises(InputError, match=r"mine\.py cannot be read: it is larger than"):
-        UserCode.read(f"{file}:score", what)
-    file.write_bytes(b"\xef\xbb\xbfdef score(completion):\r\n    return 1\r\n")
-    assert UserCode.read(f"{file}:score", what).load()("x") == 1
 
 
 def test_a_misspelt_file_suggests_its_neighbour(tmp_path: Path) -> None:

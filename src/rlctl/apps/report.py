@@ -198,8 +198,7 @@ def _forecasts(run: Path) -> list[Forecast]:
         times = [Forecast(row.name, "s", row.predicted, row.measured) for row in compare_run(run)]
         shown = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
         memory = [
-            Forecast(f"memory, {row.name} process", "GiB", row.predicted, row.measured)
-            for row in compare_memory(run)
+            Forecast(f"memory, {row.name} process", "GiB", row.predicted, row.measured) for row in compare_memory(run)
         ]
         return [*shown, *memory]
     return []

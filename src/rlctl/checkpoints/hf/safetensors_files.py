@@ -9,7 +9,6 @@ once: `SafetensorsWriter` writes the header itself and then appends one block of
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import struct
@@ -88,7 +87,7 @@ def require_whole(directory: Path) -> None:
 def _opened(file: Path) -> Iterator[Any]:
     problem = problem_with(file)  # opening a pipe would not return
     if problem is None and not os.access(file, os.R_OK):  # the library says that there is no such file
-        problem = os.strerror(errno.EACCES)
+        problem = "Permission denied"
     if problem:
         raise InputError(f"{file} cannot be read: {problem}.", "Make it readable, or download the model again.")
     try:
