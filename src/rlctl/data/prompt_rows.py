@@ -18,6 +18,8 @@ from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError, suggest
 
 GYM_PREFIX = "reasoning-gym:"
+MOST_CHARACTERS = 1_000_000
+"""Characters of a prompt beyond which a row is refused: some 250,000 tokens, and seconds for a tokenizer."""
 MESSAGES = "messages"
 """Field of chat messages, by the name that most published datasets give it."""
 USUAL_NAMES = {
@@ -148,6 +150,11 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
     if not isinstance(value, str) and isinstance(value, Sequence):
         value = [_with_text(message, field_name, where) for message in value]
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        raise InputError(
+            f"{where}: field {field_name!r} holds {len(value):,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
+            "Leave the row out, or name another field with --prompt-field NAME.",
+        )
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
