@@ -37,6 +37,7 @@ from rlctl.planner.costs.generation import (
 )
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, make_cluster
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
@@ -55,6 +56,11 @@ def for_row(row: Row, constants: GatheringConstants) -> GatheringConstants:
     if row.fields["kind"] != "pretrain" and "megatron-bridge perf" not in row.fields["source"]:
         return constants
     return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0, gather_overlap=1.0, backward_overlap=1.0)
+
+
+def request_of(row: Row, constants: GatheringConstants = GATHERING) -> Request:
+    """Return what the costs of a published layout are computed from."""
+    return Request(row.facts, row.cluster, row.workload, constants=constants)
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,12 @@ def fit_of(row: Row, constants: GatheringConstants = GATHERING) -> Fit:
     constants = for_row(row, constants)
     device = row.cluster.device.memory
     asleep = constants.engine_asleep_bytes if row.colocated and row.generation else 0.0
-    number, _ = timing.micro_batches(row.training, row.workload, constants)
+    request = request_of(row, constants)
+    number, _ = timing.micro_batches(request, row.training)
     modes = ["none", "selective", "full"] if row.fields["kind"] == "pretrain" else [row.training.recompute]
     for mode in modes:
         choice = replace(row.training, recompute=mode)
-        memory = mem.training_memory(row.facts, choice, row.workload, row.cluster, asleep, number, constants)
+        memory = mem.training_memory(request, choice, asleep, number)
         if memory.total <= device:
             break
     problems = [] if memory.total <= device else [f"training {memory.total / GIB:.0f} of {device / GIB:.0f} GiB"]
@@ -93,12 +100,13 @@ def fit_of(row: Row, constants: GatheringConstants = GATHERING) -> Fit:
 
 
 def generation_fit(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> list[str]:
-    _, tokens = plan_kv(row.facts, generation, row.workload, row.cluster, constants)
+    request = request_of(row, constants)
+    _, tokens = plan_kv(request, generation)
     problems = []
     if tokens < row.workload.max_length:
         problems.append(f"KV cache of {tokens} tokens, one sequence needs {row.workload.max_length}")
     if row.colocated:
-        refit = mem.refit_memory(row.facts, row.training, row.cluster, weight_bytes(row.facts, generation), constants)
+        refit = mem.refit_memory(request, row.training, weight_bytes(row.facts, generation))
         if refit.total > row.cluster.device.memory:
             problems.append(f"refit {refit.total / GIB:.0f} GiB")
     return problems
@@ -108,16 +116,15 @@ def seconds_of(row: Row, constants: GatheringConstants = GATHERING) -> dict[str,
     """Predict the seconds of the published layout by phase, and their `total`."""
     constants = for_row(row, constants)
     choice = replace(row.training, recompute=fit_of(row, constants).recompute)
-    seconds = {
-        "training": timing.training_time(row.facts, choice, row.workload, row.cluster, row.colocated, constants).total
-    }
+    request = request_of(row, constants)
+    seconds = {"training": timing.training_time(request, choice, row.colocated).total}
     if row.generation is not None:
         generation = sized(row, row.generation, constants)
         if row.workload.overlaps:
-            seconds["generation"] = steady_generation_time(row.facts, generation, row.workload, row.cluster, constants)
+            seconds["generation"] = steady_generation_time(request, generation)
         else:
-            seconds["generation"] = generation_time(row.facts, generation, row.workload, row.cluster, constants).total
-        seconds["logprobs"] = timing.logprobs_time(row.facts, choice, row.workload, row.cluster, constants)
+            seconds["generation"] = generation_time(request, generation).total
+        seconds["logprobs"] = timing.logprobs_time(request, choice)
         seconds["refit"] = gathering_refit_time(row.facts, choice, generation, row.cluster, row.colocated, constants)
         seconds["other"] = constants.other_s + constants.reward_s
         if row.workload.overlaps and not row.colocated:
@@ -131,7 +138,7 @@ def sides_of(seconds: dict[str, float]) -> tuple[float, float]:
 
 
 def sized(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> GenerationChoice:
-    free, tokens = plan_kv(row.facts, generation, row.workload, row.cluster, constants)
+    free, tokens = plan_kv(request_of(row, constants), generation)
     return replace(generation, kv_cache_bytes=free, kv_cache_tokens=max(1, tokens))
 
 
@@ -296,7 +303,7 @@ def show_vllm_profile(path: Path) -> None:
             if line["weights_gib"]:
                 text += f"  weights {weight_bytes(facts, choice) / GIB:6.2f} published {line['weights_gib']}"
             if line["kv_cache_gib"]:
-                free, _ = plan_kv(facts, choice, Workload(), make_cluster("h100"), constants)
+                free, _ = plan_kv(Request(facts, make_cluster("h100"), constants=constants), choice)
                 text += f"  KV {free / GIB:6.2f} published {line['kv_cache_gib']}"
             print(text)
     print(f"median error of activations {100 * median(errors):.0f}%")
@@ -622,11 +629,9 @@ def difference(row: Row, plan: Plan) -> str:
     both = []
     for choice in (row.training, plan.training):
         chosen = replace(choice, grouped_experts=True)
-        time_ = timing.training_time(row.facts, chosen, row.workload, row.cluster)
-        forward = timing.logprobs_time(row.facts, chosen, row.workload, row.cluster)
-        memory = mem.training_memory(
-            row.facts, chosen, row.workload, row.cluster, GATHERING.engine_asleep_bytes, time_.micro_batches
-        )
+        request = Request(row.facts, row.cluster, row.workload)
+        time_, forward = timing.training_time(request, chosen), timing.logprobs_time(request, chosen)
+        memory = mem.training_memory(request, chosen, GATHERING.engine_asleep_bytes, time_.micro_batches)
         both.append(
             f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
             f"{1e3 * time_.forward.tensor:.0f} ms a micro-batch), log-probs {forward:.1f} s, "

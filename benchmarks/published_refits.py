@@ -16,7 +16,8 @@ from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.costs.time import offload_seconds, refit_time, tensor_count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, make_cluster
-from rlctl.planner.inputs.constants import BOUNDS, Constants
+from rlctl.planner.inputs.constants import Constants
+from rlctl.planner.inputs.request import Request
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,22 @@ class GatheringConstants(Constants):
 
 OWNERS = {"Qwen3": "Qwen/", "DeepSeek": "deepseek-ai/"}
 GATHERING = GatheringConstants()
+BOUNDS: dict[str, tuple[float, float]] = {
+    "matmul_efficiency": (0.35, 0.80),
+    "traffic": (1.0, 5.0),
+    "expert_overlap": (0.0, 0.8),
+    "tensor_overlap": (0.0, 0.9),
+    "fp8_efficiency": (0.25, 0.65),
+    "fp4_efficiency": (0.15, 0.55),
+    "attention_efficiency": (0.2, 0.75),
+    "expert_host_s": (0.0, 0.0006),
+    "moe_layer_host_s": (0.0002, 0.004),
+    "length_sigma": (0.5, 1.5),
+    "decode_step_s": (0.001, 0.010),
+    "decode_bandwidth_efficiency": (0.5, 0.9),
+    "refit_fixed_s": (0.2, 6.0),
+}
+"""Physical limits of what a fit may choose."""
 GATHERING_BOUNDS = BOUNDS | {"refit_tensor_s": (0.0, 0.002), "refit_bytes_per_s": (2e9, 50e9)}
 
 
@@ -48,7 +65,7 @@ def gathering_refit_time(
     payload = count(facts).total * (4 if choice.precision == "float32" else 2)
     each = tensor_count(facts) * constants.refit_tensor_s
     if colocated:
-        offload = offload_seconds(facts, choice, cluster, constants)
+        offload = offload_seconds(Request(facts, cluster, constants=constants), choice)
         return constants.refit_fixed_s + each + payload / constants.refit_bytes_per_s + offload
     rate = cluster.device.network * constants.network_efficiency * 0.6
     return constants.refit_fixed_s / 2 + each / 4 + payload / max(1, generation.tp) / rate
@@ -68,7 +85,7 @@ def show_shard_to_shard(path: Path) -> None:
         generation = GenerationChoice(tp=serves.get("TP", 1))
         gpus = policy.parallel.world_size + generation.tp * serves.get("DP", 1)
         cluster = make_cluster(row["hardware"].lower(), -(-gpus // 8), 8)
-        predicted = refit_time(facts, policy, generation, cluster, False)
+        predicted = refit_time(Request(facts, cluster), policy, generation, False)
         seen = median(float(text) for text in row["seconds"].split("-"))
         errors.append(abs(predicted / seen - 1))
         print(f"   {row['model']:<16} {row['mapping']:<22} {row['hardware']:<6} {predicted:.2f}/{row['seconds']} s")

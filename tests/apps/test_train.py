@@ -84,10 +84,10 @@ def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
 
 def test_the_plan_is_held_against_what_the_run_took(uninterrupted):
     """By phase and by process; a tiny model's processes are mostly libraries, whose size the planner knows."""
-    rows = {row.process: row for row in compare_memory(uninterrupted[0])}
+    rows = {row.name: row for row in compare_memory(uninterrupted[0])}
     assert rows.keys() == {"policy", "engine"}
     assert all(0.3 < row.ratio < 3 for row in rows.values())
-    assert {row.phase for row in compare_run(uninterrupted[0])} > {"generation", "training", "total"}
+    assert {row.name for row in compare_run(uninterrupted[0])} > {"generation", "training", "total"}
 
 
 def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):

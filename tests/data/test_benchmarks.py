@@ -95,12 +95,6 @@ def test_the_prompt_says_how_to_answer_unless_the_user_says_it(tmp_path: Path) -
     assert own.endswith(" Be brief.")
 
 
-def test_a_row_whose_answer_is_no_option_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", MMLU | {"answer": "J"})
-    with pytest.raises(InputError, match=r"rows.jsonl, line 1: the answer 'J' is none of its 5 options"):
-        open_task(f"mmlu-pro:{path}", RlctlConfig(), None)
-
-
 def test_a_hub_out_of_reach_is_a_sentence_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

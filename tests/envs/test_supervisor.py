@@ -1,4 +1,4 @@
-"""Children of reward functions end with the process that scores; answers given twice and endless output do no harm."""
+"""Children of reward functions end with the process that scores; answers given twice do no harm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.scoring_process import PACKAGES, ScoringProcess, Work
-from rlctl.envs.supervisor import OUTPUT_LIMIT_BYTES, OUTPUT_TAIL_BYTES, CappedLog
 from rlctl.errors import WorkerError
 
 ROW = PromptRow(0, "data.jsonl, line 1", "q", "a")
@@ -145,48 +144,6 @@ def test_a_function_that_forks_and_returns_twice_shifts_no_reward(tmp_path: Path
             assert [score.value for score in process.score([Work(0, kind, ROW)] * 4)] == [0.5] * 4
     finally:
         process.close()
-
-
-def test_an_answer_that_something_else_sent_is_refused(tmp_path: Path) -> None:
-    code = """
-import os, sys
-from multiprocessing.connection import Connection
-from rlctl.envs.scoring_process import Answer, Score
-
-def score(completion):
-    Connection(os.dup(int(sys.argv[1]))).send(Answer(7, Score(0.125)))
-    return 0.5
-"""
-    process = ScoringProcess(plan_of(tmp_path, code))
-    with pytest.raises(WorkerError, match=r"out of turn while .*mine\.py:score was at data\.jsonl, line 1"):
-        process.score([Work(0, "x", ROW)] * 2)
-    process.close()
-
-
-def test_output_without_end_is_capped_and_its_end_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = """
-def score(completion):
-    for _ in range(1000):
-        print("x" * 9_999)
-    print("the last line")
-    return 0.5
-"""
-    process = ScoringProcess(plan_of(tmp_path, code))
-    assert process.score([Work(0, "x", ROW)])[0].value == 0.5
-    process.close()
-    printed = capfd.readouterr().err
-    assert f"printed more than {OUTPUT_LIMIT_BYTES:,} bytes" in printed
-    assert "bytes of output were dropped here" in printed
-    assert printed.endswith("the last line\n")
-    assert len(printed) < OUTPUT_LIMIT_BYTES + OUTPUT_TAIL_BYTES + 1000
-
-
-def test_output_below_the_limit_is_kept_whole(capfd: pytest.CaptureFixture[str]) -> None:
-    log = CappedLog()
-    log.write(b"one\n")
-    log.write(b"two\n")
-    log.close()
-    assert capfd.readouterr().err == "one\ntwo\n"
 
 
 def test_the_process_imports_nothing_from_the_working_directory(

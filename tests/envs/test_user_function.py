@@ -67,7 +67,6 @@ def test_a_function_of_one_completion_stays_one(tmp_path: Path) -> None:
         ("def score(completions): return [1, 1, float('nan')]", ["returned nan for d.jsonl, line 2"]),
         ("def score(completions, solution): return []", ["needs solution, which 3 completions", "It can have level"]),
         ("def score(completions, completion_ids): return []", ["needs completion_ids, which rlctl does not give"]),
-        ("async def score(completions): return [1, 1, 1]", ["returned a coroutine", "async"]),
         ("def score(completions):\n    return completions[9]", ["raised IndexError", "3 completions", "line 2"]),
     ],
 )  # fmt: skip

@@ -43,13 +43,6 @@ def test_a_model_of_another_kind_is_not_an_unknown_one(config: dict[str, Any], w
     assert other_architecture(config) == (config["architectures"][0] if "Unknown" in words else None)
 
 
-@pytest.mark.parametrize("key", ["num_local_experts", "num_experts_per_tok"])
-def test_a_family_with_experts_has_at_least_one(key: str) -> None:
-    config = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
-    with pytest.raises(InputError, match=f"`{key}` is 0; expected a positive whole number"):
-        facts_from_hf_config(config | {"intermediate_size": 64, key: 0})
-
-
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 64, "vocab_size": 512,

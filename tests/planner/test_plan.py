@@ -20,6 +20,7 @@ from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.inputs.workload import Goal, Workload
 from rlctl.planner.make_plan import make_plan, refuse_unrunnable
 from rlctl.planner.result import Plan
@@ -271,7 +272,7 @@ def test_float8_takes_sides_that_are_multiples_of_16() -> None:
     narrow = replace(facts, intermediate=14336 + 64)
     for tp, precision, broken in ((2, "fp8", False), (8, "fp8", True), (8, "bf16", False)):
         choice = TrainingChoice(ParallelSpec(tp=tp, dp=8 // tp, etp=1), precision=precision)
-        found = training_problems(narrow, choice, Workload(max_length=2048), cluster, 8)
+        found = training_problems(Request(narrow, cluster, Workload(max_length=2048)), choice, 8)
         assert [problem.key for problem in found] == ["training.tp"] * broken
     assert make_plan(narrow, cluster, Workload(), precision="fp8").training.parallel.tp < 8
 
@@ -303,7 +304,7 @@ def test_states_in_host_memory_cost_the_host_link_and_leave_the_device() -> None
     assert parts["optimizer"] == pytest.approx(12 * 128256 * 4096 - parts["activations"] - parts["logits"])
     # 12 bytes a parameter down and 12 up, at four fifths of 55 GB/s; without it they come back after generation.
     streamed = here.seconds[Phase.TRAINING] - there.seconds[Phase.TRAINING]
-    onload = offload_seconds(facts, there.training, cluster, DEFAULTS)
+    onload = offload_seconds(Request(facts, cluster), there.training)
     assert streamed + onload == pytest.approx(24 * owned / (0.8 * 55e9), rel=0.02)
     assert "24 bytes" in explain(here)
     assert "24 bytes" not in explain(there)
@@ -388,20 +389,20 @@ def test_every_layout_of_training_is_runnable(name: str, pins: dict[str, object]
 
 def test_batches_smaller_than_the_ranks_are_refused_by_rule() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
-    problems = training_problems(facts, TrainingChoice(ParallelSpec(dp=8)), Workload(2, 2), cluster, 8)
+    problems = training_problems(Request(facts, cluster, Workload(2, 2)), TrainingChoice(ParallelSpec(dp=8)), 8)
     assert [problem.key for problem in problems] == ["training.dp"]
 
 
 def test_interleaved_stages_must_divide_the_layers() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
     choice = TrainingChoice(ParallelSpec(pp=8, vpp=3))
-    assert [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)] == ["training.vpp"]
+    assert [p.key for p in training_problems(Request(facts, cluster), choice, 8)] == ["training.vpp"]
 
 
 def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
     facts, cluster = model("Qwen3-30B-A3B"), make_cluster("h100")
     choice = TrainingChoice(ParallelSpec(tp=2, dp=4, sequence_parallel=False))
-    assert "training.sequence_parallel" in [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)]
+    assert "training.sequence_parallel" in [p.key for p in training_problems(Request(facts, cluster), choice, 8)]
 
 
 def test_unknown_gpu_names_the_nearest() -> None:

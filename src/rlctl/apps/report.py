@@ -195,11 +195,10 @@ def _settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _forecasts(run: Path) -> list[Forecast]:
     """Return the plan against what was measured; nothing where the run has no measurement."""
     with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError, RecursionError):
-        times = [Forecast(row.phase, "s", row.predicted, row.measured) for row in compare_run(run)]
+        times = [Forecast(row.name, "s", row.predicted, row.measured) for row in compare_run(run)]
         shown = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
         memory = [
-            Forecast(f"memory, {row.process} process", "GiB", row.predicted, row.measured)
-            for row in compare_memory(run)
+            Forecast(f"memory, {row.name} process", "GiB", row.predicted, row.measured) for row in compare_memory(run)
         ]
         return [*shown, *memory]
     return []

@@ -57,13 +57,9 @@ def inspect(path: Path) -> Inspection:
     found = find(path) if path.is_dir() else None
     if found is not None:
         return _inspect_megatron(path, found)
-    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
-        return _inspect_huggingface(path)
-    hint = "Known: a Hugging Face directory, a Megatron torch_dist checkpoint, a run of rlctl."
-    raise InputError(f"{path} is no checkpoint of a known format.", hint)
-
-
-def _inspect_huggingface(path: Path) -> Inspection:
+    if not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        hint = "Known: a Hugging Face directory, a Megatron torch_dist checkpoint, a run of rlctl."
+        raise InputError(f"{path} is no checkpoint of a known format.", hint)
     result = Inspection(str(path), "huggingface", parallelism_agnostic=True)
     files = _noting(result, lambda: SafetensorsDirectory.open(path))
     if files is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import cast
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
@@ -45,6 +46,7 @@ class ModelSource:
 
 
 log = logging.getLogger(__name__)
+UNREACHED = "not in the Hugging Face cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
 Tell = Callable[[str], None]
 """Called with a line before anything that takes long."""
 Supplier = Callable[[str, str | None, Tell], ModelSource | None]
@@ -66,39 +68,34 @@ def resolve_model(
     content with config and tokenizer. `otherwise` is asked where the hub cannot be reached. Raises InputError where a
     directory has no config or lacks shards, or a name is unknown, gated or cannot be reached.
     """
-    found = _resolved(name, revision, weights, trust_remote_code, tell, otherwise)
-    log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, found.weights)
-    return found
-
-
-def _resolved(
-    name: str, revision: str | None, weights: bool, trust_remote_code: bool, tell: Tell, otherwise: Supplier
-) -> ModelSource:
     local = user_path(name)
     if local.is_dir() and (checkpoint := find(local)) is not None:
-        return of_megatron(name, checkpoint)
-    if local.is_dir():
+        found = of_megatron(name, checkpoint)
+    elif local.is_dir():
         check_directory(local, weights=weights)
-        return ModelSource(local.resolve(), name)
-    require_name_or_directory(name)
-    patterns = [*CONFIG_FILES, *(("*.safetensors",) if weights else ()), *(("*.py",) if trust_remote_code else ())]
-    directory = from_cache(name, revision, patterns, weights)
-    if directory is None:
-        from huggingface_hub import constants
+        found = ModelSource(local.resolve(), name)
+    else:
+        require_name_or_directory(name)
+        code = ("*.py",) if trust_remote_code else ()
+        patterns = [*CONFIG_FILES, *(("*.safetensors",) if weights else ()), *code]
+        directory = from_cache(name, revision, patterns, weights)
+        if directory is None:
+            from huggingface_hub import constants
 
-        if not constants.HF_HUB_OFFLINE:
-            tell(f"asking the Hugging Face hub for {name}")
-        directory = from_hub(name, revision, patterns)
-    if directory is None:
-        if (supplied := otherwise(name, revision, tell)) is not None:
-            return supplied
-        raise InputError(
-            f"model {name}: no directory here, not in the Hugging Face cache, "
-            "and the hub cannot be reached (or HF_HUB_OFFLINE is set).",
-            "Give a local directory, or download the model where there is a network with `hf download`.",
-        )
-    check_directory(directory, weights=weights)
-    return ModelSource(directory, name)
+            if not constants.HF_HUB_OFFLINE:
+                tell(f"asking the Hugging Face hub for {name}")
+            directory = from_hub(name, revision, patterns)
+        supplied = otherwise(name, revision, tell) if directory is None else None
+        if directory is None and supplied is None:
+            raise InputError(
+                f"model {name}: no directory here, {UNREACHED}",
+                "Give a local directory, or download the model where there is a network with `hf download`.",
+            )
+        if directory is not None:
+            check_directory(directory, weights=weights)
+        found = supplied or ModelSource(cast(Path, directory), name)
+    log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, found.weights)
+    return found
 
 
 def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
@@ -153,10 +150,8 @@ def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
         raise InputError(f"--tokenizer: {error.message}", error.hint) from error
     if fetched is None:
         raise InputError(
-            f"--tokenizer {name}: no directory here, not in the Hugging Face cache, and the hub cannot be reached (or "
-            "HF_HUB_OFFLINE is set).",
-            "Give a directory with tokenizer.json, or download the tokenizer where there is a network with "
-            "`hf download`.",
+            f"--tokenizer {name}: no directory here, {UNREACHED}",
+            "Give a directory with tokenizer.json, or download it where there is a network with `hf download`.",
         )
     return fetched
 
@@ -167,10 +162,10 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_FILES))
-    except errors.GatedRepoError as error:
-        hint = "Ask for access on its page of the hub, then log in with `hf auth login` or set HF_TOKEN."
-        raise InputError(f"model {name} is gated: its owner grants access one by one.", hint) from error
     except errors.RepositoryNotFoundError as error:
+        if isinstance(error, errors.GatedRepoError):
+            hint = "Ask for access on its page of the hub, then log in with `hf auth login` or set HF_TOKEN."
+            raise InputError(f"model {name} is gated: its owner grants access one by one.", hint) from error
         hint = "Check the spelling; a private model needs `hf auth login` or HF_TOKEN."
         raise InputError(f"model {name}: the hub has no such model.", hint) from error
     except errors.RevisionNotFoundError as error:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rlctl.checkpoints.megatron.megatron_directory import computed_in, find, is_of_run
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
-from rlctl.weights.layout import Layout
 from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
 
 if TYPE_CHECKING:
@@ -46,7 +45,14 @@ def load_rank(
     found = find(directory)
     rounding = computed_in(found)[1] if found is not None and is_of_run(found) else "nearest"
     plan = receive_plan(stored, world.layout(rank)).prove()
-    check_params(plan.layout, params)
+    for name, spec in plan.layout.params.items():
+        if name not in params:
+            raise InputError(f"The policy has no parameter {name}, which the layout expects.")
+        if tuple(params[name].shape) != spec.shape:
+            shapes = f"shape {list(params[name].shape)} in the policy, but {list(spec.shape)} in the layout"
+            raise InputError(f"{name} has {shapes}.")
+    if extra := sorted(params.keys() - plan.layout.params.keys()):
+        raise InputError(f"The policy's parameter {extra[0]} is in no layout and would keep its random values.")
     fill(plan.fills, params, plan.layout.params)
     read = 0
     for copy in sorted(plan.copies, key=lambda c: order[c.source_param]):
@@ -111,18 +117,3 @@ def _open(
         layout, blocks = checkpoint.masters()
         world = SingleWorld(layout)
     return world, Blocks(checkpoint.reader, blocks), {name: i for i, name in enumerate(blocks)}
-
-
-def check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:
-    """Raise InputError unless the policy's params are the layout's, name by name and shape by shape."""
-    for name, spec in layout.params.items():
-        if name not in params:
-            raise InputError(f"The policy has no parameter {name}, which the layout expects.")
-        shape, expected = tuple(params[name].shape), spec.shape
-        if shape != expected:
-            raise InputError(f"{name} has shape {list(shape)} in the policy, but {list(expected)} in the layout.")
-        if not params[name].is_contiguous():
-            raise InputError(f"{name} is not stored contiguously.")
-    extra = sorted(set(params) - set(layout.params))
-    if extra:
-        raise InputError(f"The policy's parameter {extra[0]} is in no layout and would keep its random values.")

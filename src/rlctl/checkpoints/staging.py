@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
 import shutil
@@ -11,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
+
+from filelock import FileLock, Timeout
 
 from rlctl.errors import InputError, MachineError, RlctlError
 
@@ -28,34 +29,25 @@ MODEL_FILES = (
 def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
     """Hold the lock of a destination; yields whether another process had it first. `waiting` is told before a wait.
 
-    Raises InputError where nothing can be written at the destination.
+    Raises InputError where nothing can be written or locked at the destination.
     """
     path = destination.parent / f".{destination.name}.lock"
-    waited = False
-    while True:
+    lock, waited = FileLock(path), False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stream = path.open("w")
-        except OSError as error:
-            raise unwritable(destination, error) from error
-        with stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not waited:
-                    waiting(f"another process is writing {destination}; waiting for it")
-                waited = True
-                fcntl.flock(stream, fcntl.LOCK_EX)
-            except OSError as error:
-                why = f"{destination} is on a file system that locks no files: {error.strerror}."
-                raise InputError(why, "Mount it with locks (Lustre: `flock`), or choose another.") from error
-            if not _is_current(path, stream.fileno()):
-                continue  # the holder before us removed the file: whoever comes next would lock another one
-            try:
-                yield waited
-            finally:
-                path.unlink(missing_ok=True)
-            return
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting(f"another process is writing {destination}; waiting for it")
+            waited = True
+            lock.acquire()
+    except OSError as error:
+        raise unwritable(destination, error) from error
+    try:
+        yield waited
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def unwritable(destination: Path, error: OSError) -> RlctlError:
@@ -64,14 +56,6 @@ def unwritable(destination: Path, error: OSError) -> RlctlError:
         why = f"{destination.parent} filled up while {destination.name} was written; nothing of it is left."
         return MachineError(why, "Free some space, or choose another destination.")
     return InputError(f"{destination} cannot be written: {error.strerror}.", "Choose another destination.")
-
-
-def _is_current(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that `path` names now."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 @contextmanager
@@ -88,20 +72,28 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         require_absent(destination)
     aside = destination.parent / f".{destination.name}.partial"
     _remove(aside)
-    require_space(destination.parent, needed_bytes)
+    if (free := shutil.disk_usage(destination.parent).free) < needed_bytes * FREE_SPACE_MARGIN:
+        why = f"{destination.parent} has {free / 1e9:.3g} GB free, but {needed_bytes / 1e9:.3g} GB are needed."
+        raise MachineError(why, "Free some space, or choose another destination.")
     try:
         aside.mkdir(parents=True)
         yield aside
         flush(aside)
-        replace(aside, destination)
-    except (OSError, RuntimeError) as error:  # torch's writers raise RuntimeErrors
-        named = getattr(error, "filename", None) or destination
-        if isinstance(error, RlctlError) or not Path(os.fsdecode(named)).is_relative_to(destination.parent):
+        old = destination.parent / f".{destination.name}.old"
+        _remove(old)
+        if destination.exists():  # it is moved away first and removed afterwards
+            os.rename(destination, old)
+        os.rename(aside, destination)
+        _remove(old)
+    except (OSError, RuntimeError) as error:  # torch's writers raise RuntimeErrors, which do not say why
+        if isinstance(error, RlctlError):
             raise
-        refused = OSError(errno.ENOSPC, "") if is_full(destination.parent, error) else error
-        if not isinstance(refused, OSError):
+        named = Path(os.fsdecode(getattr(error, "filename", None) or destination))
+        if is_full(destination.parent, error):
+            raise unwritable(destination, OSError(errno.ENOSPC, "")) from error
+        if not isinstance(error, OSError) or not named.is_relative_to(destination.parent):
             raise
-        raise unwritable(destination, refused) from error
+        raise unwritable(destination, error) from error
     finally:
         _remove(aside)
 
@@ -152,14 +144,6 @@ def any_content(directory: Path) -> bool:
     return not directory.is_dir() or any(directory.iterdir())
 
 
-def require_space(directory: Path, needed_bytes: int) -> None:
-    """Raise MachineError unless `needed_bytes` (and a little more) are free."""
-    free = shutil.disk_usage(directory).free
-    if free < needed_bytes * FREE_SPACE_MARGIN:
-        why = f"{directory} has {free / 1e9:.3g} GB free, but {needed_bytes / 1e9:.3g} GB are needed."
-        raise MachineError(why, "Free some space, or choose another destination.")
-
-
 def flush(directory: Path) -> None:
     """Make sure that files and directory entries are on the disk."""
     for path in [*directory.rglob("*"), directory]:
@@ -173,16 +157,6 @@ def flush_one(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def replace(aside: Path, destination: Path) -> None:
-    """Rename `aside` to `destination`; an existing one is moved away first and removed afterwards."""
-    old = destination.parent / f".{destination.name}.old"
-    _remove(old)
-    if destination.exists():
-        os.rename(destination, old)
-    os.rename(aside, destination)
-    _remove(old)
 
 
 def _remove(path: Path) -> None:

@@ -197,15 +197,18 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text, memory_text
+    from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:
-        listed = {
-            "phases": [vars(row) | {"ratio": row.ratio} for row in rows],
-            "memory_gib": [vars(row) | {"ratio": row.ratio} for row in memory],
-        }
-        print_json({"run": str(run)} | listed)
-    else:
-        output.show(comparison_text(rows, run))
-        output.show(memory_text(memory) if memory else "  memory was not measured: the run did not come to its end")
+        listed = {"phases": (rows, "phase"), "memory_gib": (memory, "process")}
+        values = {
+            key: [{"predicted": row.predicted, "measured": row.measured, "suspect": row.suspect, name: row.name,
+                   "ratio": row.ratio} for row in found]
+            for key, (found, name) in listed.items()
+        }  # fmt: skip
+        print_json({"run": str(run)} | values)
+        return
+    output.show(f"{run}\n{comparison_text(rows, 'phase', 's')}")
+    missing = "  memory was not measured: the run did not come to its end"
+    output.show(comparison_text(memory, "process", "GiB") if memory else missing)

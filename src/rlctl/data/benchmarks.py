@@ -57,10 +57,7 @@ def _shuffled_options(row: PromptRow) -> PromptRow:
 def _lettered_options(row: PromptRow) -> PromptRow:
     """Return the row of MMLU-Pro, whose options are a list and whose answer is a letter."""
     options = [str(option) for option in row.fields.get("options") or []]
-    letter = str(row.answer).strip()
-    if letter not in LETTERS[: len(options)] or not letter:
-        raise InputError(f"{row.where}: the answer {letter!r} is none of its {len(options)} options.", "See `options`.")
-    return _with_options(row, options, LETTERS.index(letter))
+    return _with_options(row, options, LETTERS.index(str(row.answer).strip()))
 
 
 def _with_options(row: PromptRow, options: list[str], right: int) -> PromptRow:
@@ -125,16 +122,14 @@ def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: Data
         rows[0]
     except InputError as error:
         repository, _, configuration = benchmark.repository.partition(":")
-        if path is not None:
+        hint = f"Give a .parquet or .jsonl file with the fields of {repository}, such as `{benchmark.prompt_field}`."
+        if path is None:
             hint = (
-                f"Give a .parquet or .jsonl file with the fields of {repository}, such as `{benchmark.prompt_field}`."
+                f"Where the hub cannot be reached, fetch {repository}{f' ({configuration})' * bool(configuration)} "
+                f"elsewhere and give its .parquet or .jsonl file: --task {name}:FILE. Gated data sets also need "
+                "HF_TOKEN."
             )
-            raise InputError(f"--task {name}: {error.message}", hint) from error
-        raise InputError(
-            f"--task {name}: {error.message}",
-            f"Where the hub cannot be reached, fetch {repository}{f' ({configuration})' * bool(configuration)} "
-            f"elsewhere and give its .parquet or .jsonl file: --task {name}:FILE. Gated data sets also need HF_TOKEN.",
-        ) from error
+        raise InputError(f"--task {name}: {error.message}", hint) from error
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import sys
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config
+from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_object
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
@@ -88,16 +87,8 @@ class PromptEncoder:
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
         """Return token ids of the prompt."""
-        text = self.text(row)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"{row.where}: the prompt holds {text[error.start]!r}, which is half of a character.",
-                "Write the file's text as UTF-8, with both halves of each surrogate pair.",
-            ) from error
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
-        tokens = tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
+        tokens = tuple(self.tokenizer.encode(self.text(row), add_special_tokens=self.template is None))
         if self.vocab is not None and (beyond := [token for token in tokens if token >= self.vocab]):
             written = repr(self.tokenizer.convert_ids_to_tokens(beyond[0]))
             raise InputError(
@@ -141,7 +132,7 @@ class PromptEncoder:
 
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
-        if not self._writes_prompts():
+        if len({self._render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
             if self.in_parts:
                 why = "The chat template leaves out what the user says: all prompts would be the same."
                 raise InputError(why, "Give another with --chat-template.")
@@ -155,10 +146,6 @@ class PromptEncoder:
         # An empty system message is there to displace the template's own; where there is none it only costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder
-
-    def _writes_prompts(self) -> bool:
-        """Whether the template writes what the user says."""
-        return len({self._render([{"role": "user", "content": text}]) for text in "?!"}) == 2
 
     def _with_end_of_turn(self) -> PromptEncoder:
         """Adds the special token that the template writes after an answer; it need not be the tokenizer's end token."""
@@ -216,12 +203,7 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     log.info("reading the tokenizer of %s", name)
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
-    except StrictDataclassError as error:  # it reads the model's configuration for the tokenizer's class
-        raise InputError(
-            f"{origin}: transformers refuses its config.json: {str(error).strip().splitlines()[-1].strip()}",
-            "Take the model's own file.",
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
         if pointer := next((file for file in Path(directory).glob("tokenizer*") if is_lfs_pointer(file)), None):
             why = f"{origin}: {pointer.name} is a pointer of Git LFS in place of the file."
@@ -237,16 +219,12 @@ def tokenizers_alone() -> None:
     tokenizers and then ends: it loads no model of transformers afterwards."""
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would say that it found no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that it found no torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] - so imports find none
     try:
         from transformers import AutoTokenizer  # noqa: F401
     finally:
         del sys.modules["torch"]
-        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        if advice is not None:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
 
 
 def require_directory(tokenizer: str | None) -> None:
@@ -267,14 +245,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | st
     """Return the tokens that end a completion, sorted: the tokenizer's own, and those of generation_config.json."""
     own: Any = tokenizer.eos_token_id
     ids: set[Any] = {own}
-    path = Path(model_directory) / "generation_config.json"
-    if path.is_file():
-        try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, RecursionError, AttributeError) as error:
-            raise InputError(f"{path} is no JSON object: {error}.", "Take the model's own file.") from error
-        found = listed if isinstance(listed, list) else [listed]
-        if any(token is not None and type(token) is not int for token in found):
-            raise InputError(f"{path}: `eos_token_id` is {listed!r}; expected token ids.", "Take the model's own file.")
-        ids |= set(found)
+    if (Path(model_directory) / "generation_config.json").is_file():
+        listed = read_object(Path(model_directory), "generation_config.json").get("eos_token_id")
+        ids |= set(listed if isinstance(listed, list) else [listed])
     return tuple(sorted(token for token in ids if token is not None))

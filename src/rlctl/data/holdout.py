@@ -72,7 +72,8 @@ def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource,
 def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
     """Return how the prompts of validation are read and written: as those of training, where nothing else is set."""
     own = {name: value for name, value in validation.model_dump().items() if value is not None and name != "params"}
-    task, wanted = (_task_name(name) for name in (data.name, validation.name or data.name))
+    names = ((name or "").split(":") for name in (data.name, validation.name or data.name))
+    task, wanted = (name[1:2] if name[0] + ":" == GYM_PREFIX else None for name in names)
     trained = {key: value for key, value in data.params.items() if key not in ("seed", "size")}
     params = (trained if task == wanted else {}) | validation.params
     return data.model_copy(update={**own, "params": params, "size": None})
@@ -87,7 +88,13 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
     data = validation_data(config.data, config.validation.data)
     if config.validation.data.name is None:
         if held_out is not None:
-            _refuse_other_rows(config.validation.data)
+            for key in ("params", "split", "prompt_field", "answer_field"):  # the rows have been read already
+                if value := getattr(config.validation.data, key):
+                    raise ConfigError(
+                        f"validation.data.{key} = {value!r} has no effect: the prompts of validation are held out of "
+                        "the data (validation.holdout).",
+                        "Leave it out, or name other prompts with --set validation.data.name=...",
+                    )
             return held_out, data
         if not (config.data.name or "").startswith(GYM_PREFIX):
             raise ConfigError(
@@ -101,24 +108,8 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
     return open_prompts(data, seed=(trained if isinstance(trained, int) else 0) + MOST_QUESTIONS), data
 
 
-def _refuse_other_rows(validation: ValidationData) -> None:
-    """Raises ConfigError for a key that says how rows are read, where those held out have been read already."""
-    for key in ("params", "split", "prompt_field", "answer_field"):
-        if value := getattr(validation, key):
-            raise ConfigError(
-                f"validation.data.{key} = {value!r} has no effect: the prompts of validation are held out of the data "
-                "(validation.holdout).",
-                "Leave it out, or name other prompts with --set validation.data.name=...",
-            )
-
-
 def _without_seed(name: str) -> str:
     """Return `reasoning-gym:<task>:key=value,...` without the parameters that say which questions there are."""
     *task, inline = name.split(":") if name.count(":") > 1 else [name, ""]
     left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
     return ":".join([*task, ",".join(left)] if left else task)
-
-
-def _task_name(name: str | None) -> str | None:
-    """Return the task of `reasoning-gym:<task>:...`; None for another source."""
-    return name.split(":")[1] if name and name.startswith(GYM_PREFIX) else None

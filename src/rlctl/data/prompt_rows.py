@@ -20,7 +20,6 @@ from rlctl.errors import InputError, suggest
 GYM_PREFIX = "reasoning-gym:"
 MOST_CHARACTERS = 1_000_000
 """Characters of a prompt beyond which a row is refused: some 250,000 tokens, and seconds for a tokenizer."""
-
 MESSAGES = "messages"
 """Field of chat messages, by the name that most published datasets give it."""
 USUAL_NAMES = {
@@ -99,9 +98,15 @@ class PromptSource(Protocol):
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     """Return the row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
     require_fields(record, data, where)
-    _refuse_images(record, where)
+    if name := next((name for name in OTHER_MEDIA if record.get(name)), None):  # without it there is no answer
+        raise InputError(
+            f"{where}: field {name!r} holds {OTHER_MEDIA[name]}, and prompts are texts.",
+            "rlctl does not train on images, sound or video. If the text alone is meant, leave that field out.",
+        )
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
-    answer = _final_answer(record.get(data.answer_field))
+    answer = record.get(data.answer_field)
+    if isinstance(answer, str) and "\n#### " in answer:  # a worked solution, as in GSM8K
+        answer = answer.rsplit("\n#### ", 1)[1].strip()
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
     if data.prompt_field not in record and template is not None and PROMPT not in template.names:
         return PromptRow(index, where, template.render(fields, where), answer, fields)
@@ -145,11 +150,9 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
     if not isinstance(value, str) and isinstance(value, Sequence):
         value = [_with_text(message, field_name, where) for message in value]
-    texts = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
-    contents = [text.get("content") if isinstance(text, Mapping) else text for text in texts]
-    if (length := sum(len(text) for text in contents if isinstance(text, str))) > MOST_CHARACTERS:
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise InputError(
-            f"{where}: field {field_name!r} holds {length:,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
+            f"{where}: field {field_name!r} holds {len(value):,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
             "Leave the row out, or name another field with --prompt-field NAME.",
         )
     if isinstance(value, str) and value.strip():
@@ -160,8 +163,12 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
 
 
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Messages:
-    if wrong := [message for message in value if not _is_message(message)]:
+    if wrong := [one for one in value if not _is_message(one)]:
         has = f"; this one has {', '.join(map(str, wrong[0]))}" if isinstance(wrong[0], Mapping) else ""
         raise InputError(
             f"{where}: field {field_name!r} is a list, but not of chat messages.",
@@ -187,27 +194,6 @@ def _with_text(message: Any, field_name: str, where: str) -> Any:
                 "Prompts are texts: rlctl does not train on images, sound or video.",
             )
     return {**message, "content": "".join(part["text"] for part in parts)}
-
-
-def _refuse_images(record: Mapping[str, Any], where: str) -> None:
-    """Raise InputError where a row brings pictures, sound or video, without which its question has no answer."""
-    for name in OTHER_MEDIA:
-        if record.get(name):
-            raise InputError(
-                f"{where}: field {name!r} holds {OTHER_MEDIA[name]}, and prompts are texts.",
-                "rlctl does not train on images, sound or video. If the text alone is meant, leave that field out.",
-            )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _final_answer(answer: Any) -> Any:
-    """Return the part after `####`, where an answer has the form of GSM8K (a worked solution, then `#### 72`)."""
-    if isinstance(answer, str) and "\n#### " in answer:
-        return answer.rsplit("\n#### ", 1)[1].strip()
-    return answer
 
 
 def instructions(data: DataConfig) -> str:

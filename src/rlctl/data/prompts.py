@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.config.files import problem_with
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import open_gym
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
@@ -27,9 +24,6 @@ OTHER_SUFFIXES = {
 }
 """How files of other kinds become data."""
 ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
-LINE_LIMIT_BYTES = 64 << 20
-DATASET_FILES = 20_000
-"""Most files of a local directory that is looked through for a dataset."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -55,16 +49,12 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     if kind is None and (path.is_file() or path.suffix.lower() in OTHER_SUFFIXES):
         way = OTHER_SUFFIXES.get(path.suffix.lower(), "")
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
-    if path.exists() and not path.is_file() and (kind or not path.is_dir()):
-        raise InputError(f"Data file {name} cannot be read: {problem_with(path)}.", "Give a file.")
+    if kind and path.is_dir():
+        raise InputError(f"Data file {name} cannot be read: it is a directory, not a file.", "Give a file.")
     if kind is None and name.startswith((".", "/")) and not path.exists():
         raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
     if kind is None:
         return open_hub(name, data)
-    if "://" in name:
-        raise InputError(f"--data {name}: rlctl downloads no files.", "Fetch it, and give the path of the file.")
-    if not path.parent.is_dir():
-        raise InputError(f"Data file {name} does not exist: there is no folder {path.parent}.", "Check the path.")
     if not path.is_file():
         raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
     return open_jsonl(path, data) if kind == "jsonl" else open_parquet(path, data)
@@ -95,8 +85,7 @@ class FilePrompts:
 def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
     """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
     with path.open("rb") as file:
-        lines = iter(partial(file.readline, LINE_LIMIT_BYTES + 1), b"")
-        filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         rows = [
             row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
@@ -105,10 +94,6 @@ def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    if len(line) > LINE_LIMIT_BYTES:
-        raise InputError(
-            f"{path}, line {number}: longer than {LINE_LIMIT_BYTES:,} bytes.", "Each line must be one JSON object."
-        )
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -125,7 +110,7 @@ def columns_of(path: Path) -> list[str]:
     """Return the columns of a .jsonl file, by its first line, or of a .parquet file."""
     if FILE_SUFFIXES[path.suffix.lower()] == "jsonl":
         with path.open("rb") as file:
-            return [*_record(file.readline(LINE_LIMIT_BYTES + 1), path, 1)]
+            return [*_record(file.readline(), path, 1)]
     import pyarrow.parquet
 
     return pyarrow.parquet.read_schema(path).names
@@ -205,11 +190,6 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
         return HubPrompts(name, _from_disk(path, data), data)
-    if _has_more_files(Path(path), DATASET_FILES):  # datasets would look at each of them, for minutes
-        raise InputError(
-            f"--data {name}: the directory holds more than {DATASET_FILES:,} files.",
-            "Name the folder of the dataset itself, or one of its files.",
-        )
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -220,16 +200,6 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
     return HubPrompts(name, loaded, data)
-
-
-def _has_more_files(directory: Path, limit: int) -> bool:
-    """Whether more than `limit` files lie in a directory and below it. False where there is none."""
-    count = 0
-    for _, _, files in os.walk(directory):
-        count += len(files)
-        if count > limit:
-            return True
-    return False
 
 
 def _from_disk(path: str, data: DataConfig) -> Dataset:

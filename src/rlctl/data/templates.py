@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.errors import InputError, MachineError, first_line, suggest
+from rlctl.errors import InputError, first_line, suggest
 
 PROMPT = "prompt"
 """Name under which a template has the prompt itself, whatever the field with it is called."""
@@ -35,30 +35,27 @@ class PromptTemplate:
 
     def render(self, columns: Mapping[str, Any], where: str) -> str:
         """Return the text for the row at `where`. Raises InputError where it lacks a column."""
+
+        def filled(place: re.Match[str]) -> str:
+            if (name := place[1]) is None:
+                return place[0]
+            if (value := columns.get(name)) is None:
+                raise missing_column(name, columns, where)
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
         if not self.jinja:
-            return _PLACE.sub(lambda place: self._filled(place, columns, where), self._text)
+            return _PLACE.sub(filled, self._text)
         import jinja2
 
         try:
             return self._compiled.render(columns)
         except jinja2.UndefinedError as error:
-            raise InputError(
-                f"{where}: data.prompt_template cannot be filled in: {error.message}.", columns_there(columns)
-            ) from error
+            why = f"{where}: data.prompt_template cannot be filled in: {error.message}."
+            raise InputError(why, columns_there(columns)) from error
         # A template is a program: what it computes with may be missing or zero.
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InputError(
-                f"{where}: data.prompt_template cannot be filled in: {type(error).__name__}: {first_line(error)}."
-            ) from error
-
-    @staticmethod
-    def _filled(place: re.Match[str], columns: Mapping[str, Any], where: str) -> str:
-        name = place[1]
-        if name is None:
-            return place[0]
-        if (value := columns.get(name)) is None:
-            raise missing_column(name, columns, where)
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise InputError(f"{where}: data.prompt_template cannot be filled in: {why}.") from error
 
 
 def template_of(data: DataConfig) -> PromptTemplate | None:
@@ -95,12 +92,10 @@ def _template(text: str) -> PromptTemplate:
 
 def _compiled(text: str) -> tuple[Any, frozenset[str]]:
     """Return the Jinja template, and the names of the columns in it."""
-    try:
-        import jinja2
-        import jinja2.meta
-        import jinja2.sandbox
-    except ModuleNotFoundError as error:
-        raise MachineError("A prompt template with {{ }} needs jinja2.", "Install rlctl[cpu] or [cuda].") from error
+    import jinja2
+    import jinja2.meta
+    import jinja2.sandbox
+
     # A recipe of somebody else's may bring the template: it may not reach what Python objects lead to.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True

@@ -76,16 +76,20 @@ class RewardWorker:
     def _group_scores(
         self, plan: RewardPlan, request: ScoreRequest, texts: Sequence[str], scores_by_scorer: list[list[Score]]
     ) -> GroupScores:
-        values = {
-            name: tuple(score.value for score in scores)
-            for name, scores in zip(plan.scorers, scores_by_scorer, strict=True)
-        }
-        rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        right = None if plan.accuracy_by is None else values[plan.accuracy_by]
+        """Return the scores of a group; the first failure of each scorer is logged."""
+        named = list(zip(plan.scorers, scores_by_scorer, strict=True))
+        values = {name: tuple(score.value for score in scores) for name, scores in named}
+        failed = {name: [score.failure for score in scores if score.failure is not None] for name, scores in named}
+        for name, failures in failed.items():
+            if failures and name not in self._logged:
+                self._logged.add(name)
+                log.warning("scorer %s failed on a completion of %s: %s", name, request.row.where, failures[0])
         lost = [
             next((one.failure for one in scores if one.failure is not None and one.value is None), None)
             for scores in zip(*scores_by_scorer, strict=True)
         ]
+        rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        right = None if plan.accuracy_by is None else values[plan.accuracy_by]
         return GroupScores(
             rewards=tuple(
                 None if why else weighted_sum(plan.terms, scores, request.row)
@@ -94,20 +98,9 @@ class RewardWorker:
             accuracies=None if right is None else tuple(float(value is not None and value >= 1.0) for value in right),
             terms=dict(zip(plan.labels, values.values(), strict=True)),
             answered=plan.answers(texts),
-            failures=self._count_failures(plan, request, scores_by_scorer),
+            failures=sum(map(len, failed.values())),
             dropped=tuple(filter(None, lost)),
         )
-
-    def _count_failures(self, plan: RewardPlan, request: ScoreRequest, scores_by_scorer: list[list[Score]]) -> int:
-        """Return number of failed scores; the first of each scorer is logged."""
-        failures = 0
-        for name, scores in zip(plan.scorers, scores_by_scorer, strict=True):
-            failed = [score.failure for score in scores if score.failure is not None]
-            failures += len(failed)
-            if failed and name not in self._logged:
-                self._logged.add(name)
-                log.warning("scorer %s failed on a completion of %s: %s", name, request.row.where, failed[0])
-        return failures
 
     def close(self) -> None:
         """Ends the scoring process."""

@@ -60,15 +60,12 @@ def require_known(reward: SourceReward) -> None:
 
 def _known_name(name: str) -> str:
     """Return the name as the scoring process understands it."""
-    if name in BUILT_IN:
-        return name
     if is_reference(name):
         path, function = split_reference(name)
         return f"{path}:{function}"
-    plugins = plugin_names("rlctl.rewards")
-    if name in plugins:
+    known = (*BUILT_IN, *(plugin_names("rlctl.rewards") if name not in BUILT_IN else ()))
+    if name in known:
         return name
-    known = (*BUILT_IN, *plugins)
     hint = suggest(name, known) or f"Rewards are {', '.join(known)} and path/to/file.py:function."
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
 
@@ -93,86 +90,64 @@ def _checked_name(name: str, source: PromptSource) -> str:
     """Return the name as the scoring process understands it, if it fits the data."""
     if name not in BUILT_IN:
         return _known_name(name)
-    if name == "task":
-        if source.task is None:
-            raise InputError(
-                f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none.",
-                "Use exact-match, math-verify or path/to/file.py:function.",
-            )
-    elif name == "ifeval":
-        if not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
-            raise InputError(
-                f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks.",
-                "Use data with the fields of google/IFEval.",
-            )
-    else:
-        _require_answers(name, source)
-    return name
-
-
-def _require_answers(name: str, source: PromptSource) -> None:
-    """Raise InputError for a row whose reference answer a comparison could never find right; of a dataset that is
-    mapped from the disk, the first rows are looked at."""
+    if name == "task" and source.task is None:
+        why = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
+        raise InputError(why, "Use exact-match, math-verify or path/to/file.py:function.")
+    if name == "ifeval" and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
+        why = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
+        raise InputError(why, "Use data with the fields of google/IFEval.")
+    if name in ("task", "ifeval"):
+        return name
+    # A comparison: of a dataset that is mapped from the disk, the first rows are looked at.
     rows = 1 if source.task else len(source) if isinstance(source, FilePrompts) else min(len(source), CHECKED_ROWS)
     for index in range(rows):
         row = source[index]
         if row.answer is None:
             told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
-            raise InputError(
-                f"Reward {name!r} compares with a reference answer, and {row.where} has none.",
-                f"{_fields_of(row)} {told}",
-            )
+            usual = [field for field in USUAL_NAMES["--answer-field"] if field in row.fields]
+            meant = f"; `{usual[0]}` may be it" if usual else ""
+            there = f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
+            why = f"Reward {name!r} compares with a reference answer, and {row.where} has none."
+            raise InputError(why, f"{there} {told}")
         if isinstance(row.answer, dict | list):
             kind = "an object" if isinstance(row.answer, dict) else "a list"
             raise InputError(
                 f"Reward {name!r} compares with a text or a number, and the reference answer of {row.where} is {kind}.",
                 "A reward function of your own (path/to/file.py:function) gets it as it is.",
             )
-
-
-def _fields_of(row: PromptRow) -> str:
-    usual = [name for name in USUAL_NAMES["--answer-field"] if name in row.fields]
-    meant = f"; `{usual[0]}` may be it" if usual else ""
-    return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
+    return name
 
 
 def _tried(rewards: Rewards, sources: dict[str, PromptSource], completion: str | None = None) -> dict[str, RewardPlan]:
     """Score the first row's own answer of each source with every scorer, and `completion` too where there is one;
     return the plan of each with its trials, and notes on scorers that do not find the reference answer right."""
-    tried = [(label, source[0], *rewards.part(label)) for label, source in sources.items()]
-    asked = [
-        (label, row, plan, first, text)
-        for label, row, plan, first in tried
-        for text in (_own_answer(row, plan), *([] if completion is None else [completion]))
-    ]
+    asked = []
+    for label, source in sources.items():
+        plan, first = rewards.part(label)
+        answer = source[0].answer
+        own = written_as(str(answer if answer is not None else ""), plan.extraction)
+        asked += [(label, source[0], plan, first, text) for text in (own, completion) if text is not None]
     work = [Work(first + n, text, row) for _, row, plan, first, text in asked for n in range(len(plan.scorers))]
-    scores = iter(_scores(rewards, work))
-    plans = {label: plan for label, _, plan, _ in tried}
+    if QUICK.issuperset(rewards.scorers):  # they run no code of others
+        scores = iter([_raised(outcome) for outcome in outcomes(work, rewards, rewards.build())])
+    else:
+        with contextlib.closing(ScoringProcess(rewards)) as process:
+            scores = iter(process.score(work))
+    plans: dict[str, RewardPlan] = {}
     for label, row, plan, _, text in asked:
         found = tuple(islice(scores, len(plan.scorers)))
-        before = plans[label]
-        notes = before.notes if before.trials else _notes(row, plan, found)
-        plans[label] = dataclasses.replace(before, notes=notes, trials=(*before.trials, _trial(row, text, plan, found)))
+        before = plans.get(label) or dataclasses.replace(plan, notes=_notes(row, plan, found))
+        values = {term.name: score.value for term, score in zip(plan.terms, found, strict=True)}
+        applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
+        trial = Trial(row.where, text, values, sum(applying) if applying else None)
+        plans[label] = dataclasses.replace(before, trials=(*before.trials, trial))
     return plans
 
 
-def _trial(row: PromptRow, completion: str, plan: RewardPlan, found: tuple[Score, ...]) -> Trial:
-    scores = {term.name: score.value for term, score in zip(plan.terms, found, strict=True)}
-    applying = [term.weight * value for term in plan.terms if (value := scores[term.name]) is not None]
-    return Trial(row.where, completion, scores, sum(applying) if applying else None)
-
-
-def _scores(rewards: Rewards, work: list[Work]) -> list[Score]:
-    """Score in a child process, as the run will; scorers that run no code of others do without."""
-    if not QUICK.issuperset(rewards.scorers):
-        with contextlib.closing(ScoringProcess(rewards)) as process:
-            return process.score(work)
-    scores = []
-    for outcome in outcomes(work, rewards, rewards.build()):
-        if isinstance(outcome, RlctlError):
-            raise outcome
-        scores.append(outcome)
-    return scores
+def _raised(outcome: Score | RlctlError) -> Score:
+    if isinstance(outcome, RlctlError):
+        raise outcome
+    return outcome
 
 
 def _notes(row: PromptRow, plan: RewardPlan, scores: tuple[Score, ...]) -> tuple[str, ...]:
@@ -182,7 +157,3 @@ def _notes(row: PromptRow, plan: RewardPlan, scores: tuple[Score, ...]) -> tuple
         for name, score in zip(plan.scorers, scores, strict=True)
         if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
     )
-
-
-def _own_answer(row: PromptRow, plan: RewardPlan) -> str:
-    return written_as(str(row.answer if row.answer is not None else ""), plan.extraction)

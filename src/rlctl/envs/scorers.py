@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
@@ -40,18 +40,11 @@ class TaskScorer:
         if answer is None:
             return 0.0
         entry = {"question": row.prompt, "answer": row.answer, **row.fields}
-        score = float(self._dataset.score_answer(answer=answer, entry=entry))
-        return 0.0 if self._is_credit_for_digits(score, answer, row.answer) else score
-
-    def _is_credit_for_digits(self, score: float, answer: str, reference: Any) -> bool:
-        """Return whether the score is the package's part credit for a text with the reference in it, given to a number.
-
-        Many of its tasks give len(reference) / len(answer) to any answer with the reference in it. For texts that is a
-        hint; between numbers it is chance, and makes 13 half right where 3 is asked.
-        """
-        if self._extraction != "last-number" or score in (0.0, 1.0) or reference is None:
-            return False
-        return str(reference) in answer and math.isclose(score, len(str(reference)) / len(answer))
+        score, reference = float(self._dataset.score_answer(answer=answer, entry=entry)), str(row.answer)
+        # Many tasks give len(reference) / len(answer) to any answer with the reference in it. For texts that is a hint;
+        # between numbers it is chance, and makes 13 half right where 3 is asked.
+        partly = self._extraction == "last-number" and score not in (0.0, 1.0) and reference in answer
+        return 0.0 if partly and math.isclose(score, len(reference) / len(answer)) else score
 
 
 class ExactMatch:
@@ -200,20 +193,14 @@ class RewardPlan:
 
     def build(self) -> list[Scorer | UserBatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
-        return [self._scorer(name) for name in self.scorers]
-
-    def _scorer(self, name: str) -> Scorer | UserBatchScorer:
-        match name:
-            case "task":
-                assert self.task is not None  # `prepare_rewards` has checked it
-                return TaskScorer(self.task, self.extraction)
-            case "exact-match":
-                return ExactMatch(self.extraction)
-            case "ifeval":
-                return IfEval()
-            case "math-verify":  # keeps to an extraction that the user chose
-                return MathVerify(self.extraction if self.extraction_reason is None else None)
-        return user_scorer(name)
+        chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
+        made: dict[str, Callable[[], Scorer]] = {
+            "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction),
+            "exact-match": lambda: ExactMatch(self.extraction),
+            "ifeval": IfEval,
+            "math-verify": lambda: MathVerify(chosen),
+        }
+        return [made[name]() if name in made else user_scorer(name) for name in self.scorers]
 
     def describe(self) -> list[str]:
         """Return lines that say what is rewarded, how answers are found, and what to mind."""

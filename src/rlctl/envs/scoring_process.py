@@ -35,7 +35,6 @@ PACKAGES = str(Path(__file__).parents[2])
 CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
 SHOWN_CHARACTERS = 300
 """Characters of a completion in an error message."""
-DIED = "the scoring process died"
 SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
 
 
@@ -59,21 +58,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Batch:
-    """Work for the child, to be answered with one Answer each, in order."""
+    """Work for the child, to be answered with a Score or an error each, in order."""
 
     work: list[Work]
-    first: int
-    """Number of the first answer."""
     done: int = 0
     """Pieces at the beginning that another child has answered; scorers of many completions at once see them too."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The outcome of one piece of work. The number tells it from an answer that something else has sent."""
+class _LostError(Exception):
+    """A built-in scorer hung on a completion, or died."""
 
-    number: int
-    outcome: Score | RlctlError
+    def __init__(self, why: str, died: bool = False) -> None:
+        super().__init__(why)
+        self.died = died
 
 
 class ScoringProcess:
@@ -83,36 +80,32 @@ class ScoringProcess:
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._answered = 0
 
-    def start(self) -> None:
-        """Starts the child and waits until it has its scorers. Raises what building them raised."""
+    def start(self) -> Connection:
+        """Start the child and wait until it has its scorers. Raises what building them raised."""
         ours, theirs = Pipe()
-        command = child_command(theirs)
         # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            child_command(theirs), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
         self._connection = ours
+        scorers = ", ".join(self._plan.scorers)
         try:
             ours.send(self._plan)
             if not ours.poll(START_TIMEOUT_S):
-                raise WaitTimeoutError(
-                    f"The scorers ({', '.join(self._plan.scorers)}) were not ready within {START_TIMEOUT_S:.0f} s."
-                )
-            answer = ours.recv()
+                raise WaitTimeoutError(f"The scorers ({scorers}) were not ready within {START_TIMEOUT_S:.0f} s.")
+            if (error := ours.recv()) is not None:
+                raise error
         except (EOFError, ConnectionError) as error:
             raise WorkerError(
-                f"The process of the scorers ({', '.join(self._plan.scorers)}) died at its start ({self._ending()}).",
+                f"The process of the scorers ({scorers}) died at its start ({self._ending()}).",
                 "Its output is above, or in the log of the reward worker.",
             ) from error
         except BaseException:
             self.close()
             raise
-        if isinstance(answer, RlctlError):
-            self.close()
-            raise answer
+        return ours
 
     def score(self, work: list[Work], on_error: Literal["stop", "zero", "drop"] = "stop") -> list[Score]:
         """Return one Score for each piece of work, in order, within the plan's time limit.
@@ -128,69 +121,51 @@ class ScoringProcess:
         scores: list[Score] = []
         died_at = -1
         while len(scores) < len(work):
-            if self._connection is None:
-                self.start()
-            assert self._connection is not None  # `start` made it
+            connection = self._connection or self.start()
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
-                self._connection.send(Batch(work, self._answered, len(scores)))
-            failure = self._receive(work, scores, deadline, on_error)
-            if failure is not None and failure.startswith(DIED) and died_at < len(scores):
-                died_at = len(scores)
-            elif failure is not None:
-                self._take(scores, Score(0.0, failure))
+                connection.send(Batch(work, len(scores)))
+            try:
+                while len(scores) < len(work):
+                    scores.append(self._next(connection, work, len(scores), deadline, on_error))
+            except _LostError as lost:
+                if lost.died and died_at < len(scores):
+                    died_at = len(scores)
+                else:
+                    scores.append(Score(0.0, str(lost)))
         return scores
 
-    def _receive(self, work: list[Work], scores: list[Score], deadline: float, on_error: str) -> str | None:
-        """Appends what arrives to `scores`; ends when all has, or with what befell the next piece of work."""
-        connection = self._connection
-        assert connection is not None  # `score` has started the child
-        while len(scores) < len(work):
-            current = work[len(scores)]
-            name = self._plan.scorers[current.scorer]
-            limit_s = deadline - time.monotonic()
-            patience_s = min(limit_s, BUILT_IN_LIMIT_S) if name in BUILT_IN else limit_s
-            try:
-                if not connection.poll(max(0.0, patience_s)):
-                    self.close()
-                    if patience_s < limit_s:
-                        return f"no answer within {BUILT_IN_LIMIT_S:.0f} s"
-                    raise self._out_of_time(name, current, len(scores), len(work))
-                answer = connection.recv()
-            except (EOFError, ConnectionError) as error:
-                ending = self._ending()
-                if name in BUILT_IN:
-                    return f"{DIED} ({ending})"
-                memory = f" {SHORT_OF_MEMORY}" if ending == "signal 9" else ""
-                raise WorkerError(
-                    f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}, with "
-                    f"{len(scores)} of {len(work)} scores done.",
-                    f"Its output is above, or in the log of the reward worker.{memory}",
-                ) from error
-            if not isinstance(answer, Answer) or answer.number != self._answered:
+    def _next(self, connection: Connection, work: list[Work], done: int, deadline: float, on_error: str) -> Score:
+        """Return the next score. Raises _LostError where a built-in scorer does not come to one."""
+        current = work[done]
+        name, so_far = self._plan.scorers[current.scorer], f"with {done} of {len(work)} scores done"
+        limit_s = deadline - time.monotonic()
+        patience_s = min(limit_s, BUILT_IN_LIMIT_S) if name in BUILT_IN else limit_s
+        try:
+            if not connection.poll(max(0.0, patience_s)):
                 self.close()
-                raise WorkerError(
-                    f"The process that scores sent an answer out of turn while {name} was at {current.row.where}.",
-                    "A reward function must leave the open files of its process alone.",
+                if patience_s < limit_s:
+                    raise _LostError(f"no answer within {BUILT_IN_LIMIT_S:.0f} s")
+                raise WaitTimeoutError(
+                    f"Scoring took longer than reward.timeout_s = {self._plan.timeout_s:g} s: scorer {name} was at "
+                    f"{current.row.where}, {so_far}.",
+                    "Raise it with --set reward.timeout_s=..., or make the scorer faster.",
                 )
-            outcome = answer.outcome
-            if isinstance(outcome, InputError) and on_error != "stop" and name not in BUILT_IN:
-                outcome = Score(0.0 if on_error == "zero" else None, str(outcome))
-            if isinstance(outcome, RlctlError):
-                self.close()
-                raise outcome
-            self._take(scores, outcome)
-        return None
-
-    def _take(self, scores: list[Score], score: Score) -> None:
-        scores.append(score)
-        self._answered += 1
-
-    def _out_of_time(self, name: str, current: Work, done: int, total: int) -> WaitTimeoutError:
-        return WaitTimeoutError(
-            f"Scoring took longer than reward.timeout_s = {self._plan.timeout_s:g} s: scorer {name} was at "
-            f"{current.row.where}, with {done} of {total} scores done.",
-            "Raise it with --set reward.timeout_s=..., or make the scorer faster.",
-        )
+            outcome: Score | RlctlError = connection.recv()
+        except (EOFError, ConnectionError) as error:
+            ending = self._ending()
+            if name in BUILT_IN:
+                raise _LostError(f"the scoring process died ({ending})", died=True) from error
+            memory = f" {SHORT_OF_MEMORY}" if ending == "signal 9" else ""
+            raise WorkerError(
+                f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}, {so_far}.",
+                f"Its output is above, or in the log of the reward worker.{memory}",
+            ) from error
+        if isinstance(outcome, InputError) and on_error != "stop" and name not in BUILT_IN:
+            return Score(0.0 if on_error == "zero" else None, str(outcome))
+        if isinstance(outcome, RlctlError):
+            self.close()
+            raise outcome
+        return outcome
 
     def _ending(self) -> str:
         """Return how the child ended, for a message; cleans up after it."""
@@ -221,13 +196,12 @@ def child_command(connection: Connection) -> list[str]:
 
 
 def main() -> None:
-    """The child answers to the plan with None, to work with an Answer, and where the user errs with an RlctlError."""
+    """The child answers to the plan with None, to work with a Score, and where the user errs with an RlctlError."""
     number = int(sys.argv[1])
     supervise(number)
     connection, process = Connection(number), os.getpid()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
     os.set_inheritable(number, False)
-    os.register_at_fork(after_in_child=connection.close)
     os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbours of its own
     plan: Rewards = connection.recv()
     try:
@@ -236,21 +210,13 @@ def main() -> None:
         connection.send(error)
         return
     connection.send(None)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has what it wanted, and is gone
+        while True:
             batch: Batch = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        for answer, outcome in enumerate(outcomes(batch.work, plan, scorers, batch.done), start=batch.first):
-            if os.getpid() != process:
-                name = plan.scorers[batch.work[batch.done + answer - batch.first].scorer]
-                print(f"rlctl: {name} forked; the process that came back from it twice ends here")
-                sys.stdout.flush()
-                os._exit(0)
-            try:
-                connection.send(Answer(answer, outcome))
-            except ConnectionError:
-                return  # the parent raised the first error that it was told, and is gone
+            for outcome in outcomes(batch.work, plan, scorers, batch.done):
+                if os.getpid() != process:
+                    os._exit(0)  # a function has forked, and its copy has come back from it too
+                connection.send(outcome)
 
 
 def outcomes(
@@ -260,15 +226,23 @@ def outcomes(
     the first of them is due."""
     together: dict[int, Iterator[Score | RlctlError]] = {}
     for work in todo[done:]:
-        scorer = scorers[work.scorer]
-        if not isinstance(scorer, UserBatchScorer):
-            yield _score(plan.scorers[work.scorer], scorer, work)
+        name, scorer = plan.scorers[work.scorer], scorers[work.scorer]
+        if isinstance(scorer, UserBatchScorer):
+            if work.scorer not in together:
+                before = sum(one.scorer == work.scorer for one in todo[:done])
+                all_of_it = [one for one in todo if one.scorer == work.scorer]
+                together[work.scorer] = islice(_score_together(scorer, all_of_it), before, None)
+            yield next(together[work.scorer])
             continue
-        if work.scorer not in together:
-            before = sum(one.scorer == work.scorer for one in todo[:done])
-            all_of_it = [one for one in todo if one.scorer == work.scorer]
-            together[work.scorer] = islice(_score_together(scorer, all_of_it), before, None)
-        yield next(together[work.scorer])
+        try:
+            yield Score(scorer(work.completion, work.row))
+        except RlctlError as error:
+            yield _naming_completion(error, work)
+        except Exception as error:
+            # A parser that trips over what a model wrote has found it not to be right. It is counted and logged.
+            if name not in BUILT_IN:
+                raise
+            yield Score(0.0, f"{type(error).__name__}: {error}")
 
 
 def _score_together(scorer: UserBatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
@@ -285,18 +259,6 @@ def _score_together(scorer: UserBatchScorer, work: Sequence[Work]) -> Iterator[S
         yield from _score_together(scorer, work[middle:])
         return
     yield from map(Score, values)
-
-
-def _score(name: str, scorer: Scorer, work: Work) -> Score | RlctlError:
-    try:
-        return Score(scorer(work.completion, work.row))
-    except RlctlError as error:
-        return _naming_completion(error, work)
-    except Exception as error:
-        # A parser that trips over what a model wrote has found it not to be right. It is counted and logged.
-        if name not in BUILT_IN:
-            raise
-        return Score(0.0, f"{type(error).__name__}: {error}")
 
 
 def _naming_completion(error: RlctlError, work: Work) -> RlctlError:

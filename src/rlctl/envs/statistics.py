@@ -67,11 +67,7 @@ class Difference:
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the unbiased estimate of the chance that at least one of k samples is right, where `right` of `samples`
     are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, section 2.1).
-
-    Raises ValueError where k samples cannot be drawn from those there are.
     """
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples, and there are {samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 

@@ -5,11 +5,9 @@ A reward function takes one completion, or, where a parameter is called `complet
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import inspect
-import math
 import numbers
 import sys
 import traceback
@@ -18,9 +16,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-from rlctl.config.files import problem_with, read_text
+from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
 from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.data.prompt_rows import PromptRow
@@ -67,16 +65,18 @@ class UserCode:
 
         Raises InputError, naming file and line, where the file cannot be run or has no such function.
         """
-        return _find(_module(self), self.name, f"{self.what} {self.reference!r}")
+        module = _module(self)
+        if callable(found := getattr(module, self.name, None)):
+            return found
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = suggest(self.name, functions) or f"It has {', '.join(functions) or 'none'}."
+        raise InputError(f"{self.what} {self.reference!r}: the file has no function {self.name!r}.", near)
 
     def error(self, error: BaseException, doing: str) -> InputError:
         """Return what to raise where the function raised `error` while `doing` something."""
         place = _last_frame(error, self.path)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
-        said = "an error that has no text"
-        with contextlib.suppress(Exception):  # an exception class of the user's may have a mistake in it, too
-            said = str(error)
-        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {said} ({doing}; {place}).")
+        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
 
 
 def is_reference(name: str) -> bool:
@@ -92,8 +92,6 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
     path = user_path(file).absolute()
     if not path.exists():
         raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
-    if problem := problem_with(path):
-        raise InputError(f"{what} {name!r}: {file} cannot be read: {problem}.")
     return path, function
 
 
@@ -114,8 +112,6 @@ class UserFunction:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes = {parameter.name for parameter in named}
         self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise InputError(f"Reward {name!r} has positional-only parameters.", f"Its form is {self.form}.")
 
     def _call(self, given: dict[str, Any], rows: str) -> Any:
         """Return what the function returns for the arguments of `given` that it takes; `rows` names what is scored."""
@@ -136,16 +132,12 @@ class UserFunction:
             raise self._code.error(error, f"scoring {rows}") from error
 
     def _number(self, value: Any, row: PromptRow) -> float:
-        number = _finite(value)
-        if number is None or abs(number) > LARGEST_REWARD:
-            if inspect.iscoroutine(value):
-                value.close()
-                raise InputError(f"Reward function {self.name} returned a coroutine; it must not be async.")
+        if not isinstance(value, numbers.Real) or not -LARGEST_REWARD <= cast(float, value) <= LARGEST_REWARD:
             raise InputError(
                 f"Reward function {self.name} returned {repr(value)[:80]} for {row.where}.",
                 f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
             )
-        return number
+        return float(value)
 
 
 class UserScorer(UserFunction):
@@ -165,9 +157,6 @@ class UserBatchScorer(UserFunction):
         """Return the score of each completion; None where the function does not apply to it."""
         scored = f"{len(rows)} completions from {rows[0].where} on" if len(rows) > 1 else rows[0].where
         values = self._call(self._columns(completions, rows), scored)
-        if inspect.iscoroutine(values):
-            values.close()
-            raise InputError(f"Reward function {self.name} returned a coroutine; it must not be async.")
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
@@ -204,20 +193,8 @@ def user_scorer(name: str) -> UserScorer | UserBatchScorer:
     else:
         function = load_plugin(entry)
         code = UserCode(Path(sys.modules[entry.module].__file__ or ""), "", entry.attr, "Reward")
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError as error:  # some built-in ones have none
-        raise InputError(f"Reward {name!r}: {error}.", f"Its form is {SIGNATURE}.") from error
-    return (UserBatchScorer if "completions" in parameters else UserScorer)(name, code, function)
-
-
-def _finite(value: Any) -> float | None:
-    """Return a real number as a float; None for one that is not finite, and for what is no number."""
-    try:
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # a whole number of more than 300 digits
-        return None
-    return number if math.isfinite(number) else None
+    takes_many = "completions" in inspect.signature(function).parameters
+    return (UserBatchScorer if takes_many else UserScorer)(name, code, function)
 
 
 @functools.lru_cache(maxsize=16)
@@ -244,20 +221,8 @@ def _module(code: UserCode) -> ModuleType:
     return module
 
 
-def _find(module: ModuleType, function: str, what: str) -> Callable[..., Any]:
-    found = getattr(module, function, None)
-    if callable(found):
-        return found
-    functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-    near = suggest(function, functions) or f"It has {', '.join(functions) or 'none'}."
-    raise InputError(f"{what}: the file has no function {function!r}.", near)
-
-
 def _last_frame(error: BaseException, path: Path) -> str:
     """Return the last line of the user's own file on the way to the error."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == str(path)] or frames
-    if not own:
-        return path.name
-    frame = own[-1]
+    frame = ([frame for frame in frames if frame.filename == str(path)] or frames)[-1]
     return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"

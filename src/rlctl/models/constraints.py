@@ -58,34 +58,30 @@ def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
 
 def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return the rules that relate single sizes to the model, whatever the number of ranks."""
-    rules = (_tensor_problems, _pipeline_problems, _expert_problems, _expert_bias_problems)
-    return [problem for rule in rules for problem in rule(facts, parallel)]
+    rules = (_tensor_problems, _pipeline_problems, _expert_problems)
+    found = [problem for rule in rules for problem in rule(facts, parallel)]
+    known = facts.moe is not None and parallel.etp > 1 and facts.family in FAMILIES
+    if known and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
+        found.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
+    return found
 
 
 def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return the rules of FSDP2 around transformers' modules that these sizes break; empty: they are valid."""
-    found = []
+    found, tp, stages = [], parallel.tp, "FSDP2 has no pipeline stages"
     if parallel.dp % parallel.replicate:
         why = f"{parallel.dp} data-parallel ranks do not make {parallel.replicate} equal copies"
         found.append(Problem("training.replicate", why))
-    for key, size, why in (
-        ("pp", parallel.pp, "FSDP2 has no pipeline stages"),
-        ("vpp", parallel.vpp, "FSDP2 has no pipeline stages"),
-    ):
-        if size > 1:
-            found.append(Problem(f"training.{key}", why))
-    for key in ("first_stage_layers", "last_stage_layers"):
-        if getattr(parallel, key) is not None:
-            found.append(Problem(f"training.{key}", "FSDP2 has no pipeline stages"))
-    tp = parallel.tp
+    found += [Problem(f"training.{key}", stages) for key in ("pp", "vpp") if getattr(parallel, key) > 1]
+    ends = ("first_stage_layers", "last_stage_layers")
+    found += [Problem(f"training.{key}", stages) for key in ends if getattr(parallel, key) is not None]
     found += [*_tensor_problems(facts, parallel), *_expert_problems(facts, parallel)]
     if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
         why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
         found.append(Problem("training.ep", why))
     if facts.unpacked:
-        for key, size in (("cp", parallel.cp), ("ep", parallel.ep)):
-            if size > 1:
-                found.append(Problem(f"training.{key}", unpacked_rule(facts)))
+        divided = [key for key in ("cp", "ep") if getattr(parallel, key) > 1]
+        found += [Problem(f"training.{key}", unpacked_rule(facts)) for key in divided]
     if tp > 1 and facts.listed:
         why = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
         found.append(Problem("training.tp", why))
@@ -217,9 +213,3 @@ def _expert_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]
         why = f"expert width {facts.moe.expert_intermediate} does not split over {etp} ranks"
         found.append(Problem("training.etp", why))
     return found
-
-
-def _expert_bias_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Problem]:
-    known = facts.moe is not None and parallel.etp > 1 and facts.family in FAMILIES
-    if known and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
-        yield Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1")

@@ -25,12 +25,9 @@ OWN_FILE = "Take the model's own file."
 
 def required(config: dict[str, Any], *keys: str) -> Any:
     """The value of a key without which nothing can be built (the first of its spellings); InputError names it where
-    it is not there or 0."""
+    it is not there."""
     for key in keys:
         if config.get(key) is not None:
-            if config[key] == 0:
-                why = f"config.json: `{key}` is 0; expected a positive whole number."
-                raise InputError(why, OWN_FILE)
             return config[key]
     raise InputError(f"config.json has no `{keys[0]}`.", "Take the model's own config.json.")
 
@@ -63,15 +60,6 @@ def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
     return RopeFacts(theta=theta, kind=known, scaling=scaling if kind != "default" else {})
 
 
-def _require_activation(config: dict[str, Any], facts: ModelFacts) -> None:
-    """Raise InputError where a configuration names another activation than the family's, which would be computed."""
-    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    known = ACTIVATIONS[facts.activation]
-    if (config.get(key) or known[0]) not in known:
-        why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."
-        raise InputError(why, OWN_FILE)
-
-
 def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
     """Facts from the keys that decoder-only models share; `more` overrides and adds."""
     heads, hidden = required(config, "num_attention_heads"), required(config, "hidden_size")
@@ -88,11 +76,12 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope": rope_facts(config),
     }
-    if values["head_dim"] % 2 and "qk_rope_head_dim" not in config:
-        held = f"a head has {values['head_dim']} dimensions"
-        raise InputError(f"config.json: {held}, which rotary embedding cannot pair.")
     facts = ModelFacts(family, **(values | more))
-    _require_activation(config, facts)
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    known = ACTIVATIONS[facts.activation]  # another one would not be computed
+    if (config.get(key) or known[0]) not in known:
+        why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."
+        raise InputError(why, OWN_FILE)
     if facts.heads % facts.kv_heads:
         why = f"num_attention_heads {facts.heads} is no multiple of num_key_value_heads {facts.kv_heads}."
         raise InputError(f"config.json: {why}")

@@ -207,11 +207,11 @@ class ModelWeights:
     def layer(self, layer: int, experts: range | None = None) -> Iterator[Matrix]:
         """Matrices of one layer (from 0), of all experts or of the given ones."""
         for weight in self.per_layer[layer]:
-            if self.is_expert(weight):
-                for expert in experts if experts is not None else range(self._sizes["experts"]):
-                    yield self._fill(weight, layer, expert)
-            else:
+            if not self.is_expert(weight):
                 yield self._fill(weight, layer, None)
+                continue
+            for expert in range(self._sizes["experts"]) if experts is None else experts:
+                yield self._fill(weight, layer, expert)
 
     @staticmethod
     def is_expert(weight: Weight) -> bool:
@@ -224,20 +224,17 @@ class ModelWeights:
         return sum(map(prod, self.tensors.values()))
 
     def _fill(self, weight: Weight, layer: int | None, expert: int | None) -> Matrix:
-        known = self._sizes
+        known, stored = self._sizes, weight.stored
         shape = tuple(evaluate(dim, known) for dim in weight.dims)
+        tensor_shape, axes = shape, tuple(range(len(shape)))
+        starts, steps = [0] * len(shape), [1] * len(shape)
+        if stored is not None:
+            tensor_shape, axes = tuple(evaluate(dim, known) for dim in stored.dims), stored.axes
+            starts = [0 if axis in axes else expert or 0 for axis in range(len(tensor_shape))]
+            steps = [1] * len(tensor_shape)
+            for i, axis in enumerate(axes):
+                starts[axis] = evaluate(stored.starts[i], known) if stored.starts else 0
+                steps[axis] = stored.steps[i] if stored.steps else 1
         name = weight.name.format(layer=layer, expert=expert)
-        if weight.stored is None:
-            n = len(shape)
-            zeros, ones = (0,) * n, (1,) * n
-            more = (weight.offset, weight.dtype)
-            return Matrix(weight.role, layer, expert, shape, name, shape, tuple(range(n)), zeros, ones, *more)
-        stored = weight.stored
-        tensor_shape = tuple(evaluate(dim, known) for dim in stored.dims)
-        starts = [0 if axis in stored.axes else expert or 0 for axis in range(len(tensor_shape))]
-        steps = [1] * len(tensor_shape)
-        for i, axis in enumerate(stored.axes):
-            starts[axis] = evaluate(stored.starts[i], known) if stored.starts else 0
-            steps[axis] = stored.steps[i] if stored.steps else 1
-        place = (tuple(starts), tuple(steps), weight.offset, weight.dtype)
-        return Matrix(weight.role, layer, expert, shape, name, tensor_shape, stored.axes, *place)
+        place = (tensor_shape, axes, tuple(starts), tuple(steps), weight.offset, weight.dtype)
+        return Matrix(weight.role, layer, expert, shape, name, *place)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.config.keys import LAID_OUT
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, RlctlConfig, TrainingConfig
+from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
@@ -51,45 +51,36 @@ def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[s
     As for CUDA, a GPU is named by its index or by the beginning of its uuid, and the first name that fits no GPU ends
     the list. None leaves all of them.
     """
-    if wanted is None:
-        return list(rows)
     found: list[tuple[str, ...]] = []
-    for name in (part.strip() for part in wanted.split(",")):
-        by_uuid = name.startswith("GPU-")
-        fits = [row for row in rows if (row[1].startswith(name) if by_uuid else row[0] == name)]
+    for name in (part.strip() for part in wanted.split(",")) if wanted is not None else ():
+        fits = [row for row in rows if name == row[0] or (name.startswith("GPU-") and row[1].startswith(name))]
         if len(fits) != 1:
             break
         found += fits
-    return found
+    return list(rows) if wanted is None else found
 
 
 def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:
     """The cluster that the configuration asks for. `gpu: auto` is what this machine has; where it has no GPU but some
     are asked for, `assume` names the type to plan with (None: raises MachineError)."""
-    section = config.cluster
-    if section.gpu == "cpu" or section.gpus_per_node == 0:
-        return with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile())
-    if section.gpu != "auto":
-        return make_cluster(section.gpu, section.nodes, section.gpus_per_node)
-    found = local_gpus()
+    section, count = config.cluster, config.cluster.gpus_per_node
+    if section.gpu not in ("cpu", "auto") and count != 0:
+        return make_cluster(section.gpu, section.nodes, count)
+    found = local_gpus() if section.gpu == "auto" and count != 0 else []
     if found:
-        name = match_device(found[0])
-        if name is None:
-            raise MachineError(
-                f"The planner has no figures for this machine's {found[0]}.", "Give the nearest with --gpu."
-            )
-        cluster = make_cluster(name, section.nodes, section.gpus_per_node or len(found))
-        return with_profile(cluster, load_profile())
-    if section.gpus_per_node is None and section.nodes is None:
-        return with_profile(ClusterFacts(local_cpu(), 1, 0), load_profile())
+        if (name := match_device(found[0])) is None:
+            why = f"The planner has no figures for this machine's {found[0]}."
+            raise MachineError(why, "Give the nearest with --gpu.")
+        return with_profile(make_cluster(name, section.nodes, count or len(found)), load_profile())
+    if section.gpu == "cpu" or count == 0 or (count, section.nodes) == (None, None):
+        return with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile())
     if assume is None:
-        count = section.gpus_per_node
         asked = f"nodes = {section.nodes}" if count is None else f"gpus_per_node = {count}"
         raise MachineError(
             f"cluster.{asked} asks for GPUs, and this machine has none.",
             "Use `--preset laptop` or `--gpu cpu` here; `rlctl plan --gpu h100` plans for another machine.",
         )
-    return make_cluster(assume, section.nodes, section.gpus_per_node)
+    return make_cluster(assume, section.nodes, count)
 
 
 def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: list[int], samples: int) -> Workload:
@@ -108,16 +99,13 @@ def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     )
 
 
-def _room(length: int, new: int) -> int:
-    """Tokens that a prompt is assumed to have: what completions leave, or a quarter where these may fill it all."""
-    return length - new if length - new >= 16 else max(1, length // 4)
-
-
 def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
     """The workload of a step; `prompt_tokens` is the mean where the data is known."""
     new = config.generation.max_new_tokens
     length = config.model.max_length
-    prompt = prompt_tokens or (min(PROMPT_TOKENS, _room(length, new)) if length else PROMPT_TOKENS)
+    prompt = prompt_tokens or PROMPT_TOKENS
+    if prompt_tokens is None and length:  # what completions leave, or a quarter where these may fill it all
+        prompt = min(PROMPT_TOKENS, length - new if length - new >= 16 else max(1, length // 4))
     length = length or min(facts.max_length, prompt + new)
     packs = not facts.unpacked
     return Workload(
@@ -175,11 +163,6 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
     return parallel
 
 
-def adapters_from_config(lora: LoraConfig) -> Adapters | None:
-    """The adapters of `training.lora`; None: all weights are trained."""
-    return Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
-
-
 def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precision | None:
     """Return what linear layers multiply in: `fp8` where `megatron.fp8` is set, else model.dtype; None: the device's
     usual.
@@ -207,14 +190,6 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
     return "fp8"
 
 
-def _refuse_packing(config: RlctlConfig, facts: ModelFacts) -> None:
-    """Raise ConfigError where rollouts of a model are to share rows that cannot. Unset, the planner decides."""
-    training = config.training
-    for key in ("packing", "share_prompts"):
-        if facts.unpacked and key in training.model_fields_set and getattr(training, key):
-            raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
-
-
 def plan_from_config(
     config: RlctlConfig,
     facts: ModelFacts,
@@ -233,15 +208,13 @@ def plan_from_config(
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
     if workload.trains:
-        _refuse_packing(config, facts)
-    if (
-        workload.trains
-        and config.teacher.model is None
-        and (idle := [key for key in pins if key.startswith("teacher.")])
-    ):
-        raise ConfigError(
-            f"{idle[0]} = {pins[idle[0]]} has no effect: there is no teacher.", "Name one: --teacher NAME."
-        )
+        training = config.training
+        for key in ("packing", "share_prompts") if facts.unpacked else ():  # unset, the planner decides
+            if key in training.model_fields_set and getattr(training, key):
+                raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
+        if config.teacher.model is None and (idle := [key for key in pins if key.startswith("teacher.")]):
+            why = f"{idle[0]} = {pins[idle[0]]} has no effect: there is no teacher."
+            raise ConfigError(why, "Name one: --teacher NAME.")
     if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",
@@ -253,16 +226,16 @@ def plan_from_config(
             "Remove it, or add --set refit.mover=disk.",
         )
     if not workload.trains:
-        pins = {key: value for key, value in pins.items() if not key.startswith(("training.", "teacher."))}
-        apart = ("generation.colocated", "generation.devices", "refit.mover")
-        pins = {key: value for key, value in pins.items() if key not in apart}
-    precision = precision_from_config(config, cluster)
+        of_training = ("training.", "teacher.", "generation.colocated", "generation.devices", "refit.mover")
+        pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
+    precision, lora = precision_from_config(config, cluster), config.training.lora
+    adapters = Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     constants = DEFAULTS
     if config.refit.staging_mb is not None and not cluster.is_cpu:
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
-        facts, cluster, workload, pins, precision=precision, adapters=adapters_from_config(config.training.lora),
+        facts, cluster, workload, pins, precision=precision, adapters=adapters,
         gradient_bytes=gradient_bytes, top=top, constants=constants, teacher=teacher, refusal=refusal,
     )  # fmt: skip

@@ -12,11 +12,12 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import assemble, device_seconds, feasible_plans, preference, score
-from rlctl.planner.search.policy_search import Request
+from rlctl.planner.views.advice import no_plan, why_none
 from rlctl.planner.views.reasons import reasons_for
 from rlctl.telemetry.phases import Phase
 
@@ -70,8 +71,6 @@ def make_plan(
         found, rule = _of_either(request, prefer_runnable, refusal)
     request, plans, rejected = found.request, found.plans, found.rejected
     if not plans:
-        from rlctl.planner.views.advice import no_plan
-
         raise no_plan(request, rejected)
     best = plans[0]
     others = _others(plans, best)[:top]
@@ -98,11 +97,8 @@ class _Found:
     def obstacle(self, refusal: Refusal) -> str | None:
         """Return why the best plan cannot be run, or why there is none; None: it can."""
         if not self.plans:
-            from rlctl.planner.views.advice import why_none
-
             return why_none(self.request, self.rejected)
-        best = self.plans[0]
-        return next(iter(best.not_runnable_because), None) or refusal(best)
+        return next(iter(self.plans[0].not_runnable_because), None) or refusal(self.plans[0])
 
 
 def _found(request: Request, prefer_runnable: bool) -> _Found:
@@ -122,15 +118,14 @@ def _found(request: Request, prefer_runnable: bool) -> _Found:
 def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tuple[_Found, str]:
     """Return what the usual backend finds, or the other one where that alone can run a plan; and why."""
     usual = _found(request, prefer_runnable)
-    why = usual.obstacle(refusal)
-    if why is None:
+    if (why := usual.obstacle(refusal)) is None:
         return usual, _against_the_other(request, usual.plans[0], refusal)
     other = _found(replace(request, backend=OTHER), prefer_runnable)
-    if (also := other.obstacle(refusal)) is not None:
-        neither = (f"{request.backend}: {why.rstrip('.')}", f"{OTHER}: {also.rstrip('.')}")
-        plans = [replace(plan, blocked=neither[not plan.runnable :]) for plan in usual.plans]
-        return replace(usual, plans=plans), f"No backend can run it. {'; '.join(neither)}."
-    return other, f"{request.backend} cannot: {why.rstrip('.')}."
+    if (also := other.obstacle(refusal)) is None:
+        return other, f"{request.backend} cannot: {why.rstrip('.')}."
+    neither = (f"{request.backend}: {why.rstrip('.')}", f"{OTHER}: {also.rstrip('.')}")
+    plans = [replace(plan, blocked=neither[not plan.runnable :]) for plan in usual.plans]
+    return replace(usual, plans=plans), f"No backend can run it. {'; '.join(neither)}."
 
 
 def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
@@ -189,43 +184,35 @@ APART = ("generation.colocated", "generation.devices")
 
 def _check_devices(request: Request) -> None:
     """Raises ConfigError for engines with devices of their own where that cannot be, whatever the layout."""
-    own, total = request.pin("generation.devices"), request.cluster.devices
-    alone = total < 2 and not request.cluster.is_cpu  # the two sides share a single core, and never a GPU
-    if own is None and alone and request.pin("generation.colocated") is False and request.workload.rollouts:
-        why = "generation.colocated = false gives the engines GPUs of their own, and there is one GPU."
-        raise ConfigError(why, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
+    own, total, on_cpu = request.pin("generation.devices"), request.cluster.devices, request.cluster.is_cpu
+    alone, kind = total < 2 and not on_cpu, "cores" if on_cpu else "GPUs"  # two sides share one core, and never a GPU
     if own is None:
-        return
-    kind = "cores" if request.cluster.is_cpu else "GPUs"
-    if request.pin("generation.colocated"):
-        raise ConfigError(
-            f"generation.devices = {own} gives the engines {kind} of their own, and generation.colocated is true.",
-            "Leave one of the two out.",
-        )
-    if own >= (total if alone else max(2, total)):
-        raise ConfigError(
-            f"generation.devices = {own} leaves the policy none of the {total} {kind if total > 1 else kind[:-1]}.",
-            f"Give the engines at most {total - 1}." if total > 1 else "Leave it out: the two sides share this one.",
-        )
+        if alone and request.pin("generation.colocated") is False and request.workload.rollouts:
+            why = "generation.colocated = false gives the engines GPUs of their own, and there is one GPU."
+            raise ConfigError(why, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
+    elif request.pin("generation.colocated"):
+        why = f"gives the engines {kind} of their own, and generation.colocated is true."
+        raise ConfigError(f"generation.devices = {own} {why}", "Leave one of the two out.")
+    elif own >= (total if alone else max(2, total)):
+        why = f"leaves the policy none of the {total} {kind if total > 1 else kind[:-1]}."
+        hint = f"Give the engines at most {total - 1}." if total > 1 else "Leave it out: the two sides share this one."
+        raise ConfigError(f"generation.devices = {own} {why}", hint)
 
 
 def _check_mover(request: Request) -> None:
     """Raises ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
-    mover, colocated = request.pin("refit.mover"), request.pin("generation.colocated")
-    if mover == "cuda-ipc" and request.cluster.is_cpu:
-        raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
+    mover, colocated, cluster = request.pin("refit.mover"), request.pin("generation.colocated"), request.cluster
     apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
-    shared = {"cuda-ipc": "devices"} | ({"shared-memory": "nodes"} if request.cluster.nodes > 1 else {})
+    shared = {"cuda-ipc": "devices"} | ({"shared-memory": "nodes"} if cluster.nodes > 1 else {})
+    if mover == "cuda-ipc" and cluster.is_cpu:
+        raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
     if apart and mover in shared:
-        raise ConfigError(
-            f"refit.mover = {mover}, but with generation.colocated = false engines have {shared[mover]} of their own.",
-            "Use auto or collective.",
-        )
-    if mover == "collective" and not apart and not request.cluster.is_cpu and request.workload.rollouts:
-        raise ConfigError(
-            "refit.mover = collective, but engines share GPUs with the policy, and NCCL takes one process of each GPU.",
-            "Use auto or cuda-ipc, or give the engines GPUs: --set generation.colocated=false.",
-        )
+        why = f"but with generation.colocated = false engines have {shared[mover]} of their own."
+        raise ConfigError(f"refit.mover = {mover}, {why}", "Use auto or collective.")
+    if mover == "collective" and not apart and not cluster.is_cpu and request.workload.rollouts:
+        why = "but engines share GPUs with the policy, and NCCL takes one process of each GPU."
+        hint = "Use auto or cuda-ipc, or give the engines GPUs: --set generation.colocated=false."
+        raise ConfigError(f"refit.mover = collective, {why}", hint)
 
 
 def _slower(plan: Plan, best: Plan) -> str:

@@ -20,7 +20,6 @@ from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
-GPU_KEYS = ("memory_fraction", "max_batched_tokens")
 
 
 @dataclass(frozen=True)
@@ -129,17 +128,20 @@ class Plan:
             values |= {f"training.{key}": value for key, value in training.chosen().items()}
             values["training.backend"] = self.backend
             if self.facts.unpacked:
-                batching = {"packing": False, "dynamic_batching": self.workload.dynamic, "share_prompts": False}
-                values |= {f"training.{key}": value for key, value in batching.items()}
+                values |= {"training.packing": False, "training.dynamic_batching": self.workload.dynamic}
+                values["training.share_prompts"] = False
             values |= {"training.threads": training.threads} if training.threads else {}
         if self.teacher is not None:
             values |= {f"teacher.{size}": getattr(self.teacher.choice.parallel, size) for size in TEACHER_SIZES}
         if generation is None:
             return values
-        keys = (*GENERATION_KEYS, "threads") if self.cluster.is_cpu else (*GENERATION_KEYS, *GPU_KEYS)
-        values |= {f"generation.{key}": getattr(generation, key) for key in keys}
+        values |= {f"generation.{key}": getattr(generation, key) for key in GENERATION_KEYS}
         if self.cluster.is_cpu:
+            values["generation.threads"] = generation.threads
             values["generation.kv_cache_bytes"] = int(generation.kv_cache_bytes)
+        else:
+            values["generation.memory_fraction"] = generation.memory_fraction
+            values["generation.max_batched_tokens"] = generation.max_batched_tokens
         if training is not None:
             values["generation.colocated"] = self.colocated
             values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}

@@ -318,7 +318,6 @@ BAD = {
         r"quantised in a way that rlctl does not read \(quant_method bitnet",
     ),
     "rope without its factor": (set_config(rope_scaling={"rope_type": "yarn"}), "`yarn` lacks `factor`"),
-    "odd head": (set_config(head_dim=33), "a head has 33 dimensions"),
     "rope": (set_config(rope_scaling={"rope_type": "made-up"}), "made-up"),
     "biases": (set_config(attention_bias=True), "attention_bias"),
 }

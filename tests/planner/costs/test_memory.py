@@ -22,6 +22,7 @@ from rlctl.planner.costs.parameters import count, rank_parameters, stages, train
 from rlctl.planner.costs.time import critic_time, training_time
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.inputs.workload import Workload
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.catalog import model
@@ -115,10 +116,11 @@ def test_a_critic_has_the_states_of_a_policy_on_the_device_or_in_turns_with_it()
     h100 = make_cluster("h100", 1, 8)
     alone, both = (host_memory(LLAMA_8B, choice, h100, True, 0.0) for choice in (plain, turns))
     assert both - alone == pytest.approx(8 * (policy["weights"] + policy["optimizer"]))
-    training = training_time(LLAMA_8B, plain, Workload(), h100, False).total
-    seconds = [critic_time(LLAMA_8B, choice, Workload(), h100) for choice in (resident, turns)]
-    assert training < critic_time(LLAMA_8B, resident, Workload(), h100, False) < seconds[0] < seconds[1]
-    assert critic_time(LLAMA_8B, plain, Workload(), h100) == 0
+    request = Request(LLAMA_8B, h100)
+    training = training_time(request, plain, False).total
+    seconds = [critic_time(request, choice) for choice in (resident, turns)]
+    assert training < critic_time(request, resident, False) < seconds[0] < seconds[1]
+    assert critic_time(request, plain) == 0
 
 
 def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained() -> None:
@@ -133,8 +135,8 @@ def test_given_stages_hold_their_layers() -> None:
     assert [stage.layers for stage in stages(LLAMA_8B, choice)] == [5, 10, 10, 7]
     assert ParallelSpec(pp=4, first_stage_layers=4).stage_layers(32) is None  # 28 over three stages
     even, shifted = TrainingChoice(ParallelSpec(pp=4)), TrainingChoice(ParallelSpec(pp=4, first_stage_layers=2))
-    cluster, work = make_cluster("h100", 1, 8), Workload()
-    peaks = [training_memory(LLAMA_8B, c, work, cluster, 0.0, 8).total for c in (even, shifted)]
+    request = Request(LLAMA_8B, make_cluster("h100", 1, 8))
+    peaks = [training_memory(request, c, 0.0, 8).total for c in (even, shifted)]
     assert peaks[1] < peaks[0]  # the first stage holds the activations of most micro-batches
 
 
@@ -202,13 +204,8 @@ def test_first_stage_of_a_pipeline_holds_as_many_micro_batches_as_stages() -> No
 
 
 def test_context_parallelism_divides_activations_and_logits() -> None:
-    workload, cluster = Workload(max_length=32768), make_cluster("h100")
-    one = training_memory(
-        LLAMA_8B, TrainingChoice(ParallelSpec(dp=8), micro_batch_tokens=32768), workload, cluster, 0.0, 4
-    )
-    four = training_memory(
-        LLAMA_8B, TrainingChoice(ParallelSpec(cp=4, dp=2), micro_batch_tokens=32768), workload, cluster, 0.0, 4
-    )
+    request, layouts = Request(LLAMA_8B, make_cluster("h100")), (ParallelSpec(dp=8), ParallelSpec(cp=4, dp=2))
+    one, four = (training_memory(request, TrainingChoice(one, 32768), 0.0, 4) for one in layouts)
     assert four.parts["activations"] == pytest.approx(one.parts["activations"] / 4)
     assert four.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
 
@@ -229,8 +226,7 @@ def test_layers_that_do_not_divide_shorten_the_end_stages() -> None:
 def test_the_fullest_stage_may_be_the_third() -> None:
     """GLM-4.5 has experts from its fourth layer on: stages of 1, 3, 3, ... layers have 0, 1, 3, ..."""
     facts, choice = model("GLM-4.5"), TrainingChoice(ParallelSpec(pp=32, ep=8, dp=8), recompute="full")
-    cluster = make_cluster("h100", 32)
-    peak = training_memory(facts, choice, Workload(), cluster, 0.0, 64)
+    peak = training_memory(Request(facts, make_cluster("h100", 32)), choice, 0.0, 64)
     weights = [state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice)]
     assert peak.parts["weights"] == weights[2] > 1.2 * weights[1]
 
@@ -262,15 +258,15 @@ def test_engine_activations_match_vllm_s_published_profile(name: str, gib: float
 
 def test_kv_heads_are_repeated_beyond_their_number() -> None:
     """Llama 8B has 8 KV heads: 16 ranks hold one each, as 8 do."""
-    workload, cluster = Workload(), make_cluster("h100", 2)
-    tokens = [plan_kv(LLAMA_8B, GenerationChoice(tp=tp, memory_fraction=0.5), workload, cluster) for tp in (8, 16)]
+    request = Request(LLAMA_8B, make_cluster("h100", 2))
+    tokens = [plan_kv(request, GenerationChoice(tp=tp, memory_fraction=0.5)) for tp in (8, 16)]
     per_token = [size / count_ for size, count_ in tokens]
     assert per_token[0] == pytest.approx(per_token[1], rel=1e-3)
 
 
 def test_latent_kv_of_mla_is_on_every_rank() -> None:
-    workload, cluster = Workload(), make_cluster("h200", 4)
-    one, two = (plan_kv(DEEPSEEK, GenerationChoice(tp=tp, memory_fraction=0.9), workload, cluster) for tp in (16, 32))
+    request = Request(DEEPSEEK, make_cluster("h200", 4))
+    one, two = (plan_kv(request, GenerationChoice(tp=tp, memory_fraction=0.9)) for tp in (16, 32))
     assert one[0] / one[1] == pytest.approx(two[0] / two[1], rel=1e-3)
     assert one[0] / one[1] == pytest.approx(61 * 576 * 2, rel=1e-3)
 
@@ -280,7 +276,7 @@ def test_a_longer_tail_takes_longer_than_the_mean_says() -> None:
     cluster = make_cluster("h100")
     short, long = (Workload(64, 32, limit, mean_new_tokens=400) for limit in (2048, 16384))
     engine = GenerationChoice(8, kv_cache_tokens=250_000)
-    seconds = [generation_time(LLAMA_8B, engine, workload, cluster).total for workload in (short, long)]
+    seconds = [generation_time(Request(LLAMA_8B, cluster, work), engine).total for work in (short, long)]
     assert seconds[1] > 2 * seconds[0]
 
 

@@ -19,6 +19,7 @@ from rlctl.planner.costs.time import (
 )
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.inputs.workload import Workload
 from support.catalog import model
 
@@ -31,7 +32,8 @@ def choice(fsdp: bool, rows: int = 4096, **sizes: int) -> TrainingChoice:
 def computing(facts: ModelFacts, training: TrainingChoice, cluster: ClusterFacts, new_tokens: float) -> float:
     """Seconds of training and log-probs of NeMo-RL 0.3's published steps: 2,048 rollouts, 512 an optimizer step."""
     work = Workload(64, 32, mean_new_tokens=new_tokens, optimizer_steps=4, reference=True)
-    return training_time(facts, training, work, cluster).total + logprobs_time(facts, training, work, cluster)
+    request = Request(facts, cluster, work)
+    return training_time(request, training).total + logprobs_time(request, training)
 
 
 def test_fsdp_takes_as_much_longer_than_megatron_as_was_published() -> None:
@@ -45,8 +47,8 @@ def test_fsdp_takes_as_much_longer_than_megatron_as_was_published() -> None:
 
 
 def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
-    facts, node, work = model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=790)
-    data = {rows: training_time(facts, choice(True, rows, dp=8), work, node) for rows in (4096, 8192)}
+    request = Request(model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=790))
+    data = {rows: training_time(request, choice(True, rows, dp=8)) for rows in (4096, 8192)}
     assert data[4096].data / data[8192].data == pytest.approx(
         data[4096].micro_batches / data[8192].micro_batches, rel=1e-6
     )
@@ -62,31 +64,31 @@ def test_states_of_fsdp_in_host_memory_are_two_moments() -> None:
 
 def test_what_moves_to_host_memory_is_what_a_precision_has() -> None:
     """Both moments always, a float32 master next to bfloat16, and weights of 4 bytes where they are float32."""
-    facts, node = model("Llama-3.1-8B"), make_cluster("h100")
+    request = Request(model("Llama-3.1-8B"), make_cluster("h100"))
     half, single = choice(False, dp=8), replace(choice(False, dp=8), precision="float32")
-    seconds = [offload_seconds(facts, one, node, DEFAULTS) for one in (half, single, choice(True, dp=8))]
+    seconds = [offload_seconds(request, one) for one in (half, single, choice(True, dp=8))]
     assert [round(12 * one / seconds[0]) for one in seconds] == [12, 8, 8]
-    rate = node.device.host_link * DEFAULTS.pageable_copy
+    rate = request.cluster.device.host_link * DEFAULTS.pageable_copy
     for one, weights in ((half, 2 * 8.03e9), (single, 4 * 8.03e9), (choice(True, dp=8), 4 * 8.03e9 / 8)):
-        alone, shared = (critic_time(facts, replace(one, critic=True), Workload(), node, c) for c in (False, True))
-        moved = 2 * (offload_seconds(facts, one, node, DEFAULTS) + weights / rate)
+        alone, shared = (critic_time(request, replace(one, critic=True), c) for c in (False, True))
+        moved = 2 * (offload_seconds(request, one) + weights / rate)
         assert shared - alone == pytest.approx(moved, rel=0.01)
 
 
 def test_over_nodes_a_ring_has_the_network_of_all_its_ranks_and_copies_spare_it() -> None:
-    facts, nodes, work = model("Llama-3.1-70B"), make_cluster("h100", 8), Workload(64, 32, mean_new_tokens=396)
-    whole, split = (training_time(facts, choice(True, **sizes), work, nodes).data
+    request = Request(model("Llama-3.1-70B"), make_cluster("h100", 8), Workload(64, 32, mean_new_tokens=396))
+    whole, split = (training_time(request, choice(True, **sizes)).data
                     for sizes in ({"dp": 64}, {"tp": 8, "dp": 8}))  # fmt: skip
-    per_row = whole / training_time(facts, choice(True, dp=64), work, nodes).micro_batches
-    per_split_row = split / training_time(facts, choice(True, tp=8, dp=8), work, nodes).micro_batches
+    per_row = whole / training_time(request, choice(True, dp=64)).micro_batches
+    per_split_row = split / training_time(request, choice(True, tp=8, dp=8)).micro_batches
     assert per_row == pytest.approx(per_split_row, rel=0.15), "eight devices of a node move eight times as much"
-    copies = training_time(facts, choice(True, dp=64, replicate=8), work, nodes).data
+    copies = training_time(request, choice(True, dp=64, replicate=8)).data
     assert copies < whole
 
 
 def test_experts_that_are_spread_are_not_gathered() -> None:
-    facts, node, work = model("Qwen3-30B-A3B"), make_cluster("h100"), Workload()
-    spread, whole = (training_time(facts, choice(True, dp=8, ep=ep), work, node).data for ep in (8, 1))
+    request = Request(model("Qwen3-30B-A3B"), make_cluster("h100"))
+    spread, whole = (training_time(request, choice(True, dp=8, ep=ep)).data for ep in (8, 1))
     assert spread < 0.15 * whole
 
 

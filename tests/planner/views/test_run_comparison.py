@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text, memory_text
+from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text
 
 
 def run_directory(path: Path, predicted: dict[str, float], steps: list[dict[str, float]]) -> Path:
@@ -25,11 +25,11 @@ def test_phases_are_compared_with_the_median_of_the_steady_steps(tmp_path: Path)
         {"training": 4.0, "generation": 6.0, "total": 10.0}
     ]
     run = run_directory(tmp_path / "run", {"training": 8.0, "generation": 6.0, "total": 14.0}, steps)
-    rows = {row.phase: row for row in compare_run(run)}
+    rows = {row.name: row for row in compare_run(run)}
     assert rows["training"].ratio == 2.0
     assert rows["training"].suspect is not None
     assert rows["generation"].suspect is None
-    assert "matmul" in comparison_text(list(rows.values()), run)
+    assert "matmul" in comparison_text(list(rows.values()), "phase", "s")
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "manifest.json"])
@@ -67,8 +67,8 @@ def test_memory_is_compared_by_process(tmp_path: Path) -> None:
         plan = {"seconds": {"total": 1.0}, "memory_gib": memory, "cluster": {"gpu": gpu}}
         (run / "manifest.json").write_text(json.dumps({"plan": plan}))
         rows = compare_memory(run)
-        assert {r.process: (r.predicted, r.measured, r.suspect is not None) for r in rows} == expected
-    assert "policy" in memory_text(rows)
+        assert {r.name: (r.predicted, r.measured, r.suspect is not None) for r in rows} == expected
+    assert "policy" in comparison_text(rows, "process", "GiB")
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "metrics.jsonl"])

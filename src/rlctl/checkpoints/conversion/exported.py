@@ -61,13 +61,23 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
     untrained = facts_in(own_weights.companions)
     if own_weights.facts.mtp_layers == untrained.mtp_layers:
         return own_weights
+    why = f"{found.shards} holds none of them."
     try:
-        if not is_of_run(found):
-            raise InputError(f"{found.shards} holds none of them.")
-        return _with_untrained(own_weights, _of_base(base_of(found, config_from), own_weights.dtype), untrained)
+        base = _of_base(base_of(found, config_from), own_weights.dtype) if is_of_run(found) else own_weights
+        why = f"{base.companions} has none of them either." if is_of_run(found) else why
     except InputError as error:
-        tell(f"without the multi-token-prediction layers that config.json calls for: {error.message}")
+        base, why = own_weights, error.message
+    if base.facts.mtp_layers != untrained.mtp_layers:
+        tell(f"without the multi-token-prediction layers that config.json calls for: {why}")
         return own_weights
+    # What the run does not train is as it was in the model that it began with.
+    lacking = weights_of(untrained).tensors.keys() - weights_of(own_weights.facts).tensors.keys()
+    ours, theirs = own_weights.world.layout(0), base.world.layout(0)
+    pieces = tuple(piece for piece in theirs.pieces if piece.tensor in lacking)
+    read = {name for piece in pieces for name in (piece.param, *(n for t in piece.transforms for n in t.reads))}
+    layout = Layout(0, ours.params | {name: theirs.params[name] for name in read}, ours.pieces + pieces, ours.fills)
+    source = _Beside(own_weights.source, base.source, read)
+    return replace(own_weights, facts=untrained, world=SingleWorld(layout), source=source)
 
 
 def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
@@ -92,21 +102,6 @@ def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path
     world = SingleWorld(adapters.onto(under.world.layout(0)))
     source = _Beside(under.source, adapters, adapters.params)
     return replace(under, world=world, source=source, dtype=dtype, rounding=rounding)
-
-
-def _with_untrained(own: Exported, base: Exported, facts: ModelFacts) -> Exported:
-    """`own`, and those tensors of `base` that a model of these `facts` has in addition.
-
-    Raises InputError where the base does not have them either.
-    """
-    if base.facts.mtp_layers != facts.mtp_layers:
-        raise InputError(f"{base.companions} has none of them either.")
-    lacking = weights_of(facts).tensors.keys() - weights_of(own.facts).tensors.keys()
-    ours, theirs = own.world.layout(0), base.world.layout(0)
-    pieces = tuple(piece for piece in theirs.pieces if piece.tensor in lacking)
-    read = {name for piece in pieces for name in (piece.param, *(n for t in piece.transforms for n in t.reads))}
-    layout = Layout(0, ours.params | {name: theirs.params[name] for name in read}, ours.pieces + pieces, ours.fills)
-    return replace(own, facts=facts, world=SingleWorld(layout), source=_Beside(own.source, base.source, read))
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,12 @@ plan, stream, verify, and only then rename."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,8 +25,8 @@ from rlctl.checkpoints.conversion.stream import (
     stream,
 )
 from rlctl.checkpoints.conversion.text_checkpoint import Stored, text_layouts, whole_layouts
-from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions
-from rlctl.checkpoints.hf.hf_model import PublishedFiles, open_hf_model
+from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
+from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 from rlctl.checkpoints.hf.text_part import TextPart, text_config, write_companions
 from rlctl.checkpoints.identity import damaged_files, source_identity
@@ -41,12 +39,11 @@ from rlctl.checkpoints.staging import any_content, locked, require_replaceable, 
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, listed
-from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import Layout, ParamSpec, Shape
-from rlctl.weights.transfer_plan import SingleWorld, TransferPlan, World
+from rlctl.weights.transfer_plan import SingleWorld, World
 
 BLOCK_BYTES = 64 << 20
 
@@ -108,7 +105,11 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         shards = aside / RELEASE
         shards.mkdir()
         writer = TorchDistWriter(shards, whole.params)
-        order = _source_order(plan, model.source)
+        first: dict[str, tuple[str, int, int]] = {}  # blocks lie where their first data do: sequential reading
+        for copy in plan.copies:
+            at = model.source.place(copy.source_param)
+            first[copy.destination_param] = min(first.get(copy.destination_param, at), at)
+        order = sorted(plan.layout.params, key=lambda name: first.get(name, ("", 0, 0)))
         shapes = weights_of(model.facts).tensors
         put = lambda n, v: writer.write(blocks[n], v)  # noqa: E731
         done = stream(plan, shapes, model.source, order, put, options.progress)
@@ -123,7 +124,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         return done
 
     wanted, published = record.wanted(source, dtype), model.published(dtype)
-    specs = _specs(model.facts, dtype)
+    specs = {name: ParamSpec(shape, dtype) for name, shape in weights_of(model.facts).tensors.items()}
     return _write_under_lock(destination, (source,), specs, options, wanted, write, published)
 
 
@@ -161,10 +162,18 @@ def megatron_to_hf(
         }
         wanted |= {"whole": source_identity(part.files.directory)}
 
-    def check(aside: Path, found_here: Mapping[str, int]) -> None:
+    def check(aside: Path, read: dict[str, int]) -> None:
+        """Raise InputError where tensors are not what the conversion that wrote them found."""
+        stored = record.fingerprints(found.shards, dtype)
         written = part.at(aside) if part else SafetensorsDirectory.open(aside)
-        held = hf.layout(model.facts, dtype)
-        _require_as_converted(found, dtype, {**found_here, **_as_held(written, held, published)})
+        held = {name: spec for name, spec in hf.layout(model.facts, dtype).params.items() if name in published}
+        own = {  # published in other dtypes than the checkpoint holds them in
+            name: fingerprint(written.read(name).to(dtype_of(spec.dtype)), spec.shape)
+            for name, spec in (held if stored else {}).items()
+        }
+        if changed := sorted(name for name, value in stored.items() if (read | own).get(name, value) != value):
+            why = f"{len(changed)} tensors are not those that were converted ({listed(changed)})."
+            raise InputError(f"{found.root} is damaged: {why}", "Remove it, and convert the model again.")
 
     def write(aside: Path) -> Streamed:
         writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
@@ -172,19 +181,13 @@ def megatron_to_hf(
         if part is None:
             copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
         else:
-            _copy_others(part.files.directory, aside)
+            for path in part.files.directory.iterdir():  # copies of weights in other formats hold the old values
+                if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
+                    shutil.copyfile(path, aside / path.name)
         return done
 
     sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
     return _write_under_lock(destination, sources, specs, options, wanted, write)
-
-
-def _copy_others(source: Path, destination: Path) -> None:
-    """Copy the files of a whole model but its weights. Copies of these in other formats are left out: they hold the
-    values before training, and an engine may prefer them."""
-    for path in source.iterdir():
-        if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
-            shutil.copyfile(path, destination / path.name)
 
 
 def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
@@ -212,7 +215,7 @@ def _write_safetensors(
     writer: SafetensorsWriter,
     options: Options,
     rounding: Rounding = "nearest",
-    check: Callable[[Path, Mapping[str, int]], None] = lambda aside, found: None,
+    check: Callable[[Path, dict[str, int]], None] = lambda aside, found: None,
 ) -> Streamed:
     """Stream a plan into safetensors files a block of rows at a time. With `options.verify` the fingerprints of the
     result are given to `check`, and what was written is read back."""
@@ -238,34 +241,11 @@ def _write_safetensors(
 
 def require_undamaged(found: MegatronDirectory) -> None:
     """Raise InputError where files of a run's checkpoint have other digests than its `state.json` says."""
-    state = found.shards.parent / "state.json"
-    if found.shards.name != "policy" or not state.is_file():
-        return
-    try:
-        digests = json.loads(state.read_text()).get("files", {})
-        damaged = damaged_files(found.shards, digests)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        damaged = [f"{state} is not the state of a run ({error})"]
-    if damaged:
-        hint = "Convert another: name RUN/checkpoints/step_N."
-        raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
-
-
-def _as_held(files: SafetensorsDirectory | TextPart, held: Layout, published: Mapping[str, str]) -> dict[str, int]:
-    """Fingerprints of `published` tensors in the dtypes that the checkpoint holds them in."""
-    specs = {name: held.params[name] for name in published if name in held.params}
-    return {name: fingerprint(files.read(name).to(dtype_of(spec.dtype)), spec.shape) for name, spec in specs.items()}
-
-
-def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, int]) -> None:
-    """Raise InputError where tensors are not what the conversion that wrote them found."""
-    stored = record.fingerprints(found.shards, dtype)
-    changed = sorted(name for name, value in stored.items() if read.get(name, value) != value)
-    if changed:
-        raise InputError(
-            f"{found.root} is damaged: {len(changed)} tensors are not those that were converted ({listed(changed)}).",
-            "Remove it, and convert the model again.",
-        )
+    if found.shards.name == "policy" and (found.shards.parent / "state.json").is_file():
+        digests = read_object(found.shards.parent, "state.json").get("files", {})
+        if damaged := damaged_files(found.shards, digests):
+            hint = "Convert another: name RUN/checkpoints/step_N."
+            raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
 
 
 class _Rows:
@@ -283,10 +263,6 @@ class _Rows:
         self._files.drop(self._rows[param].key)
 
 
-def _specs(facts: ModelFacts, dtype: str) -> dict[str, ParamSpec]:
-    return {name: ParamSpec(shape, dtype) for name, shape in weights_of(facts).tensors.items()}
-
-
 def _write_under_lock(
     destination: Path,
     sources: tuple[Path, ...],
@@ -294,7 +270,7 @@ def _write_under_lock(
     options: Options,
     wanted: dict[str, Any],
     write: Callable[[Path], Streamed],
-    published: Mapping[str, str] = MappingProxyType({}),
+    published: Mapping[str, str] | None = None,
 ) -> Report:
     """Run `write` under the lock of the destination (of what it points to), and put a record next to the result, with
     the dtypes of tensors that are `published` in others than those of `specs`.
@@ -316,17 +292,8 @@ def _write_under_lock(
             done = write(aside)
             seconds, nans = time.perf_counter() - begun, tuple(done.nans)
             report = Report(len(specs), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
-            record.write(aside, wanted, report.__dict__, done.fingerprints, published)
+            record.write(aside, wanted, report.__dict__, done.fingerprints, published or {})
             return report
-
-
-def _source_order(plan: TransferPlan, source: PublishedFiles) -> list[str]:
-    """Destination blocks in the order in which their first data lies in the source files: sequential reading."""
-    first: dict[str, tuple[str, int, int]] = {}
-    for copy in plan.copies:
-        at = source.place(copy.source_param)
-        first[copy.destination_param] = min(first.get(copy.destination_param, at), at)
-    return sorted(plan.layout.params, key=lambda name: first.get(name, ("", 0, 0)))
 
 
 def _dtype_value(config: dict[str, Any], dtype: str) -> dict[str, str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
@@ -18,9 +18,6 @@ from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.errors import InputError, VerificationError
 from rlctl.weights.dtensor import param_names
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -69,14 +66,13 @@ def megatron_to_peft(
     return Report(len(tensors), size, time.perf_counter() - begun, options.verify, str(destination), dtype)
 
 
-def named_for_peft(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], dtype: str) -> dict[str, torch.Tensor]:
+def named_for_peft(pairs: Mapping[str, tuple[Any, Any]], dtype: str) -> dict[str, Any]:
     """Return A and B of each adapter, by module, under PEFT's names."""
-    tensors = {}
-    for name, (a, b) in pairs.items():
-        module = PREFIX + name
-        tensors[f"{module}.lora_A.weight"] = a.to(dtype_of(dtype)).contiguous()
-        tensors[f"{module}.lora_B.weight"] = b.to(dtype_of(dtype)).contiguous()
-    return tensors
+    return {
+        f"{PREFIX}{module}.lora_{which}.weight": value.to(dtype_of(dtype)).contiguous()
+        for module, pair in pairs.items()
+        for which, value in zip("AB", pair, strict=True)
+    }
 
 
 def targets(modules: Collection[str], tensors: Collection[str]) -> list[str]:
@@ -90,15 +86,17 @@ def targets(modules: Collection[str], tensors: Collection[str]) -> list[str]:
 
 def adapter_config(base: Base, modules: list[str]) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    named = base.config.get("model.name", {}).get("value")
-    revision = base.config.get("model.revision", {}).get("value")
+
+    def value(key: str) -> Any:
+        return base.config.get(key, {}).get("value")
+
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": named or str(base.directory),
-        "revision": revision,
-        "r": base.config["training.lora.rank"]["value"],
-        "lora_alpha": base.config["training.lora.alpha"]["value"],
+        "base_model_name_or_path": value("model.name") or str(base.directory),
+        "revision": value("model.revision"),
+        "r": value("training.lora.rank"),
+        "lora_alpha": value("training.lora.alpha"),
         "lora_dropout": 0.0,
         "target_modules": modules,
         "bias": "none",

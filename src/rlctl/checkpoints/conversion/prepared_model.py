@@ -88,15 +88,13 @@ def _is_there(place: Path, wanted: Mapping[str, str], otherwise: str = "") -> bo
     if made is None or made.get("wanted") != wanted:
         if not os.path.exists(place) or not any_content(place):
             return False
-        raise _to_be_removed(place, "is not a complete conversion", otherwise)
-    if problem := record.damage(place, made):
-        raise _to_be_removed(place, f"was converted by an earlier run and has been damaged since: {problem}", otherwise)
-    return True
-
-
-def _to_be_removed(place: Path, what: str, otherwise: str) -> InputError:
+        what = "is not a complete conversion"
+    elif problem := record.damage(place, made):
+        what = f"was converted by an earlier run and has been damaged since: {problem}"
+    else:
+        return True
     hint = f"Remove it, and the next run converts the model again: rm -r {shlex.quote(str(place))}. {otherwise}"
-    return InputError(f"{place} {what}.", hint.strip())
+    raise InputError(f"{place} {what}.", hint.strip())
 
 
 TAKES_MORE = "takes images or sound as well as text"
@@ -158,8 +156,7 @@ def _convert(source: ModelSource, place: Path, dtype: str, failed: str, otherwis
     removes what it wrote.
     """
     try:
-        doing = f"the conversion of {source.directory}"
-        call_in_child(doing, partial(_convert_here, source.directory, place, dtype))
+        call_in_child(f"the conversion of {source.directory}", partial(_convert_here, source.directory, place, dtype))
     except RlctlError as error:
         hint = f"{error.hint or ''} Where it is the place: {ELSEWHERE}{otherwise}."
         raise type(error)(f"{failed} into {place.parent}: {error.message}", hint.strip()) from error

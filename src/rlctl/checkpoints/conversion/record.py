@@ -47,9 +47,9 @@ def read(directory: Path) -> dict[str, Any] | None:
     """The record, or None where there is none or only a part of one."""
     try:
         found = json.loads((directory / RECORD).read_text())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
+    return found if isinstance(found, dict) and "report" in found else None
 
 
 def complete(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -63,8 +63,7 @@ def complete(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | None:
     """Compare the sizes of the files (those `below` a folder) with the record `made`; None: they agree."""
-    files = made.get("files")
-    for name, size in files.items() if isinstance(files, dict) else ():
+    for name, size in made["files"].items():
         if not name.startswith(below):
             continue
         try:
@@ -81,19 +80,15 @@ def fingerprints(shards: Path, dtype: str) -> dict[str, int]:
 
     Empty where nothing is known: for example of iterations that were trained from it and saved next to it.
     """
-    try:
-        return {name: int(value, 16) for name, value in _part(shards, dtype, "fingerprints").items()}
-    except (TypeError, ValueError):
-        return {}
+    return {name: int(value, 16) for name, value in _part(shards, dtype, "fingerprints").items()}
 
 
 def published(shards: Path, dtype: str) -> dict[str, str]:
     """Tensor of a Megatron checkpoint -> the dtype that the files had from which it was converted to `dtype`, where it
     is another one than the checkpoint's. Empty as `fingerprints` are."""
-    return {name: value for name, value in _part(shards, dtype, "published").items() if isinstance(value, str)}
+    return _part(shards, dtype, "published")
 
 
-def _part(shards: Path, dtype: str, key: str) -> dict[str, Any]:
+def _part(shards: Path, dtype: str, key: str) -> dict[str, str]:
     found = read(shards.parent) if shards.name == RELEASE else None
-    part = found.get(key) if found is not None and found["report"].get("dtype") == dtype else None
-    return part if isinstance(part, dict) else {}
+    return found[key] if found is not None and found["report"].get("dtype") == dtype else {}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from threading import Lock
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.vector_math import warm_up
-from rlctl.weights.layout import Fill, ParamSpec, Shape
+from rlctl.weights.layout import Fill, Shape
 from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
 
@@ -69,21 +70,23 @@ def stream(
 
     Memory holds one for each thread, one that is written, and what they are made of. `shapes` are those of the tensors.
     """
-    by_param: dict[str, list[Copy]] = {name: [] for name in plan.layout.params}
+    copies: defaultdict[str, list[Copy]] = defaultdict(list)
     for copy in plan.copies:
-        by_param[copy.destination_param].append(copy)
-    fills: dict[str, list[Fill]] = {}
+        copies[copy.destination_param].append(copy)
+    fills: defaultdict[str, list[Fill]] = defaultdict(list)
     for padding in plan.fills:
-        fills.setdefault(padding.param, []).append(padding)
-    result, total, threads = Streamed(), plan.layout.bytes, thread_count()
-    locked, scratch = _Locked(source), _Scratch(plan, threads + 1)
+        fills[padding.param].append(padding)
+    result, threads = Streamed(), thread_count()
+    locked, specs = _Locked(source), plan.layout.params
+    # Blocks are made in the same memory by turns: fresh pages cost more than copying does.
+    memory = deque(bytearray(max((s.bytes for s in specs.values()), default=0)) for _ in range(threads + 1))
     seen_nan: set[str] = set()
 
     def make(name: str, values: torch.Tensor) -> dict[str, int]:
         """The fingerprints of the parts of tensors in it."""
-        fill(fills.get(name, ()), {name: values}, plan.layout.params)
+        fill(fills[name], {name: values}, specs)
         parts: dict[str, int] = {}
-        for copy in by_param[name]:
+        for copy in copies[name]:
             target = strided(values, copy.destination_view)
             source_box = strided(locked.read(copy.source_param), copy.source_view)
             narrow_into(target, transformed(source_box, copy, locked.read, rounding), rounding)
@@ -91,7 +94,8 @@ def stream(
             locked.drop(copy.source_param)
             if copy.primary:
                 _add(parts, copy, target, shapes)
-                if target.is_floating_point() and _has_nan(target):
+                # The largest value is no number where any is none, and is found ten times as fast as a mask is made.
+                if target.is_floating_point() and target.numel() and bool(torch.isnan(target.amax())):
                     seen_nan.add(copy.tensor)
         return parts
 
@@ -99,15 +103,19 @@ def stream(
         for tensor, part in made.result().items():
             result.fingerprints[tensor] = combine([result.fingerprints.get(tensor, 0), part])
         write(name, values)
-        result.bytes += plan.layout.params[name].bytes
-        progress("convert", result.bytes, total)
+        result.bytes += specs[name].bytes
+        progress("convert", result.bytes, plan.layout.bytes)
 
     with _one_thread_each(), ThreadPoolExecutor(threads) as makers:
         under_way: deque[tuple[str, torch.Tensor, Future[dict[str, int]]]] = deque()
         for name in order:
             if len(under_way) == threads:
                 put(*under_way.popleft())
-            values = scratch.tensor(plan.layout.params[name])
+            memory.rotate(1)
+            spec, dtype = specs[name], dtype_of(specs[name].dtype)
+            part = memoryview(memory[0])[: spec.bytes]  # a storage is written whole: it is just as long as the tensor
+            flat = torch.frombuffer(part, dtype=dtype) if spec.size else torch.empty(0, dtype=dtype)
+            values = flat.reshape(spec.shape)
             under_way.append((name, values, makers.submit(make, name, values)))
         for each in under_way:
             put(*each)
@@ -119,17 +127,17 @@ def read_back(
     plan: TransferPlan, shapes: Mapping[str, Shape], written: ParamReader, progress: Progress
 ) -> dict[str, int]:
     """Fingerprints of the tensors as they lie in the destination's files."""
-    by_param: dict[str, list[Copy]] = {}
+    copies: defaultdict[str, list[Copy]] = defaultdict(list)
     for copy in plan.copies:
         if copy.primary:
-            by_param.setdefault(copy.destination_param, []).append(copy)
+            copies[copy.destination_param].append(copy)
     found: dict[str, int] = {}
-    done, total, lock = 0, sum(plan.layout.params[name].bytes for name in by_param), Lock()
+    done, total, lock = 0, sum(plan.layout.params[name].bytes for name in copies), Lock()
 
     def look(name: str, values: torch.Tensor) -> None:
         nonlocal done
         parts: dict[str, int] = {}
-        for copy in by_param[name]:
+        for copy in copies[name]:
             _add(parts, copy, strided(values, copy.destination_view), shapes)
         with lock:
             for tensor, part in parts.items():
@@ -140,7 +148,7 @@ def read_back(
 
     with _one_thread_each(), ThreadPoolExecutor(thread_count()) as readers:
         under_way: deque[Future[None]] = deque()
-        for name in by_param:
+        for name in copies:
             if len(under_way) == thread_count():
                 under_way.popleft().result()
             with lock:
@@ -176,11 +184,6 @@ def _refuse_overflow(tensor: str, values: torch.Tensor, target: torch.Tensor) ->
         raise InputError(why, "Choose --dtype bfloat16 or float32.")
 
 
-def _has_nan(values: torch.Tensor) -> bool:
-    """Whether a value is not a number: the largest is none then, and is found ten times as fast as a mask is made."""
-    return values.numel() > 0 and bool(torch.isnan(values.amax()))
-
-
 def thread_count() -> int:
     """Threads that make and check blocks: memory and disks are busy with a few."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -213,22 +216,6 @@ class _Locked:
             self._source.drop(param)
 
 
-class _Scratch:
-    """Memory that destination params are made in, by turns: fresh pages cost more than copying does."""
-
-    def __init__(self, plan: TransferPlan, blocks: int) -> None:
-        largest = max((spec.bytes for spec in plan.layout.params.values()), default=0)
-        self._memory = deque(bytearray(largest) for _ in range(blocks))
-
-    def tensor(self, spec: ParamSpec) -> torch.Tensor:
-        """An uninitialised tensor; its storage is just as long as it is. Valid until all blocks have been asked for."""
-        if not spec.size:
-            return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
-        self._memory.rotate(1)
-        part = memoryview(self._memory[0])[: spec.bytes]
-        return torch.frombuffer(part, dtype=dtype_of(spec.dtype)).reshape(spec.shape)
-
-
 def plan_between(source: World, destination: World) -> TransferPlan:
     """The proven plan of a conversion: every element of the destination is written exactly once."""
     return receive_plan(source, destination.layout(0)).prove()
@@ -243,19 +230,8 @@ def progress_bar(wanted: bool = True) -> Iterator[Progress]:
     from rich import progress
     from rich.console import Console
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, progress.TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield show
+    columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
+    named = (progress.TextColumn("{task.description}"), progress.BarColumn())
+    with progress.Progress(*named, *columns, console=Console(stderr=True)) as bar:
+        task_of = cache(lambda what: bar.add_task(what))
+        yield lambda what, done, total: bar.update(task_of(what), completed=done, total=total)

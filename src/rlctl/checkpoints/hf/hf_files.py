@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,9 @@ LFS_POINTER = b"version https://git-lfs"
 
 def is_lfs_pointer(file: Path) -> bool:
     """Return whether a file is a pointer of Git LFS, as far as it can be read."""
-    if not file.is_file():  # a directory, or a pipe that would be waited for
-        return False
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(LFS_POINTER)) == LFS_POINTER
-    except OSError:
-        return False
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
+    return False
 
 
 def read_config(directory: Path) -> dict[str, Any]:

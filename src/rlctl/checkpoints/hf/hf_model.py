@@ -74,25 +74,30 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
-    read: set[str] = set()
+    packed: set[str] = set()
     for name, shape in wanted.items():
-        if len(shape) == 3 and is_packed(name, files):
+        if len(shape) == 3 and name not in files.tensors and name + BLOCKS in files.tensors:
             own, parts, used = packed_params(name, shape, files)
             params |= own
             pieces += parts
-            read.update(used)
+            packed.update(used)
             continue
-        own_dtype = weights_of(facts).by_tensor[name][0].dtype
+        own_dtype, box = weights_of(facts).by_tensor[name][0].dtype, whole(shape)
         stored = _checked(directory, _stored_name(name, facts, files), shape, own_dtype, files)
         params[stored.name] = ParamSpec(stored.shape, stored.dtype)
-        box = whole(shape)
-        transforms = _readers(stored, files, block)
-        for transform in transforms:
-            params.update({n: ParamSpec(files.tensors[n].shape, files.tensors[n].dtype) for n in transform.reads})
+        transforms: tuple[Transform, ...] = ()
+        if stored.dtype == "float8_e4m3fn":  # block-scaled float8 is read through its scales
+            scale, size = files.tensors.get(stored.name + SCALE), tuple(block or (128, 128))
+            if scale is None:
+                why = f"{stored.file.name}: tensor {stored.name} is float8, but {stored.name}{SCALE} is missing."
+                raise InputError(why)
+            if scale.shape != (expected := tuple(-(-n // b) for n, b in zip(shape, size, strict=True))):
+                found = f"{scale.name} has shape {list(scale.shape)}, expected {list(expected)}."
+                raise InputError(f"{stored.file.name}: {found}")
+            params[scale.name] = ParamSpec(scale.shape, scale.dtype)
+            transforms = (ReadThrough(Dequantize(scale.name, size)),)
         pieces.append(Piece(name, box, stored.name, box, tuple(range(len(shape))), transforms))
-    extra = sorted(set(files.tensors) - set(params) - read)
-    _refuse_extra(directory, facts, extra)
-    _refuse_other_head(directory, facts, files)
+    _refuse_others(directory, facts, files, sorted(files.tensors.keys() - params.keys() - packed))
     return HuggingFaceModel(config, facts, files, PublishedFiles(files), Layout(0, params, tuple(pieces)))
 
 
@@ -125,49 +130,26 @@ def _checked(
     return stored
 
 
-def _readers(stored: StoredTensor, files: SafetensorsDirectory, block: list[int] | None) -> tuple[Transform, ...]:
-    """Block-scaled float8 (`X.weight` with `X.weight_scale_inv`) is read through its scales."""
-    if stored.dtype != "float8_e4m3fn":
-        return ()
-    scale = files.tensors.get(stored.name + SCALE)
-    if scale is None:
-        raise InputError(f"{stored.file.name}: tensor {stored.name} is float8, but {stored.name}{SCALE} is missing.")
-    size = tuple(block or (128, 128))
-    expected = tuple(-(-n // b) for n, b in zip(stored.shape, size, strict=True))
-    if scale.shape != expected:
-        raise InputError(f"{stored.file.name}: {scale.name} has shape {list(scale.shape)}, expected {list(expected)}.")
-    return (ReadThrough(Dequantize(scale.name, size)),)
-
-
-def _refuse_extra(directory: Path, facts: ModelFacts, extra: list[str]) -> None:
-    """Tensors that would be dropped silently are refused; known duplicates and tables are not."""
+def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirectory, extra: list[str]) -> None:
+    """Tensors that would be dropped silently are refused; known duplicates and tables are not. A head that is tied to
+    the embeddings has to be the same as these."""
     known = (".rotary_emb.inv_freq", SCALE)
     repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
     kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
-    lost = [name for name in kept if not name.endswith(known) and name not in repeated]
-    if lost:
+    if lost := [name for name in kept if not name.endswith(known) and name not in repeated]:
         why = f"{directory}: {listed(lost)} is no tensor of a {facts.family} with this config.json."
         raise InputError(why, "The configuration contradicts the weights; converting would drop them.")
-
-
-def _refuse_other_head(directory: Path, facts: ModelFacts, files: SafetensorsDirectory) -> None:
-    """A head that is stored although it is tied to the embeddings would be dropped: both have to be the same."""
     own = next((m.tensor for m in weights_of(facts).outer if m.role is Role.EMBEDDING), "")
     head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get(_stored_name(own, facts, files))
-    if not (facts.tied_embeddings and head and embedding) or files.same(head.name, embedding.name):
-        return
-    why = f"{directory}: {head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true."
-    raise InputError(why, "Set it to false where the head is the model's own, or remove the tensor.")
+    if facts.tied_embeddings and head and embedding and not files.same(head.name, embedding.name):
+        why = f"{head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true."
+        hint = "Set it to false where the head is the model's own, or remove the tensor."
+        raise InputError(f"{directory}: {why}", hint)
 
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 HELD = 2
 """Unpacked experts kept: the gate's rows and the up-projection's are asked for one after the other."""
-
-
-def is_packed(name: str, files: SafetensorsDirectory) -> bool:
-    """Whether the tensor is published in four bits."""
-    return name not in files.tensors and name + BLOCKS in files.tensors
 
 
 def packed_params(
@@ -204,34 +186,28 @@ class PublishedFiles:
         self._unpacked: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def read(self, param: str) -> torch.Tensor:
+        import torch
+
+        from rlctl.checkpoints.plan_execution import unpack_mxfp4
+
         if param in self.files.tensors:
             return self.files.read(param)
         if param not in self._unpacked:
-            self._unpacked[param] = self._unpack(*_expert(param))
+            name, expert = _expert(param)
+            blocks, scales = (self.files.read(name + part)[expert] for part in (BLOCKS, SCALES))
+            self._unpacked[param] = unpack_mxfp4(blocks, scales, torch.bfloat16)
             while len(self._unpacked) > HELD:
                 self._unpacked.popitem(last=False)
         return self._unpacked[param]
 
     def drop(self, param: str) -> None:
-        if param in self.files.tensors:
-            self.files.drop(param)
-            return
-        name, _ = _expert(param)
-        self.files.drop(name + BLOCKS)
+        self.files.drop(param if param in self.files.tensors else _expert(param)[0] + BLOCKS)
 
     def place(self, param: str) -> tuple[str, int, int]:
         """Where a param lies, for reading in order: its file, its position in it, and the expert."""
         name, expert = (param, 0) if param in self.files.tensors else _expert(param)
         stored = self.files.tensors.get(name) or self.files.tensors[name + BLOCKS]
         return stored.file.name, stored.position, expert
-
-    def _unpack(self, name: str, expert: int) -> torch.Tensor:
-        import torch
-
-        from rlctl.checkpoints.plan_execution import unpack_mxfp4
-
-        blocks, scales = self.files.read(name + BLOCKS)[expert], self.files.read(name + SCALES)[expert]
-        return unpack_mxfp4(blocks, scales, torch.bfloat16)
 
 
 def _expert(param: str) -> tuple[str, int]:

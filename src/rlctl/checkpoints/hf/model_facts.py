@@ -5,10 +5,11 @@ by another one: the driver does without torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,9 +85,6 @@ def _described(directory: Path, _config: str) -> ModelFacts:
     return call_in_child(f"asking transformers about {directory}", partial(describe, directory), quiet=True)
 
 
-# A family without a file
-
-
 Call = dict[str, Any]
 """A call of an attention: its module, shapes [1, heads, T, head_dim] of queries and keys, and its other arguments."""
 
@@ -97,35 +95,41 @@ def describe(directory: Path) -> ModelFacts:
 
     calls = _watch()
     inner, unpacked = _built(directory)
+    name, config = type(inner).__name__, inner.config
     if why := next(_problems(inner), None):
-        raise _refusal(type(inner).__name__, why)
+        raise _refusal(name, why)
     unpacked = unpacked or next(_unpacked(inner, calls), "")
     if unpacked:
         inner, calls = meta_model(directory, None), []
         _require_head(inner)
-    config, listed = inner.config, _listed(inner, directory)
+    ropes, listed = _ropes(inner), _listed(inner, directory)
+    given = getattr(config, "rope_parameters", None) or {}
     heads = calls[0]["query"][1] if calls else _first(config, "num_attention_heads", default=1)
-    kv_heads = calls[0]["key"][1] if calls else _first(config, "num_key_value_heads", default=heads)
     windows = [call.get("sliding_window") for call in calls]
     longest = max((int(window) for window in windows if window is not None), default=None)
-    full = tuple(i for i, window in enumerate(windows) if window is None)
+    # Up to the original length longrope's frequencies are its short ones. RoBERTa's first positions are no token's.
+    max_length = int(getattr(config, "max_position_embeddings", None) or 2048)
+    max_length -= max((module.padding_idx + 1 for module in _counting_themselves(inner)), default=0)
+    if LONGROPE in ropes:
+        max_length = min(max_length, int(given["original_max_position_embeddings"]))
     return ModelFacts(
-        family=type(inner).__name__,
+        family=name,
         layers=len(layers_of(inner)),
         hidden=int(config.hidden_size),
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=calls[0]["key"][1] if calls else _first(config, "num_key_value_heads", default=heads),
         head_dim=calls[0]["query"][-1] if calls else _first(config, "head_dim", default=config.hidden_size // heads),
         intermediate=_first(
             config, "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", default=4 * config.hidden_size
         ),
         vocab=int(config.vocab_size),
-        max_length=_max_length(inner),
+        max_length=max_length,
         tied_embeddings=not any(tensor.role == Role.HEAD for tensor in listed),
-        rope=_rope(inner),
+        # As far as the engine has to know of it; with `alpha` (HunYuan's) frequencies are fixed.
+        rope=rope_of(given, None) if DYNAMIC in ropes and not given.get("alpha") else RopeFacts(),
         moe=_moe(inner, listed),
         sliding_window=longest,
-        full_attention_layers=full if longest is not None else None,
+        full_attention_layers=None if longest is None else tuple(i for i, w in enumerate(windows) if w is None),
         listed=listed,
         unpacked=unpacked,
         takes_adapters=any(type(module) is nn.Linear for module in layers_of(inner).modules()),
@@ -174,21 +178,14 @@ def _problems(inner: Any) -> Iterator[str]:
         yield "its layers compute their gradients themselves, and only with dropout"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
         yield f"{scalars[0]} is a single number, which FSDP2 cannot shard"
-    if shared := _shared(inner):
-        yield f"{shared} is the same parameter as another layer's"
+    own: dict[int, str] = {}  # embedding and head may be one parameter, and no others
+    for name, parameter in layers_of(inner).named_parameters(remove_duplicate=False):
+        if own.setdefault(id(parameter), name) != name:
+            yield f"{layers_path(inner)}.{name} is the same parameter as another layer's"
     if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
         yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
     if DYNAMIC in _ropes(inner) and "rope_type" not in config.rope_parameters:
         yield f"its rotary frequencies ({DYNAMIC}) are of some layers alone, which is not known to rlctl"
-
-
-def _shared(inner: Any) -> str:
-    """A parameter of a layer that another module has too; empty: there is none. Embedding and head may be one."""
-    own: dict[int, str] = {}
-    for name, parameter in layers_of(inner).named_parameters(remove_duplicate=False):
-        if own.setdefault(id(parameter), name) != name:
-            return f"{layers_path(inner)}.{name}"
-    return ""
 
 
 def _ropes(inner: Any) -> set[str]:
@@ -198,43 +195,9 @@ def _ropes(inner: Any) -> set[str]:
     return {*texts, *(kind for own in kinds if isinstance(own, dict) for kind in own.values())}
 
 
-def _rope(inner: Any) -> RopeFacts:
-    """The rotary embedding, as far as the engine has to know of it. With `alpha` (HunYuan's) frequencies are fixed."""
-    given = getattr(inner.config, "rope_parameters", None) or {}
-    return rope_of(given, None) if DYNAMIC in _ropes(inner) and not given.get("alpha") else RopeFacts()
-
-
-def _max_length(inner: Any) -> int:
-    """Tokens that a rollout may have. Up to the original length, longrope's frequencies are always its short ones, and
-    dynamic ones do not change. The first positions of RoBERTa's table are no token's."""
-    limit = int(getattr(inner.config, "max_position_embeddings", None) or 2048)
-    limit -= max((module.padding_idx + 1 for module in _counting_themselves(inner)), default=0)
-    if LONGROPE not in _ropes(inner):
-        return limit
-    return min(limit, int(inner.config.rope_parameters["original_max_position_embeddings"]))
-
-
 def _counting_themselves(inner: Any) -> list[Any]:
     """The embeddings, as RoBERTa's, whose first position is the number behind that of the padding token."""
     return [module for module in inner.modules() if hasattr(module, "create_position_ids_from_input_ids")]
-
-
-# Whether rollouts can be packed
-
-
-def _unpacked(inner: Any, calls: list[Call]) -> Iterator[str]:
-    """Why rollouts cannot be packed into a row of this model, which has the attention that is watched."""
-    from torch import nn
-
-    kinds = set(getattr(inner.config, "layer_types", None) or ()) - ATTENTION_KINDS
-    kinds |= {type(module).__name__ for module in inner.modules() if isinstance(module, nn.modules.conv._ConvNd)}
-    if kinds:
-        yield f"its layers mix tokens by {min(kinds)}, which does not know where a packed row's rollouts begin"
-        return
-    if _counting_themselves(inner):
-        yield "it counts positions from its padding token's number on (as RoBERTa does), and not from 0"
-        return
-    yield from _unpacked_by_calls(inner, calls)
 
 
 def _watch() -> list[Call]:
@@ -251,11 +214,19 @@ def _watch() -> list[Call]:
     return calls
 
 
-def _unpacked_by_calls(inner: Any, calls: list[Call]) -> Iterator[str]:
-    """Have each layer call its attention, and yield what is not understood of the calls."""
+def _unpacked(inner: Any, calls: list[Call]) -> Iterator[str]:
+    """Why rollouts cannot be packed into a row of this model, which has the attention that is watched: each layer is
+    made to call it."""
     import torch
+    from torch import nn
 
-    row, layers, config = object(), len(layers_of(inner)), inner.config
+    config, row, layers = inner.config, object(), len(layers_of(inner))
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
+    kinds |= {type(module).__name__ for module in inner.modules() if isinstance(module, nn.modules.conv._ConvNd)}
+    if kinds:
+        yield f"its layers mix tokens by {min(kinds)}, which does not know where a packed row's rollouts begin"
+    if _counting_themselves(inner):
+        yield "it counts positions from its padding token's number on (as RoBERTa does), and not from 0"
     for module in inner.modules():
         if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             module.forward = lambda tokens, *_, **__: torch.zeros_like(tokens)  # experts look at values
@@ -284,25 +255,14 @@ def _unpacked_by_calls(inner: Any, calls: list[Call]) -> Iterator[str]:
         if unknown := {key for key, value in call.items() if value is not None} - UNDERSTOOD:
             yield f"its attention takes {min(unknown)}, which rlctl's does not"
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(calls)
-    if [call.get("sliding_window") for call in calls] != [
-        window if kind == "sliding_attention" else None for kind in kinds
-    ]:
+    own = getattr(config, "layer_types", None) or ["sliding_attention"] * len(calls)
+    told = [call.get("sliding_window") for call in calls]
+    if told != [window if kind == "sliding_attention" else None for kind in own]:
         yield "its layers do not tell the attention how many tokens they attend to"
-    if _runs(run, 9, calls):
+    with contextlib.suppress(Exception):  # shapes that do not fit, in the words of whichever function comes first
+        run(9)
         yield "its layers do not take the positions of tokens as they are given"
-
-
-def _runs(run: Callable[[int], Any], positions: int, calls: list[Call]) -> bool:
-    """Whether a model computes with another number of positions than of tokens: it does not look at them."""
-    count = len(calls)
-    try:
-        run(positions)
-    except Exception:  # noqa: BLE001 - shapes that do not fit, in the words of whichever function comes first
-        return False
-    finally:
-        del calls[count:]
-    return True
+    del calls[layers:]
 
 
 def _require_head(inner: Any) -> None:
@@ -310,10 +270,10 @@ def _require_head(inner: Any) -> None:
     import torch
 
     name, vocab = type(inner).__name__, inner.config.vocab_size
-    width = inner.get_output_embeddings().weight.shape[1]
+    hidden = torch.zeros((8, inner.get_output_embeddings().weight.shape[1]), device="meta")
     try:
         with torch.no_grad():
-            logits = head_of(inner)(torch.zeros((8, width), device="meta"))
+            logits = head_of(inner)(hidden)
     except Exception as error:
         why = f"its output layer cannot be computed alone: {type(error).__name__}: {error}".splitlines()[0]
         raise _refusal(name, why) from error

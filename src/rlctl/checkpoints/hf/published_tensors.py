@@ -50,12 +50,14 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
     Raises CannotFollowError with the reason, as a clause about the model, where one cannot be told.
     """
     own_path = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\.")
-    buffers = stored_buffers(inner)
+    buffers, table = stored_buffers(inner), inner.get_input_embeddings()
     held = dict(inner.named_parameters()) | buffers
-    names, saved = _given_back(inner, held)
+    own, saved = {id(value): name for name, value in held.items()}, _saved(inner, held)
+    names = {own[id(value)]: name for name, value in saved.items() if id(value) in own}  # published as they are
     changed = held.keys() - names.keys()
-    boxes = _boxes(inner, {name: held[name] for name in held if name in changed}, own_path, saved)
-    roles: dict[str, Role] = {f"{head_path(inner)}.weight": Role.HEAD, _embedding_name(inner): Role.EMBEDDING}
+    boxes = _boxes(inner, {name: held[name] for name in held if name in changed}, own_path, set(saved))
+    roles = {f"{path}.weight": Role.EMBEDDING for path, module in inner.named_modules() if module is table}
+    roles |= {f"{head_path(inner)}.weight": Role.HEAD}
     roles |= {name: Role.EXPERT_BIAS if name.endswith(BIAS) else Role.STORED for name in buffers}
     layers: dict[ListedTensor, list[int]] = {}
     for module, parameter in held.items():
@@ -70,11 +72,6 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
             tensor = replace(tensor, role=tensor.role or role, dtype=dtype)
             layers.setdefault(tensor, []).extend([] if layer is None else [layer])
     return tuple(replace(tensor, layers=tuple(own)) for tensor, own in layers.items())
-
-
-def _embedding_name(inner: Any) -> str:
-    table = inner.get_input_embeddings()
-    return next((f"{path}.weight" for path, module in inner.named_modules() if module is table), "")
 
 
 def _layer(name: str, own_path: re.Pattern[str]) -> int | None:
@@ -95,13 +92,6 @@ def _saved(inner: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     except Exception as error:
         why = f"transformers cannot say how its tensors are published: {type(error).__name__}: {error}"
         raise CannotFollowError(why.splitlines()[0]) from error
-
-
-def _given_back(inner: Any, held: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
-    """The published name of each parameter that is published as it is, and every published name."""
-    own = {id(value): name for name, value in held.items()}
-    saved = _saved(inner, held)
-    return {own[id(value)]: name for name, value in saved.items() if id(value) in own}, set(saved)
 
 
 @dataclass(frozen=True)
@@ -143,9 +133,12 @@ def _boxes(
 def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[ListedTensor]]:
     """Parameter -> the boxes of published tensors that it holds, by where they begin in it."""
     import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
+    changes = get_model_conversion_mapping(inner, add_legacy=False)
+    operations = [operation for change in changes for operation in getattr(change, "operations", ())]
+    divided = {axis for one in operations if isinstance(axis := getattr(one, "dim", None), int)}
     coded, base = list[_Coded](), 0
-    divided = _divided_axes(inner)
     for name, parameter in parameters.items():
         full = tuple(parameter.shape)
         shape = tuple(size if axis in divided else min(size, 2) for axis, size in enumerate(full))
@@ -162,15 +155,6 @@ def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[Listed
         if covered != prod(one.full):
             raise CannotFollowError(f"{covered} of the {prod(one.full)} elements of {one.name} are published")
     return {name: _with_roles(name, _true_widths(name, boxes, inner)) for name, boxes in found.items()}
-
-
-def _divided_axes(inner: Any) -> set[int]:
-    """The axes along which transformers divides parameters or puts them together."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    changes = get_model_conversion_mapping(inner, add_legacy=False)
-    operations = [operation for change in changes for operation in getattr(change, "operations", ())]
-    return {axis for operation in operations for axis in (getattr(operation, "dim", None),) if isinstance(axis, int)}
 
 
 def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[tuple[_Coded, ListedTensor]]:
@@ -205,17 +189,13 @@ def _box(published: str, codes: Tensor, side: Tensor, one: _Coded) -> ListedTens
     if divided or not torch.equal(box[0] if dropped and len(box) == 1 else box, own):
         raise CannotFollowError(f"how {one.name} is published cannot be followed")
     shape = [f if s != f else n for n, s, f in zip(counts, short, one.full, strict=True)]
-    name = _of_expert(published, start[0], one.name) if dropped else published
+    name = published
+    if dropped:
+        name = re.sub(rf"\.experts\.{start[0]}\.", ".experts.{expert}.", published)
+        if "{expert}" not in name:
+            raise CannotFollowError(f"{one.name} is published by parts that are no experts")
     whole, at = tuple(shape[dropped:]), tuple(start[dropped:])
     return ListedTensor(name, whole, tensor_start=tuple(low), module_shape=one.full, module_start=at)
-
-
-def _of_expert(published: str, expert: int, parameter: str) -> str:
-    """A published name with `{expert}` in place of an expert's number."""
-    name = re.sub(rf"\.experts\.{expert}\.", ".experts.{expert}.", published)
-    if "{expert}" not in name:
-        raise CannotFollowError(f"{parameter} is published by parts that are no experts")
-    return name
 
 
 def _with_roles(name: str, boxes: list[ListedTensor]) -> list[ListedTensor]:

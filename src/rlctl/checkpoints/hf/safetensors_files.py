@@ -9,7 +9,6 @@ once: `SafetensorsWriter` writes the header itself and then appends one block of
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import struct
@@ -88,7 +87,7 @@ def require_whole(directory: Path) -> None:
 def _opened(file: Path) -> Iterator[Any]:
     problem = problem_with(file)  # opening a pipe would not return
     if problem is None and not os.access(file, os.R_OK):  # the library says that there is no such file
-        problem = os.strerror(errno.EACCES)
+        problem = "Permission denied"
     if problem:
         raise InputError(f"{file} cannot be read: {problem}.", "Make it readable, or download the model again.")
     try:
@@ -120,7 +119,9 @@ class SafetensorsDirectory:
                 if name in tensors:
                     raise InputError(f"Tensor {name} is in both {tensors[name].file.name} and {file.name}.")
                 tensors[name] = tensor
-        _check_index(directory, tensors)
+        for name, file in _weight_map(directory).items():
+            if name not in tensors or tensors[name].file.name != file:
+                raise InputError(f"{directory}: the index puts tensor {name} into {file}, which does not hold it.")
         return SafetensorsDirectory(directory, tensors)
 
     @property
@@ -169,8 +170,8 @@ def shard_files(directory: Path) -> list[Path]:
 
     Raises InputError where there are none, or some of those that the index names are missing.
     """
-    if (directory / INDEX).is_file():
-        files = [directory / name for name in sorted(set(_weight_map(directory).values()))]
+    if named := _weight_map(directory):
+        files = [directory / name for name in sorted(set(named.values()))]
         absent = [file.name for file in files if not file.exists()]
         if absent:
             why = f"{directory} lacks {len(absent)} shard(s) that {INDEX} names: {listed(absent, 3)}."
@@ -185,99 +186,75 @@ def shard_files(directory: Path) -> list[Path]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says; empty where there is none."""
+    if not (directory / INDEX).is_file():
+        return {}
     named = read_object(directory, INDEX).get("weight_map")
-    files = list(named.values()) if isinstance(named, dict) else [None]
-    if not isinstance(named, dict) or any(not isinstance(file, str) or Path(file).name != file for file in files):
+    if not isinstance(named, dict) or not all(isinstance(f, str) and Path(f).name == f for f in named.values()):
         raise InputError(f"{directory / INDEX} is damaged (its `weight_map` names no files).", "Download it again.")
     return named
 
 
-def _check_index(directory: Path, tensors: dict[str, StoredTensor]) -> None:
-    if not (directory / INDEX).is_file():
-        return
-    for name, file in _weight_map(directory).items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise InputError(f"{directory}: the index puts tensor {name} into {file}, which does not hold it.")
-
-
-@dataclass
 class SafetensorsWriter:
     """Writes tensors in the order of `specs` into shards of at most `shard_bytes` (one tensor may exceed it), or into
     the `files` that are named, with their tensors."""
 
-    directory: Path
-    specs: dict[str, ParamSpec]
-    shard_bytes: int
-    files: dict[str, list[str]] | None = None
-    _shards: list[list[str]] = field(init=False)
-    _shard: int = 0
-    _expected: list[str] = field(default_factory=list)
-    _written: int = 0
-    """Bytes of the tensor that comes next."""
-    _stream: BinaryIO | None = None
-
-    def __post_init__(self) -> None:
-        if self.files is not None:
-            self._shards = list(self.files.values())
-            return
-        self._shards, size = [[]], 0
-        for name, spec in self.specs.items():
-            if self._shards[-1] and size + spec.bytes > self.shard_bytes:
-                self._shards.append([])
+    def __init__(
+        self, directory: Path, specs: dict[str, ParamSpec], shard_bytes: int, files: dict[str, list[str]] | None = None
+    ) -> None:
+        self._directory, self._specs, self._named = directory, specs, files is not None
+        shards, size = list[list[str]]([[]]), 0
+        for name, spec in specs.items():
+            if shards[-1] and size + spec.bytes > shard_bytes:
+                shards.append([])
                 size = 0
-            self._shards[-1].append(name)
+            shards[-1].append(name)
             size += spec.bytes
-
-    @property
-    def order(self) -> list[str]:
+        own = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        self._files = files or dict(zip(own if len(shards) > 1 else [SINGLE], shards, strict=True))
+        self.order = [name for shard in self._files.values() for name in shard]
         """The names of the tensors in the order in which they are written."""
-        return [name for shard in self._shards for name in shard]
+        self._left = iter(self._files)
+        self._expected: list[str] = []
+        self._written = 0  # bytes of the tensor that comes next
+        self._stream: BinaryIO | None = None
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Append the next tensor, or the next rows of it (contiguous)."""
         import torch
 
-        stream = self._stream or self._begin()
+        stream = self._stream or self._begin(next(self._left))
         if not self._expected or self._expected[0] != name:
             raise ValueError(f"tensor {name} comes out of order")
         stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
         self._written += values.nbytes
-        if self._written == self.specs[name].bytes:
+        if self._written == self._specs[name].bytes:
             self._expected.pop(0)
             self._written = 0
         if not self._expected:
-            self._end(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+            self._stream = None
 
     def finish(self) -> None:
         """Write the index where there are several files, unless they were named."""
-        if len(self._shards) == 1 or self.files is not None:
+        if len(self._files) == 1 or self._named:
             return
-        weight_map = {name: self._file(i) for i, shard in enumerate(self._shards) for name in shard}
-        index = {"metadata": {"total_size": sum(s.bytes for s in self.specs.values())}, "weight_map": weight_map}
-        (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        weight_map = {name: file for file, shard in self._files.items() for name in shard}
+        index = {"metadata": {"total_size": sum(s.bytes for s in self._specs.values())}, "weight_map": weight_map}
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _file(self, shard: int) -> str:
-        if self.files is not None:
-            return list(self.files)[shard]
-        return SINGLE if len(self._shards) == 1 else f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
-
-    def _begin(self) -> BinaryIO:
-        names, offset = self._shards[self._shard], 0
+    def _begin(self, file: str) -> BinaryIO:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name in names:
-            spec = self.specs[name]
+        offset, self._expected = 0, list(self._files[file])
+        for name in self._expected:
+            spec = self._specs[name]
             span = [offset, offset + spec.bytes]
             header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
             offset += spec.bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._stream = open_to_write(self.directory / self._file(self._shard))
+        self._stream = open_to_write(self._directory / file)
         self._stream.write(struct.pack("<Q", len(text)) + text)
-        self._expected = list(names)
         return self._stream
-
-    def _end(self, stream: BinaryIO) -> None:
-        stream.flush()
-        os.fsync(stream.fileno())
-        stream.close()
-        self._stream, self._shard = None, self._shard + 1

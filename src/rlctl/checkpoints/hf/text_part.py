@@ -64,8 +64,13 @@ def has_text_part(directory: Path) -> bool:
 def text_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a model's text part. Raises InputError where it cannot be trained alone."""
     refuse_quantised(directory)
-    config = read_config(directory)
-    return _text_config(directory, json.dumps(config, sort_keys=True), _stores_head(directory))
+    names: set[str] = set()  # of the stored tensors, as far as an index or headers tell
+    if (directory / INDEX).is_file():
+        names = {*(read_object(directory, INDEX).get("weight_map") or ())}
+    elif any(directory.glob("*.safetensors")):
+        names = {name for file in shard_files(directory) for name in read_header(file)}
+    stores_head = any(name.endswith(HEAD) for name in names) if names else None
+    return _text_config(directory, json.dumps(read_config(directory), sort_keys=True), stores_head)
 
 
 def write_companions(source: Path, destination: Path, config: dict[str, Any]) -> None:
@@ -83,16 +88,6 @@ def write_companions(source: Path, destination: Path, config: dict[str, Any]) ->
         if (source / name).is_file() and isinstance(found := read_object(source, name).get("chat_template"), str):
             (destination / "chat_template.jinja").write_text(found)
             return
-
-
-def _stores_head(directory: Path) -> bool | None:
-    """Whether the files hold an output layer, as far as an index or headers tell; None: they do not."""
-    if (directory / INDEX).is_file():
-        names = read_object(directory, INDEX).get("weight_map")
-        return any(name.endswith(HEAD) for name in names) if isinstance(names, dict) else None
-    if not any(directory.glob("*.safetensors")):
-        return None
-    return any(name.endswith(HEAD) for file in shard_files(directory) for name in read_header(file))
 
 
 @cache

@@ -62,30 +62,25 @@ def find(path: Path) -> MegatronDirectory | None:
     if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
         return MegatronDirectory(path, path, _iteration_of(path.name))
     if (path / LATEST).is_file():
-        return _tracked(path)
-    for shards in (path / "policy", *sorted(path.glob("checkpoints/step_*/policy"), key=_step)[::-1]):
+        text = (path / LATEST).read_text(errors="replace").strip()[:40]
+        name = RELEASE if text == RELEASE else f"iter_{int(text):07d}" if text.isdecimal() else None
+        if name is None:
+            raise InputError(f"{path / LATEST} says `{text}`; expected `release` or a number.")
+        if not (path / name).is_dir():
+            raise InputError(f"{path / LATEST} names {name}, which is missing.", "Copy the checkpoint again.")
+        return MegatronDirectory(path, path / name, None if name == RELEASE else int(text))
+    for shards in (
+        path / "policy",
+        *sorted(path.glob("checkpoints/step_*/policy"), key=lambda found: _iteration_of(found.parent.name) or 0)[::-1],
+    ):
         if (shards / "metadata.json").is_file():
-            return MegatronDirectory(path, shards, _step(shards))
+            return MegatronDirectory(path, shards, _iteration_of(shards.parent.name) or 0)
     return None
-
-
-def _tracked(root: Path) -> MegatronDirectory:
-    text = (root / LATEST).read_text(errors="replace").strip()[:40]
-    name = RELEASE if text == RELEASE else f"iter_{int(text):07d}" if text.isdecimal() else None
-    if name is None:
-        raise InputError(f"{root / LATEST} says `{text}`; expected `release` or a number.")
-    if not (root / name).is_dir():
-        raise InputError(f"{root / LATEST} names {name}, which is missing.", "Copy the checkpoint again.")
-    return MegatronDirectory(root, root / name, None if name == RELEASE else int(text))
 
 
 def _iteration_of(name: str) -> int | None:
     digits = name.removeprefix("iter_").removeprefix("step_")
     return int(digits) if digits.isdigit() else None
-
-
-def _step(shards: Path) -> int:
-    return _iteration_of(shards.parent.name) or 0
 
 
 @dataclass(frozen=True)
@@ -115,10 +110,8 @@ def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
     try:
         manifest = manifest_of(found)
         config, precision = manifest["config"], manifest["plan"]["training"]["precision"]
-        dtype, rounding = (
-            config["model.dtype"]["value"],
-            config.get("optimizer.rounding", {"value": "nearest"})["value"],
-        )
+        dtype = config["model.dtype"]["value"]
+        rounding: Rounding = config.get("optimizer.rounding", {"value": "nearest"})["value"]
     except (InputError, KeyError):
         return None, "unbiased"
     planned = "float32" if precision == "float32" else "bfloat16"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.dtensor import module_layout
-from rlctl.weights.layout import Layout, Piece
+from rlctl.weights.layout import Layout
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
@@ -52,41 +52,15 @@ class MegatronModel:
     def world(self) -> World:
         return SingleWorld(self.layout)
 
-    def moments(self, name: str) -> tuple[Layout, dict[str, keys.Chunk]]:
-        """One of Adam's moments (`exp_avg`, `exp_avg_sq`) of what was trained, and its blocks: it lies like the
-        weights."""
-        prefix, shapes = f"optimizer.state.{name}.", self.reader.shapes
-        return self._in_blocks(
-            replace(piece, param=prefix + piece.param, transforms=())
-            for piece in self.whole.pieces
-            if prefix + piece.param in shapes
-        )
-
     def masters(self) -> tuple[Layout, dict[str, keys.Chunk]]:
         """The optimizer's float32 weights, and their blocks: those of the model where it updates these themselves, or
         where they are not trained."""
-        own = {piece.param: MASTERS + piece.param for piece in self.whole.pieces}
-        return self._in_blocks(
-            replace(piece, param=own[piece.param]) if own[piece.param] in self.reader.shapes else piece
-            for piece in self.whole.pieces
-        )
-
-    def _in_blocks(self, pieces: Iterable[Piece]) -> tuple[Layout, dict[str, keys.Chunk]]:
-        pieces = tuple(pieces)
-        params = {piece.param: self.reader.shapes[piece.param] for piece in pieces}
+        shapes = self.reader.shapes
+        own = {p.param: MASTERS + p.param if MASTERS + p.param in shapes else p.param for p in self.whole.pieces}
+        pieces = tuple(replace(piece, param=own[piece.param]) for piece in self.whole.pieces)
+        params = {piece.param: shapes[piece.param] for piece in pieces}
         blocks = [chunk for key in params for chunk in self.reader.chunks(key)]
         return keys.chunked(Layout(0, params, pieces), blocks), {chunk.name: chunk for chunk in blocks}
-
-    @property
-    def steps(self) -> float:
-        return steps_of(self.reader)
-
-
-def steps_of(reader: TorchDistReader) -> float:
-    """The optimizer steps that were taken; 0 where there is no optimizer."""
-    if STEP in reader.shapes:
-        return float(reader.read(reader.chunks(STEP)[0]))
-    return steps_in(reader.common.get("optimizer"))
 
 
 def steps_in(value: Any) -> float:
@@ -124,15 +98,28 @@ def open_megatron_model(
         )
     facts = without_absent_mtp(facts, reader.shapes)
     facts = replace(facts, tied_embeddings=True) if critic else facts  # no output layer is expected
-    plain = _whole_layout(directory.shards, facts, reader)
+    shards, hint = directory.shards, "The configuration calls for it; is it this model's?"
+    plain = _whole_layout(shards, facts, reader)
     for key, spec in plain.params.items():
-        _check_key(directory.shards, key, spec.shape, reader)
-    left_out = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if critic else ()))
-    _refuse_unknown(directory.shards, plain, reader, left_out)
+        found, shape = reader.shapes.get(key), spec.shape
+        if found is None:
+            raise InputError(f"{shards}: {key} is missing.", hint)
+        if found.shape != shape:
+            why = f"{key} has shape {list(found.shape)}, but the configuration implies {list(shape)}."
+            raise InputError(f"{shards}: {why}")
+        if (held := sum(prod(span.count for span in chunk.box) for chunk in reader.chunks(key))) != prod(shape):
+            why = f"{shards}: the blocks of {key} hold {held:,} of its {prod(shape):,} elements."
+            raise InputError(why, "Copy the checkpoint again.")
+    # Weights that the model does not have would be lost. The other spelling of a norm is no loss.
+    known = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if critic else ()))
+    for key in reader.shapes:
+        lost = not (key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(known))
+        if key.startswith(MODEL_PREFIXES) and lost:
+            raise InputError(f"{shards}: {key} belongs to no part of a {shards.name} of this configuration.")
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
-    layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
     whole = Layout(0, params, plain.pieces)
+    layout = keys.chunked(whole, blocks)
     embedding = next((key for key in plain.params if "embed" in key), next(iter(plain.params)))
     dtype = reader.shapes[embedding].dtype
     return MegatronModel(directory, facts, reader, whole, layout, {chunk.name: chunk for chunk in blocks}, dtype)
@@ -148,26 +135,6 @@ def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> L
         why = f"{shards} holds no embedding of {facts.vocab} rows."
         raise InputError(why, "Is it another model's checkpoint?")
     return keys.layout(facts, "float32", keys.style_of(reader.shapes), rows[0], holds=reader.shapes.__contains__)
-
-
-def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDistReader) -> None:
-    if key not in reader.shapes:
-        raise InputError(f"{shards}: {key} is missing.", "The configuration calls for it; is it this model's?")
-    if reader.shapes[key].shape != shape:
-        found = list(reader.shapes[key].shape)
-        raise InputError(f"{shards}: {key} has shape {found}, but the configuration implies {list(shape)}.")
-    held = sum(prod(span.count for span in chunk.box) for chunk in reader.chunks(key))
-    if held != prod(shape):
-        why = f"{shards}: the blocks of {key} hold {held:,} of its {prod(shape):,} elements."
-        raise InputError(why, "Copy the checkpoint again.")
-
-
-def _refuse_unknown(shards: Path, plain: Layout, reader: TorchDistReader, left_out: tuple[str, ...]) -> None:
-    """Weights that the model does not have would be lost. The other spelling of a norm is no loss."""
-    for key in reader.shapes:
-        known = key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(left_out)
-        if key.startswith(MODEL_PREFIXES) and not known:
-            raise InputError(f"{shards}: {key} belongs to no part of a {reader.directory.name} of this configuration.")
 
 
 class Blocks:

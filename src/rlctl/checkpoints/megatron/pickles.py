@@ -10,7 +10,8 @@ import importlib
 import pickle
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,24 @@ RESTRICTED = types.SimpleNamespace(Unpickler=RestrictedUnpickler, __name__="rest
 """The part of the module `pickle` that `torch.load` uses."""
 
 
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """Name the source in the RefusedPickleError of a block that reads it, and raise InputError for whatever else is
+    raised of bytes that are not those that were written."""
+    try:
+        yield
+    except RlctlError as error:
+        raise type(error)(f"{source}: {error.message}", error.hint) from error
+    except Exception as error:
+        why = f"{source} is damaged ({type(error).__name__}: {first_line(error)})."
+        raise InputError(why, "Take another copy of the checkpoint.") from error
+
+
 def load_metadata(directory: Path) -> Any:
     """The `.metadata` of a torch_dist checkpoint (`torch.distributed.checkpoint.metadata.Metadata`)."""
     path = directory / ".metadata"
-    with path.open("rb") as stream:
-        return _readable(str(path), RestrictedUnpickler(stream).load)
+    with path.open("rb") as stream, _reading(str(path)):
+        return RestrictedUnpickler(stream).load()
 
 
 def load_common(directory: Path) -> dict[str, Any]:
@@ -91,34 +105,16 @@ def load_common(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with path.open("rb") as stream:
-        value = load_saved(stream, str(path))
-    return value if isinstance(value, dict) else {"value": value}
+        return load_saved(stream, str(path))
 
 
 def load_saved(stream: Any, source: str) -> Any:
     """The object that torch.save wrote into a stream."""
     import torch
 
-    def load() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch announces the end of typed storages, which its own files still name
-            return torch.load(stream, map_location="cpu", pickle_module=RESTRICTED, weights_only=False)
-
-    return _readable(source, load)
-
-
-def _readable(source: str, load: Callable[[], Any]) -> Any:
-    """The result of `load`, which reads `source`. Raises RefusedPickleError as it does, and InputError for whatever it
-    raises of bytes that are not those that were written."""
-    try:
-        return load()
-    except RlctlError as error:
-        raise type(error)(f"{source}: {error.message}", error.hint) from error
-    except Exception as error:
-        raise InputError(
-            f"{source} is damaged ({type(error).__name__}: {first_line(error)}).",
-            "Take another copy of the checkpoint.",
-        ) from error
+    with _reading(source), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the end of typed storages, which its own files still name
+        return torch.load(stream, map_location="cpu", pickle_module=RESTRICTED, weights_only=False)
 
 
 def scan(directory: Path) -> None:

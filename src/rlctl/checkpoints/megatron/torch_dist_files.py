@@ -10,8 +10,6 @@ import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -29,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from rlctl.checkpoints.hf.hf_files import read_object
 from rlctl.checkpoints.megatron.pickles import load_common, load_metadata, load_saved
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import open_to_write
@@ -77,30 +76,29 @@ class TorchDistWriter:
         """Write `common.pt`, `.metadata` and `metadata.json`, and flush everything to the disk."""
         self._close()
         torch.save(common, self.directory / "common.pt")
-        entries: dict[str, Any] = {key: self._tensor_entry(key, chunks) for key, chunks in self._chunks.items()}
-        entries |= {key: BytesStorageMetadata() for key in self._objects}
+        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
+        for key, chunks in self._chunks.items():
+            spec = self.shapes[key]
+            properties = TensorProperties(dtype=dtype_of(spec.dtype))
+            entries[key] = TensorStorageMetadata(properties, torch.Size(spec.shape), chunks)
         metadata = Metadata(state_dict_metadata=entries, planner_data=None, storage_data=self._storage)
         (self.directory / ".metadata").write_bytes(pickle.dumps(metadata))
         (self.directory / "metadata.json").write_text(json.dumps(BACKEND))
 
-    def _tensor_entry(self, key: str, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
-        spec = self.shapes[key]
-        return TensorStorageMetadata(TensorProperties(dtype=dtype_of(spec.dtype)), torch.Size(spec.shape), chunks)
-
     def _append(self, value: Any) -> _StorageInfo:
-        stream = self._open()
-        offset = stream.tell()
-        with _without_checksums():
-            torch.save(value, stream)
-        return _StorageInfo(f"__0_{self._file}.distcp", offset, stream.tell() - offset)
-
-    def _open(self) -> BinaryIO:
         if self._stream is not None and self._stream.tell() >= self.file_bytes:
             self._close()
         if self._stream is None:
             self._file += 1
             self._stream = open_to_write(self.directory / f"__0_{self._file}.distcp")
-        return self._stream
+        offset, checksums = self._stream.tell(), torch.serialization.get_crc32_options()
+        # The checksums of a zip archive halve the speed of writing, and no reader of torch_dist looks at them.
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(value, self._stream)
+        finally:
+            torch.serialization.set_crc32_options(checksums)
+        return _StorageInfo(f"__0_{self._file}.distcp", offset, self._stream.tell() - offset)
 
     def _close(self) -> None:
         if self._stream is not None:
@@ -108,17 +106,6 @@ class TorchDistWriter:
             os.fsync(self._stream.fileno())
             self._stream.close()
             self._stream = None
-
-
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """The checksums of a zip archive halve the speed of writing, and no reader of torch_dist looks at them."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 @dataclass
@@ -138,20 +125,27 @@ class TorchDistReader:
 
         Raises InputError where there is no torch_dist checkpoint, or a damaged, truncated or hostile one.
         """
-        _check_backend(directory)
-        metadata = load_metadata(directory)
-        if not isinstance(metadata, Metadata):
-            raise InputError(f"{directory / '.metadata'} holds no checkpoint metadata.")
-        try:
-            shapes = {
-                key: ParamSpec(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-                for key, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            _check_items(directory, metadata)
-        except (AttributeError, TypeError) as error:  # an object that lacks what its class has
-            hint = "Take another copy of the checkpoint."
-            raise InputError(f"{directory / '.metadata'} is damaged ({error}).", hint) from error
+        path, hint = directory / "metadata.json", "Copy the checkpoint again."
+        if not path.is_file() or not (directory / ".metadata").is_file():
+            raise InputError(f"{directory} is no torch_dist checkpoint: metadata.json or .metadata is missing.")
+        backend = read_object(directory, path.name, hint).get("sharded_backend")
+        if backend != "torch_dist":
+            how = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."
+            raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", how)
+        metadata, sizes = load_metadata(directory), dict[str, int]()
+        for index, info in metadata.storage_data.items():
+            name = info.relative_path
+            if Path(name).name != name:
+                raise InputError(f"{directory / '.metadata'} points outside of the checkpoint: {name}.")
+            if not (directory / name).is_file():
+                raise InputError(f"{directory}: shard {name} is missing; it holds {index.fqn}.", hint)
+            if info.offset + info.length > sizes.setdefault(name, (directory / name).stat().st_size):
+                raise InputError(f"{directory}: shard {name} is truncated; it holds {index.fqn}.", hint)
+        shapes = {
+            key: ParamSpec(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         return TorchDistReader(directory, metadata, load_common(directory), shapes)
 
     def chunks(self, key: str) -> list[Chunk]:
@@ -169,19 +163,14 @@ class TorchDistReader:
         if held is not None:
             self._cache.move_to_end(chunk.name)
             return held
-        info = self.metadata.storage_data.get(MetadataIndex(chunk.key, torch.Size(s.start for s in chunk.box)))
-        if info is None:
-            at = [span.start for span in chunk.box]
-            raise InputError(f"{self.directory}: {chunk.key} has no data for the block at {at}.")
+        info = self.metadata.storage_data[MetadataIndex(chunk.key, torch.Size(s.start for s in chunk.box))]
         path = self.directory / info.relative_path
         with path.open("rb") as stream:
-            view = _create_file_view(stream, info.offset, info.length)
-            values = load_saved(view, f"{path} ({chunk.key})")
+            values = load_saved(_create_file_view(stream, info.offset, info.length), f"{path} ({chunk.key})")
         expected = tuple(span.count for span in chunk.box)
-        if not isinstance(values, torch.Tensor) or values.numel() != prod(expected):
-            raise InputError(f"{path}: {chunk.key} is no tensor of shape {list(expected)}.")
-        if values.dtype != dtype_of(self.shapes[chunk.key].dtype):
-            raise InputError(f"{path}: {chunk.key} holds {values.dtype} and not {self.shapes[chunk.key].dtype}.")
+        if values.numel() != prod(expected) or values.dtype != dtype_of(self.shapes[chunk.key].dtype):
+            found, spec = f"{values.dtype} {list(values.shape)}", self.shapes[chunk.key].dtype
+            raise InputError(f"{path}: {chunk.key} holds {found} and not {spec} {list(expected)}.")
         values = values.reshape(expected).contiguous()
         self._cache[chunk.name] = values
         self._held_bytes += values.nbytes
@@ -199,33 +188,3 @@ class TorchDistReader:
         for chunk in self.chunks(key):
             out[tuple(slice(span.start, span.start + span.count) for span in chunk.box)] = self.read(chunk)
         return out
-
-
-def _check_backend(directory: Path) -> None:
-    path = directory / "metadata.json"
-    if not path.is_file() or not (directory / ".metadata").is_file():
-        raise InputError(f"{directory} is no torch_dist checkpoint: metadata.json or .metadata is missing.")
-    try:
-        backend = json.loads(path.read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path} names no backend ({error}).", "Copy the checkpoint again.") from error
-    if backend != "torch_dist":
-        hint = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."
-        raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", hint)
-
-
-def _check_items(directory: Path, metadata: Metadata) -> None:
-    """Every item lies inside of a file of this directory."""
-    sizes: dict[str, int] = {}
-    hint = "Copy the checkpoint again."
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in sizes:
-            path = directory / name
-            if Path(name).name != name:
-                raise InputError(f"{directory / '.metadata'} points outside of the checkpoint: {name}.")
-            if not path.is_file():
-                raise InputError(f"{directory}: shard {name} is missing; it holds {index.fqn}.", hint)
-            sizes[name] = path.stat().st_size
-        if info.offset + info.length > sizes[name]:
-            raise InputError(f"{directory}: shard {name} is truncated; it holds {index.fqn}.", hint)

@@ -8,9 +8,10 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
-from rlctl.planner.inputs.cluster import GIB, ClusterFacts
+from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request
+from rlctl.planner.inputs.workload import Lengths
 from rlctl.weights.vllm import ENDS_EVERYWHERE
 
 CPU_DECODE_EFFICIENCY = 0.35
@@ -60,31 +61,21 @@ def overhead_bytes(facts: ModelFacts, choice: GenerationChoice, constants: Const
     }
 
 
-def plan_kv(
-    facts: ModelFacts,
-    choice: GenerationChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    constants: Constants = DEFAULTS,
-) -> tuple[float, int]:
+def plan_kv(request: Request, choice: GenerationChoice) -> tuple[float, int]:
     """(bytes of KV cache on one device, tokens that one replica can hold); negative bytes: the engine does not fit."""
+    facts, device = request.facts, request.cluster.device
     per_token = kv_bytes_per_token_on_device(facts, choice)
-    if cluster.is_cpu:
+    if device.is_cpu:
         return choice.kv_cache_bytes, int(choice.kv_cache_bytes / (per_token * choice.engine_gpus))
-    budget = (choice.memory_fraction or 0.9) * cluster.device.memory
-    free = budget - weight_bytes(facts, choice) - sum(overhead_bytes(facts, choice, constants).values())
+    free = (choice.memory_fraction or 0.9) * device.memory
+    free = free - weight_bytes(facts, choice) - sum(overhead_bytes(facts, choice, request.constants).values())
     return free, max(0, int(free / per_token))
 
 
-def generation_memory(
-    facts: ModelFacts,
-    choice: GenerationChoice,
-    cluster: ClusterFacts,
-    policy_asleep: float,
-    constants: Constants = DEFAULTS,
-) -> PhaseMemory:
+def generation_memory(request: Request, choice: GenerationChoice, policy_asleep: float) -> PhaseMemory:
     """The generation phase on one device; `policy_asleep`: what the offloaded policy's process keeps there."""
-    if cluster.is_cpu:
+    facts, constants = request.facts, request.constants
+    if request.cluster.is_cpu:
         parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes / choice.engine_gpus}
         return PhaseMemory(parts | {"engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes})
     parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes}
@@ -107,16 +98,10 @@ class GenerationTime:
         return self.decode + self.prefill
 
 
-def decode_step_seconds(
-    facts: ModelFacts,
-    choice: GenerationChoice,
-    cluster: ClusterFacts,
-    sequences: float,
-    context: float,
-    constants: Constants = DEFAULTS,
-) -> float:
+def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: float, context: float) -> float:
     """One decode step of a replica with `sequences` running, `context` tokens each: the larger of reading (weights, KV)
     and computing, and latencies that nothing hides."""
+    facts, cluster, constants = request.facts, request.cluster, request.constants
     device, parts = cluster.device, count(facts)
     if cluster.is_cpu:
         share = min(1.0, (choice.threads or device.cores) / max(1, device.cores))
@@ -125,102 +110,86 @@ def decode_step_seconds(
         return max(compute, read / device.memory_bandwidth) + 0.004
     weights = _layers_bytes(facts, choice) / choice.pp
     weights += choice.weight_bytes * (parts.embedding + parts.head) / choice.tp / choice.pp
-    local = 1.0
+    layer_s = constants.decode_layer_s * facts.layers
     if facts.moe is not None:
         batch = sequences * choice.dp
         touched = 1 - (1 - facts.moe.experts_per_token / facts.moe.experts) ** batch
         experts = choice.weight_bytes * parts.experts / (choice.tp * choice.dp) / choice.pp
         weights -= experts * (1 - touched)
-        local = choice.tp
+        layer_s += facts.layers * constants.moe_decode_layer_s
     kv = sequences * attended(facts, context) * kv_bytes_per_token_on_device(facts, choice)
     read = (weights + kv) / (device.memory_bandwidth * constants.decode_bandwidth_efficiency)
-    precision = "fp8" if choice.weight_bytes <= 1 else "bf16"
-    compute = 2.0 * parts.active * sequences / (local if facts.moe else choice.tp) / choice.pp
-    compute /= device.flops(precision) * constants.prefill_efficiency
-    layers = facts.layers * constants.decode_layer_s
-    if facts.moe is not None:
-        layers += facts.layers * constants.moe_decode_layer_s
-    fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layers
+    compute = 2.0 * parts.active * sequences / choice.tp / choice.pp
+    compute /= device.flops("fp8" if choice.weight_bytes <= 1 else "bf16") * constants.prefill_efficiency
+    fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layer_s
     fixed += constants.replica_step_s * (choice.dp - 1)
-    return choice.pp * max(read, compute) + fixed + _communication(facts, choice, cluster, sequences, constants)
-
-
-def _communication(
-    facts: ModelFacts, choice: GenerationChoice, cluster: ClusterFacts, sequences: float, constants: Constants
-) -> float:
-    """All-reduces of tensor parallelism (two a layer) or expert all-to-all, and pipeline hand-over."""
-    seconds = 0.0
-    group = choice.tp * choice.dp
+    # All-reduces of tensor parallelism (two a layer) or expert all-to-all, and pipeline hand-over.
+    communication, group = 0.0, choice.tp * choice.dp
     if group > 1:
         inside = group <= max(1, cluster.link_domain)
         latency = constants.allreduce_latency_s if inside else constants.network_latency_s
         latency *= 1 + 0.1 * max(0, choice.tp - 2) / 2
         volume = 2 * sequences * facts.hidden * 2 / cluster.bandwidth(group)
-        seconds += 2 * facts.layers * (latency + volume)
-    if choice.pp > 1:
-        seconds += (choice.pp - 1) * 2e-4
-    return seconds
+        communication += 2 * facts.layers * (latency + volume)
+    communication += (choice.pp - 1) * 2e-4
+    return choice.pp * max(read, compute) + fixed + communication
 
 
-def generation_time(
-    facts: ModelFacts,
-    choice: GenerationChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    constants: Constants = DEFAULTS,
-) -> GenerationTime:
+@dataclass(frozen=True)
+class _Load:
+    """The work of the busiest replica of an engine."""
+
+    rollouts: float
+    lengths: Lengths
+    context: float
+    """Mean tokens of a sequence while it is sampled."""
+    capacity: float
+    """Sequences that run at once."""
+    prefill: float
+    """Seconds to process the prompts, which the rollouts of a prompt share."""
+
+
+def _load(request: Request, choice: GenerationChoice) -> _Load:
+    workload, cluster, constants = request.workload, request.cluster, request.constants
+    rollouts = float(workload.share(choice.engines, choice.dp))
+    lengths = workload.lengths(constants.length_sigma)
+    context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
+    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))
+    tokens = rollouts * workload.prompt_tokens / max(1.0, min(workload.generations, rollouts))
+    rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
+    if cluster.is_cpu:
+        rate = cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2
+    return _Load(rollouts, lengths, context, capacity, 2.0 * count(request.facts).active * tokens / rate)
+
+
+def generation_time(request: Request, choice: GenerationChoice) -> GenerationTime:
     """Seconds until the last rollout of the busiest replica ends.
 
     While more sequences wait than fit, the replica runs full; then the batch drains along the tail of the length
     distribution, at ever fewer sequences but never faster than one step a token.
     """
-    per_replica = float(workload.share(choice.engines, choice.dp))
-    lengths = workload.lengths(constants.length_sigma)
-    context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
-    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))
+    load = _load(request, choice)
     # steps run at the average batch size while the queue is not empty
     seconds = steps = 0.0
-    running = min(per_replica, capacity)
-    first = decode_step_seconds(facts, choice, cluster, running, context, constants)
-    if per_replica > capacity:
-        waiting = (per_replica - capacity) * lengths.mean / capacity
+    running = min(load.rollouts, load.capacity)
+    first = decode_step_seconds(request, choice, running, load.context)
+    if load.rollouts > load.capacity:
+        waiting = (load.rollouts - load.capacity) * load.lengths.mean / load.capacity
         seconds, steps = waiting * first, waiting
     reached, left = 0.0, 1.0
     step = first
-    for length, share in lengths.buckets:
-        active = max(1.0, running * left)
-        context = workload.prompt_tokens + (reached + length) / 2
-        step = decode_step_seconds(facts, choice, cluster, active, context, constants)
+    for length, share in load.lengths.buckets:
+        context = request.workload.prompt_tokens + (reached + length) / 2
+        step = decode_step_seconds(request, choice, max(1.0, running * left), context)
         seconds += (length - reached) * step
         reached, left = length, left - share
-    prompts = per_replica * workload.prompt_tokens / max(1.0, min(workload.generations, per_replica))
-    return GenerationTime(seconds, _prefill(facts, choice, cluster, prompts, constants), steps + reached, first, step)
+    return GenerationTime(seconds, load.prefill, steps + reached, first, step)
 
 
-def steady_generation_time(
-    facts: ModelFacts,
-    choice: GenerationChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    constants: Constants = DEFAULTS,
-) -> float:
+def steady_generation_time(request: Request, choice: GenerationChoice) -> float:
     """Seconds of a step's rollouts where engines never run empty: rollouts that go on under new weights leave no tail,
     for the next ones are begun beside the longest."""
-    per_replica = float(workload.share(choice.engines, choice.dp))
-    lengths = workload.lengths(constants.length_sigma)
-    context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
-    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))
-    running = min(per_replica * (1 + (workload.staleness or 0)), capacity)
-    step = decode_step_seconds(facts, choice, cluster, running, context, constants)
-    prompts = per_replica * workload.prompt_tokens / max(1.0, min(workload.generations, per_replica))
-    return per_replica * lengths.mean / running * step + _prefill(facts, choice, cluster, prompts, constants)
-
-
-def _prefill(
-    facts: ModelFacts, choice: GenerationChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
-    """Seconds to process `tokens` prompt tokens (shared by the rollouts of a prompt)."""
-    flops = 2.0 * count(facts).active * tokens
-    if cluster.is_cpu:
-        return flops / (cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2)
-    return flops / (cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus)
+    load = _load(request, choice)
+    running = min(load.rollouts * (1 + (request.workload.staleness or 0)), load.capacity)
+    step = decode_step_seconds(request, choice, running, load.context)
+    return load.rollouts * load.lengths.mean / running * step + load.prefill

@@ -20,7 +20,7 @@ from rlctl.planner.costs.parameters import (
 )
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request
 
 MOMENTS_BYTES = 8
 """Adam's two moments of a parameter, in float32."""
@@ -61,30 +61,25 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     alone, and the frozen weights have no master. A critic that stays next to the policy has as many bytes again.
     """
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
-    element, updated = element_bytes(choice), trained.owned(choice.parallel)
-    if choice.sharding == "full":
-        # FSDP2 keeps float32 shards of weights and gradients.
-        shard = 4 * params.owned(choice.parallel)
-        frozen = {"reference": shard} if choice.reference and choice.adapters is None else {}
-        moments = 0.0 if choice.optimizer_offload else MOMENTS_BYTES * updated
-        adapters = 4 * updated if choice.adapters else 0.0
-        states = {"weights": shard + adapters, "gradients": 4 * updated, "optimizer": moments}
-        critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
-        return states | {"gathered": _gathered_bytes(params, choice)} | critic | frozen
-    shards = master_and_moments(choice) * updated
-    # FP8 keeps quantised copies of the layers' matrices next to the BF16 ones; embedding and head have none.
-    copies = choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0
-    weights = element * params.total + copies * (params.total - params.tables)
-    gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
-    states = {
-        "weights": weights + (element * trained.total if choice.adapters else 0.0),
-        "gradients": gradients * trained.total,
-        "optimizer": 0.0 if choice.optimizer_offload else shards,
-    }
+    element, owned = element_bytes(choice), trained.owned(choice.parallel)
+    gathered: dict[str, float] = {}
+    if choice.sharding == "full":  # float32 shards of weights and gradients
+        copy = 4 * params.owned(choice.parallel)
+        weights, gradients = copy + (4 * owned if choice.adapters else 0.0), 4 * owned
+        gathered["gathered"] = _gathered_bytes(params, choice)
+    else:
+        # FP8 keeps quantised copies of the layers' matrices next to the BF16 ones; embedding and head have none.
+        copies = choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0
+        copy = element * params.total
+        weights = copy + copies * (params.total - params.tables)
+        weights += element * trained.total if choice.adapters else 0.0
+        gradients = (4 if choice.precision == "float32" else choice.gradient_bytes) * trained.total
+    optimizer = 0.0 if choice.optimizer_offload else master_and_moments(choice) * owned
+    states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
-    copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
-    return states | critic | copy
+    reference = {"reference": copy} if choice.reference and choice.adapters is None else {}
+    return states | gathered | critic | reference
 
 
 def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
@@ -104,13 +99,6 @@ def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
     held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
     return max(4 * one.owned(choice.parallel) if full else element_bytes(choice) * one.total for one in held)
-
-
-def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts) -> float:
-    """Optimizer states in host memory as far as they count against the device: on a CPU, where it is the same."""
-    if not cluster.is_cpu or not choice.optimizer_offload:
-        return 0.0
-    return (1 + choice.critic) * state_bytes(facts, stage, replace(choice, optimizer_offload=False))["optimizer"]
 
 
 def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
@@ -147,49 +135,32 @@ def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool,
         attention = projections + kept * facts.heads * facts.head_dim / tp
         # query and key before their norms
         attention += element * (facts.heads + facts.kv_heads) * facts.head_dim / tp if facts.qk_norm else 0.0
-    if not moe or facts.moe is None:
-        gates, activated = 2 * element * facts.intermediate / tp, kept * facts.intermediate / tp
+    if moe and facts.moe is not None:
+        imbalance = constants.expert_imbalance if choice.parallel.ep > 1 else 1.0
+        routed = facts.moe.experts_per_token * imbalance / hidden_split
+        width = facts.moe.expert_intermediate * routed + facts.moe.shared_expert_intermediate / tp
+        gates, activated = (element + kept) * h * routed + 2 * element * width, kept * width  # buffers of the dispatch
     else:
-        gates, activated = _expert_activation_bytes(facts, choice, kept, constants)
+        gates, activated = 2 * element * facts.intermediate / tp, kept * facts.intermediate / tp
     if choice.recompute == "selective":
         # norms and the activation function are computed again in the backward pass
         return residuals + attention + gates
     return residuals + norms + attention + gates + activated
 
 
-def _expert_activation_bytes(
-    facts: ModelFacts, choice: TrainingChoice, kept: float, constants: Constants
-) -> tuple[float, float]:
-    """(gate and up outputs with dispatch buffers, activated) of a layer with experts, per token."""
-    moe = facts.moe
-    assert moe is not None
-    element = element_bytes(choice)
-    split = choice.parallel.tp if choice.parallel.sequence_parallel else 1
-    imbalance = constants.expert_imbalance if choice.parallel.ep > 1 else 1.0
-    routed = moe.experts_per_token * imbalance / split
-    shared = moe.shared_expert_intermediate / choice.parallel.tp
-    dispatch = (element + kept) * facts.hidden * routed
-    gates = 2 * element * (moe.expert_intermediate * routed + shared)
-    activated = kept * (moe.expert_intermediate * routed + shared)
-    return dispatch + gates, activated
-
-
 def activation_bytes(
     facts: ModelFacts, stage: Stage, choice: TrainingChoice, micro_batches: int, constants: Constants = DEFAULTS
 ) -> float:
     """Activations of one rank at the peak of 1F1B (interleaved where vpp > 1)."""
-    tokens = choice.micro_batch_tokens / choice.parallel.cp
+    p, tokens = choice.parallel, choice.micro_batch_tokens / choice.parallel.cp
     dense = layer_activation_bytes(facts, choice, False, constants)
     moe = layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0
-    whole = stage.dense_layers * dense + stage.moe_layers * moe
     in_flight = float(min(stage.in_flight, micro_batches))
-    if choice.parallel.vpp > 1 and choice.parallel.pp > 1:
-        more = 1 + (choice.parallel.pp - 1) / (choice.parallel.pp * choice.parallel.vpp)
-        in_flight = min(in_flight * more, float(micro_batches))
+    if p.vpp > 1 and p.pp > 1:
+        in_flight = min(in_flight * (1 + (p.pp - 1) / (p.pp * p.vpp)), float(micro_batches))
     if choice.recompute != "full":
-        return tokens * whole * in_flight
-    split = choice.parallel.tp if choice.parallel.sequence_parallel else 1
-    inputs = element_bytes(choice) * facts.hidden / split * stage.layers
+        return tokens * (stage.dense_layers * dense + stage.moe_layers * moe) * in_flight
+    inputs = element_bytes(choice) * facts.hidden / (p.tp if p.sequence_parallel else 1) * stage.layers
     return tokens * (inputs * in_flight + max(dense if stage.dense_layers else 0.0, moe if stage.moe_layers else 0.0))
 
 
@@ -202,26 +173,26 @@ def logit_bytes(
     return present * facts.vocab / choice.parallel.tp * per_entry
 
 
-def runtime_bytes(cluster: ClusterFacts, choice: TrainingChoice, constants: Constants) -> float:
+def runtime_bytes(request: Request, choice: TrainingChoice) -> float:
     """Return the bytes that a training process holds in addition to the model's tensors."""
-    if cluster.is_cpu:
-        return constants.cpu_process_bytes
+    if request.cluster.is_cpu:
+        return request.constants.cpu_process_bytes
     p = choice.parallel
     groups = sum(size > 1 for size in (p.tp, p.pp, p.cp, p.ep, p.dp))
-    return constants.runtime_bytes + groups * constants.communicator_bytes
+    return request.constants.runtime_bytes + groups * request.constants.communicator_bytes
 
 
-def training_memory(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    asleep: float,
-    micro_batches: int,
-    constants: Constants = DEFAULTS,
-) -> PhaseMemory:
+def _hosted_bytes(request: Request, stage: Stage, choice: TrainingChoice) -> float:
+    """Optimizer states in host memory as far as they count against the device: on a CPU, where it is the same."""
+    if not request.cluster.is_cpu or not choice.optimizer_offload:
+        return 0.0
+    whole = state_bytes(request.facts, stage, replace(choice, optimizer_offload=False))
+    return (1 + choice.critic) * whole["optimizer"]
+
+
+def training_memory(request: Request, choice: TrainingChoice, asleep: float, micro_batches: int) -> PhaseMemory:
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
-    found = []
+    facts, constants, found = request.facts, request.constants, list[PhaseMemory]()
     tokens = choice.micro_batch_tokens / choice.parallel.cp
     for stage in distinct_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
@@ -230,68 +201,48 @@ def training_memory(
         dynamic = parts["activations"] + parts["logits"]
         if choice.optimizer_offload:  # the update has the room that activations had
             parts["optimizer"] = max(0.0, update_bytes(facts, stage, choice) - dynamic)
-            parts["optimizer"] += hosted_bytes(facts, stage, choice, cluster)
+            parts["optimizer"] += _hosted_bytes(request, stage, choice)
         parts["fragmentation"] = constants.fragmentation * dynamic
-        parts["runtime"] = runtime_bytes(cluster, choice, constants)
+        parts["runtime"] = runtime_bytes(request, choice)
         parts["engine asleep"] = asleep
         found.append(PhaseMemory(parts))
     return max(found, key=lambda memory: memory.total)
 
 
-def logprobs_memory(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, asleep: float, constants: Constants = DEFAULTS
-) -> PhaseMemory:
+def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> PhaseMemory:
     """The log-prob phase: forward only. Optimizer states in host memory count on a CPU alone."""
-    stage = stages(facts, choice)[-1]
-    tokens = choice.micro_batch_tokens / choice.parallel.cp
+    facts, constants = request.facts, request.constants
+    stage, tokens = stages(facts, choice)[-1], choice.micro_batch_tokens / choice.parallel.cp
     states = state_bytes(facts, stage, choice)
-    states["optimizer"] += hosted_bytes(facts, stage, choice, cluster)
+    states["optimizer"] += _hosted_bytes(request, stage, choice)
     kinds = (False, True) if facts.moe else (False,)
     states["activations"] = tokens * max(layer_activation_bytes(facts, choice, moe, constants) for moe in kinds)
     states["logits"] = logit_bytes(facts, choice, tokens, False, constants)
-    states |= {"runtime": runtime_bytes(cluster, choice, constants), "engine asleep": asleep}
-    return PhaseMemory(states)
+    return PhaseMemory(states | {"runtime": runtime_bytes(request, choice), "engine asleep": asleep})
 
 
-def split_refit_memory(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    cluster: ClusterFacts,
-    generation: PhaseMemory,
-    constants: Constants = DEFAULTS,
-) -> PhaseMemory:
+def split_refit_memory(request: Request, choice: TrainingChoice, generation: PhaseMemory) -> PhaseMemory:
     """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there."""
+    facts, staging = request.facts, {"staging": request.constants.staging_bytes}
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
-    staging = {"staging": constants.staging_bytes}
-    policy = PhaseMemory(fullest | staging | {"runtime": runtime_bytes(cluster, choice, constants)})
+    policy = PhaseMemory(fullest | staging | {"runtime": runtime_bytes(request, choice)})
     return max(policy, PhaseMemory(generation.parts | staging), key=lambda memory: memory.total)
 
 
-def refit_memory(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    cluster: ClusterFacts,
-    engine_weights: float,
-    constants: Constants = DEFAULTS,
-) -> PhaseMemory:
+def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float) -> PhaseMemory:
     """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV
     cache. Float8 copies of the weights are gone."""
+    facts, constants, on_cpu = request.facts, request.constants, request.cluster.is_cpu
     plain = replace(choice, float8_copies=0)
-    weights = max(state_bytes(facts, stage, plain)["weights"] for stage in stages(facts, choice))
     return PhaseMemory(
         {
-            "weights": weights,
+            "weights": max(state_bytes(facts, stage, plain)["weights"] for stage in stages(facts, choice)),
             "engine weights": engine_weights,
-            "staging": 2 * constants.staging_bytes if not cluster.is_cpu else 0.5 * constants.staging_bytes,
-            "runtime": runtime_bytes(cluster, choice, constants),
-            "engine runtime": constants.cpu_process_bytes if cluster.is_cpu else constants.engine_asleep_bytes,
+            "staging": (0.5 if on_cpu else 2) * constants.staging_bytes,
+            "runtime": runtime_bytes(request, choice),
+            "engine runtime": constants.cpu_process_bytes if on_cpu else constants.engine_asleep_bytes,
         }
     )
-
-
-def engine_host_memory(cluster: ClusterFacts) -> float:
-    """Host memory of one node in bytes where engines run alone: their workers, and the object store."""
-    return max(1, cluster.gpus_per_node) * 4 * GIB + 10 * GIB
 
 
 def host_memory(

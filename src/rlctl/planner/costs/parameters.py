@@ -15,50 +15,49 @@ from rlctl.planner.choice import Adapters, TrainingChoice
 class LayerParameters:
     """Parameters of one transformer layer, split by how parallelism divides them."""
 
-    attention: int
-    """Projections that tensor parallelism splits."""
-    attention_replicated: int
-    """Latent down-projections of MLA, which every tensor rank holds whole."""
-    dense_mlp: int
-    """Dense MLP and shared experts."""
+    split: int
+    """Projections, dense MLP and shared experts, which tensor parallelism splits."""
+    whole: int
+    """Norms, router and latent down-projections of MLA, which every tensor rank holds whole."""
     experts: int
     """All routed experts together; expert parallelism splits them."""
-    router: int
-    norms: int
-
-    @property
-    def total(self) -> int:
-        return self.attention + self.attention_replicated + self.dense_mlp + self.experts + self.router + self.norms
 
     @property
     def dense(self) -> int:
         """Everything but the routed experts."""
-        return self.total - self.experts
+        return self.split + self.whole
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
 
 
 def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     """Parameters of a layer with experts (`moe`) or with a dense MLP."""
-    if facts.listed:
-        return _listed_layer(facts, moe)
-    attention, replicated = _attention(facts)
-    dense_mlp, experts, router = 3 * facts.hidden * facts.intermediate, 0, 0
-    if moe:
-        if facts.moe is None:
-            raise ValueError("a model without experts has no layer with experts")
-        dense_mlp = 3 * facts.hidden * facts.moe.shared_expert_intermediate
-        experts = facts.moe.experts * expert_parameters(facts)
-        router = facts.moe.experts * (facts.hidden + int(facts.moe.expert_bias or facts.family == "gpt_oss"))
-    return LayerParameters(attention, replicated, dense_mlp, experts, router, _norms(facts))
-
-
-def _listed_layer(facts: ModelFacts, moe: bool) -> LayerParameters:
-    """The parameters of the largest layer of a kind, in a model of which the tensors are known and not what they do."""
-    totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
-    for tensor in facts.listed:
-        for layer in totals.keys() & set(tensor.layers) if "{expert}" not in tensor.name else ():
-            totals[layer] += prod(tensor.shape)
     experts = facts.moe.experts * expert_parameters(facts) if facts.moe and moe else 0
-    return LayerParameters(0, max(totals.values(), default=0), 0, experts, 0, 0)
+    if facts.listed:  # the largest layer of the kind: the tensors are known and not what they do
+        totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
+        for tensor in facts.listed:
+            for layer in totals.keys() & set(tensor.layers) if "{expert}" not in tensor.name else ():
+                totals[layer] += prod(tensor.shape)
+        return LayerParameters(max(totals.values(), default=0), 0, experts)
+    h, heads, gpt_oss = facts.hidden, facts.heads, facts.family == "gpt_oss"
+    whole = (4 if facts.family in ("gemma3", "glm4") else 2) * h + (2 * facts.head_dim if facts.qk_norm else 0)
+    if facts.mla is not None:
+        mla, rank = facts.mla, facts.mla.q_lora_rank
+        split = (rank or h) * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        split += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
+        whole += h * (rank or 0) + h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + (rank or 0) + mla.kv_lora_rank
+    else:
+        query, kv = heads * facts.head_dim, facts.kv_heads * facts.head_dim
+        split = 2 * h * query + 2 * h * kv + (query + 2 * kv if facts.qkv_bias else 0)
+        whole += h + heads if gpt_oss else 0  # output bias and attention sinks
+    if moe and facts.moe:
+        split += 3 * h * facts.moe.shared_expert_intermediate
+        whole += facts.moe.experts * (h + int(facts.moe.expert_bias or gpt_oss))
+    else:
+        split += 3 * h * facts.intermediate
+    return LayerParameters(split, whole, experts)
 
 
 def expert_parameters(facts: ModelFacts) -> int:
@@ -71,29 +70,6 @@ def expert_parameters(facts: ModelFacts) -> int:
     width = facts.moe.expert_intermediate
     bias = 2 * width + facts.hidden if facts.family == "gpt_oss" else 0
     return 3 * facts.hidden * width + bias
-
-
-def _attention(facts: ModelFacts) -> tuple[int, int]:
-    """(split by TP, held whole by every TP rank)."""
-    h, heads = facts.hidden, facts.heads
-    if facts.mla is not None:
-        mla = facts.mla
-        query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        down_q = h * mla.q_lora_rank if mla.q_lora_rank else 0
-        up_q = (mla.q_lora_rank or h) * query
-        up_kv = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        down_kv = h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        norms = (mla.q_lora_rank or 0) + mla.kv_lora_rank
-        return up_q + up_kv + heads * mla.v_head_dim * h, down_q + down_kv + norms
-    query, kv = heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    bias = query + 2 * kv if facts.qkv_bias else 0
-    extra = h + heads if facts.family == "gpt_oss" else 0  # output bias and attention sinks
-    return h * query + 2 * h * kv + query * h + bias, extra
-
-
-def _norms(facts: ModelFacts) -> int:
-    per_layer = 4 if facts.family in ("gemma3", "glm4") else 2
-    return per_layer * facts.hidden + (2 * facts.head_dim if facts.qk_norm else 0)
 
 
 @dataclass(frozen=True)
@@ -191,18 +167,14 @@ def distinct_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, .
 
 @lru_cache(maxsize=4096)
 def _stages(facts: ModelFacts, pp: int, first: int | None, last: int | None) -> tuple[Stage, ...]:
-    parallel = ParallelSpec(pp=pp, first_stage_layers=first, last_stage_layers=last)
-    sizes = parallel.stage_layers(facts.layers) or _spread(facts.layers, pp)
+    sizes = ParallelSpec(pp=pp, first_stage_layers=first, last_stage_layers=last).stage_layers(facts.layers)
+    sizes = sizes or [facts.layers // pp + (index < facts.layers % pp) for index in range(pp)]
     result, at = [], 0
     for index, size in enumerate(sizes):
         moe = sum(facts.is_moe_layer(layer) for layer in range(at, at + size))
         result.append(Stage(size - moe, moe, index == 0, index == pp - 1, pp - index))
         at += size
     return tuple(result)
-
-
-def _spread(layers: int, pp: int) -> list[int]:
-    return [layers // pp + (index < layers % pp) for index in range(pp)]
 
 
 @lru_cache(maxsize=1024)
@@ -234,17 +206,11 @@ class RankParameters:
 
 @lru_cache(maxsize=65536)
 def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int) -> RankParameters:
-    def layer(sizes: LayerParameters) -> tuple[float, float]:
-        split = (sizes.attention + sizes.dense_mlp) / tp
-        return split + sizes.attention_replicated + sizes.router + sizes.norms, sizes.experts / (ep * etp)
-
-    dense_sizes, moe_sizes = layer_sizes(facts)
-    dense, experts = 0.0, 0.0
-    largest = 0.0
-    for sizes, count in ((dense_sizes, stage.dense_layers), (moe_sizes, stage.moe_layers)):
-        if sizes is not None and count:
-            one = layer(sizes)
-            dense, experts = dense + count * one[0], experts + count * one[1]
+    dense, experts, largest = 0.0, 0.0, 0.0
+    for sizes, layers in zip(layer_sizes(facts), (stage.dense_layers, stage.moe_layers), strict=True):
+        if sizes is not None and layers:
+            one = (sizes.split / tp + sizes.whole, sizes.experts / (ep * etp))
+            dense, experts = dense + layers * one[0], experts + layers * one[1]
             largest = max(largest, sum(one))
     shared = facts.tied_embeddings and stage.embedding and stage.head
     tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import weight_bytes
-from rlctl.planner.costs.memory import layer_activation_bytes, master_and_moments, most_weight_bytes
+from rlctl.planner.costs.memory import element_bytes, layer_activation_bytes, master_and_moments, most_weight_bytes
 from rlctl.planner.costs.parameters import (
+    RankParameters,
     Stage,
     attended,
     count,
@@ -25,8 +26,7 @@ from rlctl.planner.costs.parameters import (
     trained_parameters,
 )
 from rlctl.planner.inputs.cluster import ClusterFacts
-from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request
 
 CPU_MATMUL_EFFICIENCY = 0.65
 """Share of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2
@@ -74,8 +74,9 @@ class TrainingTime:
         return self.compute + self.bubble + self.data + self.optimizer + self.onload
 
 
-def micro_batches(choice: TrainingChoice, workload: Workload, constants: Constants = DEFAULTS) -> tuple[int, float]:
+def micro_batches(request: Request, choice: TrainingChoice) -> tuple[int, float]:
     """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
+    workload, constants = request.workload, request.constants
     if workload.rollouts and (workload.packing or workload.dynamic):
         tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
         tokens *= 1 + constants.dynamic_padding * workload.dynamic
@@ -88,30 +89,15 @@ def micro_batches(choice: TrainingChoice, workload: Workload, constants: Constan
     return max(1, math.ceil(sequences / rows)), float(rows * workload.max_length)
 
 
-def forward_time(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    cluster: ClusterFacts,
-    tokens: float,
-    mean_keys: float,
-    constants: Constants = DEFAULTS,
-) -> MicroBatchTime:
+def forward_time(request: Request, choice: TrainingChoice, tokens: float) -> MicroBatchTime:
     """Forward pass of one micro-batch of `tokens` on the slowest pipeline stage."""
-    chosen = distinct_stages(facts, choice)
-    times = [_stage_forward(facts, stage, choice, cluster, tokens, mean_keys, constants) for stage in chosen]
+    times = [_stage_forward(request, stage, choice, tokens) for stage in distinct_stages(request.facts, choice)]
     return max(times, key=lambda time: time.total)
 
 
-def _stage_forward(
-    facts: ModelFacts,
-    stage: Stage,
-    choice: TrainingChoice,
-    cluster: ClusterFacts,
-    tokens: float,
-    mean_keys: float,
-    constants: Constants,
-) -> MicroBatchTime:
-    local = tokens / choice.parallel.cp
+def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, tokens: float) -> MicroBatchTime:
+    facts, cluster, constants, p = request.facts, request.cluster, request.constants, choice.parallel
+    local = tokens / p.cp
     dense_sizes, moe_sizes = layer_sizes(facts)
     dense_flops = stage.dense_layers * dense_sizes.total
     expert_flops = 0.0
@@ -119,99 +105,91 @@ def _stage_forward(
         dense_flops += stage.moe_layers * moe_sizes.dense
         expert_flops = stage.moe_layers * moe_sizes.experts * facts.moe.experts_per_token / facts.moe.experts
     head_flops = facts.vocab * facts.hidden if stage.head else 0.0
-    rate = matmul_rate(facts, choice, cluster, local, constants)
-    seconds = 2 * local * (dense_flops + head_flops) / choice.parallel.tp / rate
+    rate = matmul_rate(request, choice, local)
+    seconds = 2 * local * (dense_flops + head_flops) / p.tp / rate
     if expert_flops and facts.moe is not None:
-        routed = local / choice.parallel.tp * (constants.expert_imbalance if choice.parallel.ep > 1 else 1.0)
-        seconds += 2 * routed * expert_flops / expert_rate(facts, choice, cluster, local, constants)
+        routed = local / p.tp * (constants.expert_imbalance if p.ep > 1 else 1.0)
+        seconds += 2 * routed * expert_flops / expert_rate(request, choice, local)
     if choice.adapters is not None:
-        narrow = _shaped(choice, cluster, constants, choice.adapters.rank, local) if not cluster.is_cpu else None
-        seconds += 2 * local * trained_parameters(facts, stage, choice).total / (narrow or rate)
+        narrow = rate if cluster.is_cpu else _shaped(request, choice, choice.adapters.rank, local)
+        seconds += 2 * local * trained_parameters(facts, stage, choice).total / narrow
     matmul = seconds
-    attention = 2 * local * stage.layers * score_width(facts) * attended(facts, mean_keys) / choice.parallel.tp
-    seconds += _traffic_seconds(facts, stage, choice, cluster, local, constants)
+    keys = attended(facts, request.workload.mean_keys(constants.length_sigma))
+    attention = 2 * local * stage.layers * score_width(facts) * keys / p.tp
     efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
-    attention /= _peak(choice, cluster, "bf16") * efficiency
-    exposed = 1 - constants.tensor_overlap
+    attention /= _peak(request, choice, "bf16") * efficiency
+    if not cluster.is_cpu:  # memory traffic of what is no matmul: norms, RoPE, activation functions, casts
+        whole = replace(choice, recompute="none", precision="bf16")
+        moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
+        if facts.moe is not None:
+            moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
+        seconds += constants.traffic * local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    host = stage.layers * constants.layer_host_s
+    if facts.moe is not None and not cluster.is_cpu:
+        experts = 0.0 if choice.grouped_experts else facts.moe.experts / p.ep * constants.expert_host_s
+        host += stage.moe_layers * (constants.moe_layer_host_s + experts)
     return MicroBatchTime(
         compute=seconds + attention,
-        tensor=exposed * _tensor_seconds(facts, stage, choice, cluster, local, constants),
-        expert=(1 - constants.expert_overlap) * _expert_seconds(facts, stage, choice, cluster, local, constants),
-        context=max(0.0, _context_seconds(facts, stage, choice, cluster, tokens, constants) - attention),
-        host=_host_seconds(facts, stage, choice, cluster, constants),
+        tensor=(1 - constants.tensor_overlap) * _tensor_seconds(request, stage, choice, local),
+        expert=(1 - constants.expert_overlap) * _expert_seconds(request, stage, choice, local),
+        context=max(0.0, _context_seconds(request, stage, choice, tokens) - attention),
+        host=host,
         matmul=matmul,
     )
 
 
-def _traffic_seconds(
-    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
-    """Memory traffic of what is no matmul: norms, RoPE, activation functions, permutations, casts."""
-    if cluster.is_cpu:
-        return 0.0
-    whole = replace(choice, recompute="none", precision="bf16")
-    moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
-    if facts.moe is not None:
-        moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
-    rate = cluster.device.memory_bandwidth * constants.hbm_efficiency
-    return constants.traffic * tokens * moved / rate
-
-
-def _peak(choice: TrainingChoice, cluster: ClusterFacts, precision: str) -> float:
+def _peak(request: Request, choice: TrainingChoice, precision: str) -> float:
     """Peak rate of one rank; ranks on a CPU share its cores."""
-    if not cluster.is_cpu:
-        return cluster.device.flops(precision)
-    cores, ranks = cluster.device.cores, -(-choice.parallel.world_size // cluster.nodes)
-    return cluster.device.flops("float32") * min(choice.threads or cores, cores / ranks, cores) / cores
+    device = request.cluster.device
+    if not device.is_cpu:
+        return device.flops(precision)
+    cores, ranks = device.cores, -(-choice.parallel.world_size // request.cluster.nodes)
+    return device.flops("float32") * min(choice.threads or cores, cores / ranks, cores) / cores
 
 
-def matmul_rate(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
+def matmul_rate(request: Request, choice: TrainingChoice, tokens: float) -> float:
     """Floating-point operations a second of one rank in the dense matrices."""
-    if cluster.is_cpu:
-        return _peak(choice, cluster, "float32") * CPU_MATMUL_EFFICIENCY
+    facts = request.facts
+    if request.cluster.is_cpu:
+        return _peak(request, choice, "float32") * CPU_MATMUL_EFFICIENCY
     width = max(facts.intermediate if facts.moe is None else facts.hidden, 1) / choice.parallel.tp
-    return _shaped(choice, cluster, constants, width, tokens)
+    return _shaped(request, choice, width, tokens)
 
 
-def expert_rate(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
+def expert_rate(request: Request, choice: TrainingChoice, tokens: float) -> float:
     """The same in the experts, whose matrices are narrow and see few tokens each."""
-    assert facts.moe is not None
-    if cluster.is_cpu:
-        return _peak(choice, cluster, "float32") * CPU_MATMUL_EFFICIENCY / 2
-    p, moe = choice.parallel, facts.moe
+    p, moe = choice.parallel, request.facts.moe
+    assert moe is not None
+    if request.cluster.is_cpu:
+        return _peak(request, choice, "float32") * CPU_MATMUL_EFFICIENCY / 2
     rows = tokens / p.tp * moe.experts_per_token * p.ep * p.etp / moe.experts
-    return _shaped(choice, cluster, constants, moe.expert_intermediate / p.etp, rows)
+    return _shaped(request, choice, moe.expert_intermediate / p.etp, rows)
 
 
-def _shaped(choice: TrainingChoice, cluster: ClusterFacts, constants: Constants, width: float, rows: float) -> float:
+def _shaped(request: Request, choice: TrainingChoice, width: float, rows: float) -> float:
+    """The rate of matrices of which a rank has `width` columns, with `rows` rows of activations."""
+    constants = request.constants
     scaled = {"fp8": constants.fp8_efficiency, "fp4": constants.fp4_efficiency}
     efficiency = scaled.get(choice.precision, constants.matmul_efficiency)
     shape = width / (width + constants.half_width) * rows / (rows + constants.half_tokens)
-    return cluster.device.flops(choice.precision) * efficiency * shape
+    return request.cluster.device.flops(choice.precision) * efficiency * shape
 
 
-def _tensor_seconds(
-    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
+def _tensor_seconds(request: Request, stage: Stage, choice: TrainingChoice, tokens: float) -> float:
     """Two all-reduces a layer (or the all-gathers and reduce-scatters of sequence parallelism: the same bytes)."""
-    if choice.parallel.tp == 1:
+    facts, tp = request.facts, choice.parallel.tp
+    if tp == 1:
         return 0.0
-    element = 4 if choice.precision == "float32" else 2
-    volume = 4 * (choice.parallel.tp - 1) / choice.parallel.tp * tokens * facts.hidden * element
+    volume = 4 * (tp - 1) / tp * tokens * facts.hidden * element_bytes(choice)
     moe_share = 0.5 if facts.moe is not None and choice.parallel.etp == 1 else 1.0
     layers = stage.dense_layers + stage.moe_layers * moe_share
     latency = 4 * 3e-5 * stage.layers
-    return layers * volume / (cluster.bandwidth(choice.parallel.tp) * constants.link_efficiency) + latency
+    return layers * volume / (request.cluster.bandwidth(tp) * request.constants.link_efficiency) + latency
 
 
-def _expert_seconds(
-    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
+def _expert_seconds(request: Request, stage: Stage, choice: TrainingChoice, tokens: float) -> float:
     """Dispatch and combine all-to-all of each layer with experts."""
+    facts, cluster, constants = request.facts, request.cluster, request.constants
     if facts.moe is None or choice.parallel.ep == 1:
         return 0.0
     span = choice.parallel.ep * choice.parallel.etp
@@ -230,76 +208,60 @@ def _expert_seconds(
     return stage.moe_layers * (volume + 4e-5)
 
 
-def _context_seconds(
-    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
-) -> float:
+def _context_seconds(request: Request, stage: Stage, choice: TrainingChoice, tokens: float) -> float:
     """Keys and values travel once around the ring of context-parallel ranks."""
-    if choice.parallel.cp == 1:
+    facts, tp, cp = request.facts, choice.parallel.tp, choice.parallel.cp
+    if cp == 1:
         return 0.0
-    width = 2 * facts.kv_heads * facts.head_dim / choice.parallel.tp
-    volume = (choice.parallel.cp - 1) / choice.parallel.cp * tokens * width * 2 * stage.layers
-    span = choice.parallel.tp * choice.parallel.cp
-    return volume / (cluster.bandwidth(span) * constants.link_efficiency)
+    volume = (cp - 1) / cp * tokens * (2 * facts.kv_heads * facts.head_dim / tp) * 2 * stage.layers
+    return volume / (request.cluster.bandwidth(tp * cp) * request.constants.link_efficiency)
 
 
-def _host_seconds(
-    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants
-) -> float:
-    seconds = stage.layers * constants.layer_host_s
-    if facts.moe is not None and not cluster.is_cpu:
-        experts = 0.0 if choice.grouped_experts else facts.moe.experts / choice.parallel.ep * constants.expert_host_s
-        seconds += stage.moe_layers * (constants.moe_layer_host_s + experts)
-    return seconds
-
-
-def training_time(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    colocated: bool = True,
-    constants: Constants = DEFAULTS,
-) -> TrainingTime:
+def training_time(request: Request, choice: TrainingChoice, colocated: bool = True) -> TrainingTime:
     """The training phase of a step: all its optimizer steps."""
-    number, tokens = micro_batches(choice, workload, constants)
-    forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
+    number, tokens = micro_batches(request, choice)
+    forward = forward_time(request, choice, tokens)
     # Frozen weights need no gradient: of a backward pass's two multiplications with each one is left.
-    spared = forward.matmul if choice.adapters else 0.0
-    micro = forward.total * PASSES[choice.recompute] - spared
-    compute = number * micro
+    micro = forward.total * PASSES[choice.recompute] - (forward.matmul if choice.adapters else 0.0)
     bubble = (choice.parallel.pp - 1) / choice.parallel.vpp * micro
-    data, optimizer = _data_seconds(facts, choice, cluster, micro, number, constants)
-    steps = workload.optimizer_steps
-    onload = offload_seconds(facts, choice, cluster, constants) if colocated and workload.rollouts else 0.0
-    return TrainingTime(number, forward, steps * compute, steps * bubble, steps * data, steps * optimizer, onload)
+    data, optimizer = _data_seconds(request, choice, micro, number)
+    steps = request.workload.optimizer_steps
+    onload = offload_seconds(request, choice) if colocated and request.workload.rollouts else 0.0
+    return TrainingTime(
+        number, forward, steps * (number * micro), steps * bubble, steps * data, steps * optimizer, onload
+    )
 
 
-def _data_seconds(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, micro: float, number: int, constants: Constants
-) -> tuple[float, float]:
+def _most_trained(request: Request, choice: TrainingChoice) -> RankParameters:
+    """The parameters with gradients of the stage that has most."""
+    found = (trained_parameters(request.facts, stage, choice) for stage in stages(request.facts, choice))
+    return max(found, key=lambda params: params.total)
+
+
+def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> tuple[float, float]:
     """(exposed gradient and parameter communication, optimizer update) of one optimizer step of `number` micro-batches
     that take `micro` seconds each."""
-    params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
-    ranks = choice.parallel.dp * choice.parallel.cp
+    cluster, constants, parallel = request.cluster, request.constants, choice.parallel
+    params, ranks = _most_trained(request, choice), parallel.dp * parallel.cp
     gradient = 4 if choice.precision == "float32" else choice.gradient_bytes
-    element = 4 if choice.precision == "float32" else 2
-    owned = params.owned(choice.parallel)
+    owned = params.owned(parallel)
     if choice.sharding == "full":
-        exposed = _sharded_seconds(facts, choice, cluster, micro, number, constants)
+        exposed = _sharded_seconds(request, choice, micro, number)
     else:
-        shared = params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / choice.parallel.expert_dp)
-        span = choice.parallel.tp * ranks
+        shared = params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / parallel.expert_dp)
+        span = parallel.tp * ranks
         inside = span <= max(1, cluster.link_domain)
         rate = cluster.bandwidth(span) * (constants.link_efficiency if inside else constants.network_efficiency)
-        exposed = (1 - constants.data_overlap) * (shared * (gradient + element)) / rate
+        exposed = (1 - constants.data_overlap) * (shared * (gradient + element_bytes(choice))) / rate
     update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     update += owned * state_traffic(choice) / (cluster.device.host_link * constants.pinned_copy)
     return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
 
 
-def _group_rate(apart: int, ranks: int, cluster: ClusterFacts, constants: Constants) -> float:
+def _group_rate(request: Request, apart: int, ranks: int) -> float:
     """Bytes a second of each of `ranks` ranks, `apart` from each other, in a collective over all of them. Over nodes a
     ring goes through the network device of each of its ranks in a node."""
+    cluster, constants = request.cluster, request.constants
     inside = max(1, cluster.link_domain)
     link = cluster.bandwidth(1) * constants.link_efficiency
     if apart * ranks <= inside:
@@ -307,49 +269,35 @@ def _group_rate(apart: int, ranks: int, cluster: ClusterFacts, constants: Consta
     return min(link, max(1, inside // apart) * cluster.bandwidth(apart * ranks) * constants.network_efficiency)
 
 
-def _sharded_seconds(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, micro: float, number: int, constants: Constants
-) -> float:
+def _sharded_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> float:
     """FSDP2's communication in one optimizer step, as far as it is not hidden.
 
     Each micro-batch gathers the weights for its forward and once more for its backward pass, and adds its float32
-    gradients up over the shards; copies of the weights (`training.replicate`) add theirs up once.
+    gradients up over the shards; copies of the weights (`training.replicate`) add those of their shards up once.
     """
-    gathers = _gather_seconds(facts, choice, cluster, constants)
-    sums = _reduce_seconds(facts, choice, cluster, constants)
+    constants, parallel = request.constants, choice.parallel
+    gathers = _gather_seconds(request, choice)
+    trained = trained_parameters(request.facts, stages(request.facts, choice)[0], choice)
+    sums = 4 * _shards(choice, trained) / _group_rate(request, parallel.tp, parallel.fsdp_shards)
     forward = micro / PASSES[choice.recompute]
     exposed = gathers - min(constants.gather_overlap * gathers, forward)
     exposed += (gathers + sums) - min(constants.backward_overlap * (gathers + sums), micro - forward)
-    return number * exposed + _copies_seconds(facts, choice, cluster, constants)
+    copies = parallel.replicate
+    rate = _group_rate(request, parallel.tp * parallel.fsdp_shards, copies)
+    return number * exposed + 2 * 4 * trained.owned(parallel) * (1 - 1 / copies) / rate
 
 
-def _shards(choice: TrainingChoice, dense: float, experts: float) -> float:
+def _shards(choice: TrainingChoice, params: RankParameters) -> float:
     """Parameters that a rank receives where each of these is gathered from (or summed over) its shards."""
     shards = choice.parallel.fsdp_shards
-    return dense * (1 - 1 / shards) + experts * (1 - min(1.0, choice.parallel.ep / shards))
+    return params.dense * (1 - 1 / shards) + params.experts * (1 - min(1.0, choice.parallel.ep / shards))
 
 
-def _gather_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+def _gather_seconds(request: Request, choice: TrainingChoice) -> float:
     """Seconds in which FSDP2 gathers all weights of a rank once, in the training dtype."""
-    params = rank_parameters(facts, stages(facts, choice)[0], choice)
-    element = 4 if choice.precision == "float32" else 2
-    received = element * _shards(choice, params.dense, params.experts)
-    return received / _group_rate(choice.parallel.tp, choice.parallel.fsdp_shards, cluster, constants)
-
-
-def _reduce_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
-    """Seconds in which FSDP2 adds up the float32 gradients of a micro-batch over the shards."""
-    params = trained_parameters(facts, stages(facts, choice)[0], choice)
-    sent = 4 * _shards(choice, params.dense, params.experts)
-    return sent / _group_rate(choice.parallel.tp, choice.parallel.fsdp_shards, cluster, constants)
-
-
-def _copies_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
-    """Seconds in which copies of the weights add up the gradients of their shards."""
-    copies, params = choice.parallel.replicate, trained_parameters(facts, stages(facts, choice)[0], choice)
-    shard = params.owned(choice.parallel)
-    rate = _group_rate(choice.parallel.tp * choice.parallel.fsdp_shards, copies, cluster, constants)
-    return 2 * 4 * shard * (1 - 1 / copies) / rate
+    params = rank_parameters(request.facts, stages(request.facts, choice)[0], choice)
+    rate = _group_rate(request, choice.parallel.tp, choice.parallel.fsdp_shards)
+    return element_bytes(choice) * _shards(choice, params) / rate
 
 
 def state_traffic(choice: TrainingChoice) -> int:
@@ -357,69 +305,53 @@ def state_traffic(choice: TrainingChoice) -> int:
     return 2 * master_and_moments(choice) if choice.optimizer_offload else 0
 
 
-def offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+def offload_seconds(request: Request, choice: TrainingChoice) -> float:
     """Optimizer states from device to host memory or back."""
-    if cluster.is_cpu or choice.optimizer_offload:
+    device = request.cluster.device
+    if device.is_cpu or choice.optimizer_offload:
         return 0.0
-    params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
-    return (
-        master_and_moments(choice)
-        * params.owned(choice.parallel)
-        / (cluster.device.host_link * constants.pageable_copy)
-    )
+    owned = _most_trained(request, choice).owned(choice.parallel)
+    return master_and_moments(choice) * owned / (device.host_link * request.constants.pageable_copy)
 
 
-def logprobs_time(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    constants: Constants = DEFAULTS,
-) -> float:
-    """Seconds of the log-prob phase: a forward pass over all rollouts for the old policy and one for the reference."""
-    passes = int(workload.old_logprobs) + int(workload.reference)
+def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None = None) -> float:
+    """Seconds of the log-prob phase: forward passes over all rollouts. `passes` None: one for the old policy and one
+    for the reference, as far as they are needed."""
+    workload = request.workload
+    if passes is None:
+        passes = int(workload.old_logprobs) + int(workload.reference)
     if not passes or not workload.rollouts:
         return 0.0
-    number, tokens = micro_batches(choice, workload, constants)
-    forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
-    seconds = forward.total
+    number, tokens = micro_batches(request, choice)
+    seconds = forward = forward_time(request, choice, tokens).total
     if choice.sharding == "full":
-        gathers = _gather_seconds(facts, choice, cluster, constants)
-        seconds += gathers - min(constants.gather_overlap * gathers, forward.total)
-    fixed = 0.0 if cluster.is_cpu else 1.0
+        gathers = _gather_seconds(request, choice)
+        seconds += gathers - min(request.constants.gather_overlap * gathers, forward)
+    fixed = 0.0 if request.cluster.is_cpu else 1.0
     return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * seconds + fixed
 
 
-def critic_time(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    workload: Workload,
-    cluster: ClusterFacts,
-    colocated: bool = True,
-    constants: Constants = DEFAULTS,
-) -> float:
+def critic_time(request: Request, choice: TrainingChoice, colocated: bool = True) -> float:
     """Seconds of the critic's phase: values of all tokens, and the training of a model of the policy's size. Between
     device and host memory go, where policy and critic take turns, both models both ways, and where they share devices
     with engines alone, the critic both ways; 0 without a critic."""
     if not choice.critic:
         return 0.0
-    own = replace(workload, old_logprobs=True, reference=False)
-    values = logprobs_time(facts, choice, own, cluster, constants)
-    training = training_time(facts, choice, workload, cluster, False, constants).total
-    if cluster.is_cpu or not (colocated and workload.rollouts):
+    values, training = logprobs_time(request, choice, passes=1), training_time(request, choice, False).total
+    device = request.cluster.device
+    if device.is_cpu or not (colocated and request.workload.rollouts):
         return values + training
-    states = offload_seconds(facts, choice, cluster, constants)
-    weights = most_weight_bytes(facts, choice) / (cluster.device.host_link * constants.pageable_copy)
+    states = offload_seconds(request, choice)
+    weights = most_weight_bytes(request.facts, choice) / (device.host_link * request.constants.pageable_copy)
     return values + training + (4 if choice.critic_offload else 2) * (states + weights)
 
 
-def model_flops(
-    facts: ModelFacts, workload: Workload, constants: Constants = DEFAULTS, *, frozen: bool = False
-) -> float:
+def model_flops(request: Request, frozen: bool = False) -> float:
     """Operations that a step's training needs (no recomputation): for MFU. `frozen`: adapters alone are trained."""
-    keys = attended(facts, workload.mean_keys(constants.length_sigma))
+    facts, workload, sigma = request.facts, request.workload, request.constants.length_sigma
+    keys = attended(facts, workload.mean_keys(sigma))
     per_token = (4 if frozen else 6) * count(facts).active + 6 * facts.layers * score_width(facts) * keys
-    return per_token * workload.trained_tokens(constants.length_sigma)
+    return per_token * workload.trained_tokens(sigma)
 
 
 def tensor_count(facts: ModelFacts) -> int:
@@ -444,36 +376,24 @@ def remote_share(choice: TrainingChoice, cluster: ClusterFacts, colocated: bool)
 
 
 def refit_time(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    generation: GenerationChoice,
-    cluster: ClusterFacts,
-    colocated: bool,
-    constants: Constants = DEFAULTS,
-    *,
-    mover: str | None = None,
+    request: Request, choice: TrainingChoice, generation: GenerationChoice, colocated: bool, mover: str | None = None
 ) -> float:
     """Seconds to refit the engines, offloading before and waking after included. `mover` None: the fastest there is."""
-    payload = count(facts).total * (4 if choice.precision == "float32" else 2)
-    detour = _detour_seconds(payload, cluster, mover, constants)
+    facts, cluster, device, constants = request.facts, request.cluster, request.cluster.device, request.constants
+    payload = count(facts).total * element_bytes(choice)
+    detour = 0.0  # a mover that goes around the devices' memory writes one copy and reads it
+    if mover == "disk":
+        detour = 2 * payload / constants.disk_bytes_per_s
+    elif mover == "shared-memory" and not cluster.is_cpu:
+        detour = 2 * payload / (device.host_link * constants.pageable_copy)
     if cluster.is_cpu:
-        far = payload / cluster.device.network if cluster.nodes > 1 and not colocated else 0.0
+        far = payload / device.network if cluster.nodes > 1 and not colocated else 0.0
         # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
         return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
     far = remote_share(choice, cluster, colocated) * received
-    near = received - far
-    moved = far / (cluster.device.network * constants.refit_link_efficiency)
-    moved += near / (cluster.device.link * constants.refit_link_efficiency)
+    moved = far / (device.network * constants.refit_link_efficiency)
+    moved += (received - far) / (device.link * constants.refit_link_efficiency)
     pieces = constants.refit_handshake_s + tensor_count(facts) * constants.refit_piece_s
-    around = constants.refit_fixed_s + offload_seconds(facts, choice, cluster, constants) if colocated else 0.0
+    around = constants.refit_fixed_s + offload_seconds(request, choice) if colocated else 0.0
     return detour + moved + pieces + around
-
-
-def _detour_seconds(payload: float, cluster: ClusterFacts, mover: str | None, constants: Constants) -> float:
-    """Seconds of a mover that goes around the devices' memory: one copy written and read."""
-    if mover == "disk":
-        return 2 * payload / constants.disk_bytes_per_s
-    if mover == "shared-memory" and not cluster.is_cpu:
-        return 2 * payload / (cluster.device.host_link * constants.pageable_copy)
-    return 0.0

@@ -187,15 +187,10 @@ def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None =
 
 def local_cpu() -> Device:
     """This machine's processors: cores that this process may use, memory that the machine or its cgroup grants."""
-    return cpu_device(len(os.sched_getaffinity(0)), _local_memory())
-
-
-def _local_memory() -> float:
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")
+    memory, limit = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        return min(total, float(text))
-    return total
+        memory = min(memory, float(text))
+    return cpu_device(len(os.sched_getaffinity(0)), memory)
 
 
 def match_device(reported: str) -> str | None:

@@ -13,7 +13,7 @@ OPTIMIZER_PART_BYTES = 256 * 1024**2
 
 @dataclass(frozen=True)
 class Constants:
-    """Efficiencies are shares of a peak rate; seconds and bytes otherwise. `BOUNDS` limits what a fit may choose."""
+    """Efficiencies are shares of a peak rate; seconds and bytes otherwise."""
 
     # Training
     matmul_efficiency: float = 0.72
@@ -122,22 +122,5 @@ class Constants:
     """Bytes that a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is
     packed. `refit.staging_mb` sets it."""
 
-
-BOUNDS: dict[str, tuple[float, float]] = {
-    "matmul_efficiency": (0.35, 0.80),
-    "traffic": (1.0, 5.0),
-    "expert_overlap": (0.0, 0.8),
-    "tensor_overlap": (0.0, 0.9),
-    "fp8_efficiency": (0.25, 0.65),
-    "fp4_efficiency": (0.15, 0.55),
-    "attention_efficiency": (0.2, 0.75),
-    "expert_host_s": (0.0, 0.0006),
-    "moe_layer_host_s": (0.0002, 0.004),
-    "length_sigma": (0.5, 1.5),
-    "decode_step_s": (0.001, 0.010),
-    "decode_bandwidth_efficiency": (0.5, 0.9),
-    "refit_fixed_s": (0.2, 6.0),
-}
-"""Physical limits of what may be fitted."""
 
 DEFAULTS = Constants()

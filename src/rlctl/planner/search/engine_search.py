@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import GenerationChoice
@@ -18,7 +17,8 @@ from rlctl.planner.costs.generation import (
     weight_bytes,
 )
 from rlctl.planner.inputs.cluster import GIB
-from rlctl.planner.search.policy_search import SIMPLICITY, Reject, Request, powers, values_to_try
+from rlctl.planner.inputs.request import Request
+from rlctl.planner.search.policy_search import SIMPLICITY, Reject, powers
 from rlctl.planner.search.rules import generation_problems
 
 
@@ -40,11 +40,19 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
     batched = request.pin("generation.max_batched_tokens", 8192)
     base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched}
     if cluster.is_cpu:
-        yield from _cpu_engines(request, base, devices)
+        pp, dp = request.pin("generation.pp", 1), request.pin("generation.dp", 1)
+        engines = request.pin("generation.engines", min(cluster.nodes, workload.prompts))
+        threads = request.pin("generation.threads", max(1, devices // engines))
+        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines, dp)))
+        for tp in request.values("generation.tp", [1]):
+            ep = request.pin("generation.ep", tp * dp if dp > 1 and facts.moe else 1)
+            yield GenerationChoice(
+                engines, tp, pp, dp, ep, memory_fraction=None, max_concurrent=concurrent, threads=threads, **base
+            )
         return
     experts = facts.moe.experts if facts.moe else 1
-    for tp in values_to_try(request, "generation.tp", powers(min(facts.heads, devices, 64))):
-        for pp in values_to_try(request, "generation.pp", [1] if tp < cluster.gpus_per_node else [1, 2, 4]):
+    for tp in request.values("generation.tp", powers(min(facts.heads, devices, 64))):
+        for pp in request.values("generation.pp", [1] if tp < cluster.gpus_per_node else [1, 2, 4]):
             options = [(1, 1)] + ([(1, tp)] if experts > 1 and tp > 1 else [])
             if experts > 1:
                 dps = [dp for dp in powers(64)[1:] if experts % (tp * dp) == 0 and tp * pp * dp <= devices]
@@ -68,19 +76,6 @@ def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationCh
     for choice in generation_choices(request, devices):
         there = max(devices, choice.gpus) if shares else devices
         yield choice, generation_problems(request.facts, choice, request.workload, there)
-
-
-def _cpu_engines(request: Request, base: dict[str, Any], cores: int) -> Iterator[GenerationChoice]:
-    workload = request.workload
-    pp, dp = request.pin("generation.pp", 1), request.pin("generation.dp", 1)
-    for tp in values_to_try(request, "generation.tp", [1]):
-        ep = request.pin("generation.ep", tp * dp if dp > 1 and request.facts.moe else 1)
-        engines = request.pin("generation.engines", min(request.cluster.nodes, workload.prompts))
-        threads = request.pin("generation.threads", max(1, cores // engines))
-        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines, dp)))
-        yield GenerationChoice(
-            engines, tp, pp, dp, ep, memory_fraction=None, max_concurrent=concurrent, threads=threads, **base
-        )
 
 
 def memory_fraction(request: Request, choice: GenerationChoice, colocated: bool, asleep: float) -> float:
@@ -115,7 +110,7 @@ def generation_candidates(
         if isinstance(sized, Problem):
             rejected(choice, sized.message, sized.over)
             continue
-        seconds = generation_time(request.facts, sized, request.workload, request.cluster, request.constants).total
+        seconds = generation_time(request, sized).total
         found.append(GenerationCandidate(sized, seconds, weight_bytes(request.facts, sized)))
     return sorted(found, key=lambda c: c.score)
 
@@ -124,47 +119,35 @@ def _with_cache(
     request: Request, choice: GenerationChoice, colocated: bool, asleep: float, budget: float
 ) -> GenerationChoice | Problem:
     """The choice with its memory fraction and KV cache, or why it does not fit."""
-    facts, workload = request.facts, request.workload
+    longest, per_token = request.workload.max_length, kv_bytes_per_token_on_device(request.facts, choice)
     if request.cluster.is_cpu:
         return _cpu_cache(request, choice, budget)
-    pinned = request.pin("generation.kv_cache_bytes")
-    if pinned is not None:
-        return _pinned_cache(request, choice, pinned, asleep if colocated else 0.0)
+    have, fixed, pinned = request.cluster.device.memory, _fixed_bytes(request, choice), "generation.kv_cache_bytes"
+    if (size := request.pin(pinned)) is not None:  # a KV cache of given size; the memory fraction follows from it
+        need, asleep = size + fixed, asleep if colocated else 0.0
+        if need + asleep > have:
+            why = (
+                f"with {size / GIB:.0f} GiB of KV cache an engine takes {need / GIB:.0f} GiB of a GPU and the sleeping "
+                f"policy {asleep / GIB:.0f}; there are {have / GIB:.0f}"
+            )
+            return Problem(pinned, why, (need + asleep) / have)
+        tokens = int(size / per_token)
+        if tokens < longest:
+            needs = f"one sequence needs {longest:,}: {int(longest * per_token):,} bytes"
+            return Problem(pinned, f"{size:,.0f} bytes hold {tokens:,} tokens, and {needs}")
+        fraction = min(0.99, math.ceil(100 * need / have) / 100)
+        return replace(choice, memory_fraction=fraction, kv_cache_bytes=size, kv_cache_tokens=tokens)
     fraction = memory_fraction(request, choice, colocated, asleep)
     choice = replace(choice, memory_fraction=fraction)
-    free, tokens = plan_kv(facts, choice, workload, request.cluster, request.constants)
-    if tokens < workload.max_length:
-        need = _fixed_bytes(request, choice) + workload.max_length * kv_bytes_per_token_on_device(facts, choice)
-        have = fraction * request.cluster.device.memory
-        why = f"one sequence of {workload.max_length:,} tokens needs {need / GIB:.0f} GiB, and vLLM may use "
-        return Problem("generation.tp", f"{why}{have / GIB:.0f}", need / have)
-    if colocated and fraction * request.cluster.device.memory + asleep > request.cluster.device.memory:
+    free, tokens = plan_kv(request, choice)
+    if tokens < longest:
+        need, may = fixed + longest * per_token, fraction * have
+        why = f"one sequence of {longest:,} tokens needs {need / GIB:.0f} GiB, and vLLM may use {may / GIB:.0f}"
+        return Problem("generation.tp", why, need / may)
+    if colocated and fraction * have + asleep > have:
         why = f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy"
         return Problem("generation.memory_fraction", why)
     return replace(choice, kv_cache_bytes=free, kv_cache_tokens=tokens)
-
-
-def _pinned_cache(
-    request: Request, choice: GenerationChoice, pinned: float, asleep: float
-) -> GenerationChoice | Problem:
-    """A KV cache of given size on each GPU; the memory fraction follows from it."""
-    have = request.cluster.device.memory
-    need = pinned + _fixed_bytes(request, choice)
-    if need + asleep > have:
-        return Problem(
-            "generation.kv_cache_bytes",
-            f"with {pinned / GIB:.0f} GiB of KV cache an engine takes {need / GIB:.0f} GiB of a GPU and the sleeping "
-            f"policy {asleep / GIB:.0f}; there are {have / GIB:.0f}",
-            (need + asleep) / have,
-        )
-    per_token, longest = kv_bytes_per_token_on_device(request.facts, choice), request.workload.max_length
-    tokens = int(pinned / per_token)
-    if tokens < longest:
-        needs = f"one sequence needs {longest:,}: {int(longest * per_token):,} bytes"
-        why = f"{pinned:,.0f} bytes hold {tokens:,} tokens, and {needs}"
-        return Problem("generation.kv_cache_bytes", why)
-    fraction = min(0.99, math.ceil(100 * need / have) / 100)
-    return replace(choice, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)
 
 
 def _cpu_cache(request: Request, choice: GenerationChoice, budget: float) -> GenerationChoice | Problem:
@@ -173,16 +156,12 @@ def _cpu_cache(request: Request, choice: GenerationChoice, budget: float) -> Gen
     per_token = kv_bytes_per_token_on_device(request.facts, choice) * ranks
     wanted = choice.max_concurrent * request.workload.max_length * per_token * 1.1
     least = request.workload.max_length * per_token * 1.1
-    engines = max(1, choice.engines // request.cluster.nodes)
     process = CPU_ENGINE_BYTES + request.constants.cpu_process_bytes
     fixed = ranks * (process + weight_bytes(request.facts, choice))
-    free = budget / engines - fixed
+    free = budget / max(1, choice.engines // request.cluster.nodes) - fixed
     size = request.pin("generation.kv_cache_bytes", min(max(wanted, 256 * 1024**2), free))
     if size < least or size > free:
-        return Problem(
-            "generation.kv_cache_bytes",
-            f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; "
-            f"{max(0.0, budget) / GIB:.1f} are left",
-        )
+        why = f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; "
+        return Problem("generation.kv_cache_bytes", f"{why}{max(0.0, budget) / GIB:.1f} are left")
     size = int(size) // 2**20 * 2**20 if size > 2**20 else int(size)
     return replace(choice, kv_cache_bytes=size, kv_cache_tokens=int(size / per_token))

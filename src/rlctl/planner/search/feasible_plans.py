@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlctl.planner.choice import GenerationChoice
@@ -13,10 +13,10 @@ from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.generation import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
-from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.policy_search import Request
+from rlctl.planner.search.engine_search import GenerationCandidate, generation_candidates, generation_choices
 from rlctl.planner.search.rules import not_runnable, on_one_node
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
@@ -25,8 +25,11 @@ from rlctl.telemetry.phases import Phase
 def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     """All plans that fit, the best first (as many as are worth showing), and why others did not."""
     log = _RejectionLog()
-    if not request.workload.trains:
-        return _engines_alone(request, log), log.listed()
+    if not request.workload.trains:  # completions: all devices are the engines'
+        devices, budget = request.cluster.devices, request.budget
+        engines = generation_candidates(request, devices, False, 0.0, budget, log.add("generation"))
+        able = _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster))
+        return sorted((assemble(request, None, e.choice, False) for e in able), key=score), log.listed()
     plans: list[Plan] = []
     for colocated in _modes(request):
         # Where the two sides take turns, one of them always idles on devices of its own: only if nothing else runs.
@@ -95,7 +98,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
         if cluster.is_cpu:
             left -= training.peak.total * max(1, training.choice.parallel.world_size // cluster.nodes)
             left -= _teacher_bytes(request, training)
-        engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
+        engines = generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
         for engine in _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster)):
             if _fits(request, training, engine, log):
@@ -109,33 +112,22 @@ def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool], kee
     return best + [c for c in able if c not in best]
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """A division of the devices: the request that each side is planned by, and its devices."""
-
-    policy: Request
-    policy_devices: int
-    engines: Request
-    engine_devices: int
-
-
 MOST_PARTS = 8
 """Parts in which many devices are divided; half as many where the two sides take turns and little follows from it."""
 
 
 def _split(request: Request, log: _RejectionLog) -> list[Plan]:
     """Policy and engines on different devices."""
-    plans: list[Plan] = []
-    for sides in _divisions(request):
-        plans += _divided(request, sides, log)
-    return sorted(plans, key=score)
+    return sorted((plan for size in _division_sizes(request) for plan in _divided(request, size, log)), key=score)
 
 
-def _divisions(request: Request) -> list[_Sides]:
-    """The divisions to try: of one node any, of some nodes halves, and of many whole nodes."""
+def _division_sizes(request: Request) -> list[int]:
+    """The numbers of devices of the engines to try: of one node any, of some nodes halves, of many whole nodes."""
     cluster, total = request.cluster, request.cluster.devices
     if total < 2 and not cluster.is_cpu:
         return []
+    if (pinned := request.pin("generation.devices")) is not None:
+        return [pinned] if pinned < max(2, total) else []
     node = max(1, total // cluster.nodes)
     parts = MOST_PARTS if request.workload.overlaps else MOST_PARTS // 2
     halves = 1 < cluster.nodes <= MOST_PARTS // 2 and node % 2 == 0 and not cluster.is_cpu
@@ -143,12 +135,7 @@ def _divisions(request: Request) -> list[_Sides]:
     units = total // unit
     some = range(1, units) if units <= MOST_PARTS else [round(units * part / parts) for part in range(1, parts)]
     sizes = [unit * number for number in some] or [1]
-    pinned = request.pin("generation.devices")
-    if pinned is not None:
-        sizes = [pinned] if pinned < max(2, total) else []
-    elif not cluster.is_cpu:
-        sizes = sorted({*sizes, *_pinned_sizes(request, total)})
-    return [_sides(request, size) for size in sizes]
+    return sizes if cluster.is_cpu else sorted({*sizes, *_pinned_sizes(request, total)})
 
 
 def _pinned_sizes(request: Request, total: int) -> set[int]:
@@ -162,66 +149,48 @@ def _pinned_sizes(request: Request, total: int) -> set[int]:
     return {size for size in found if 0 < size < total}
 
 
-def _sides(request: Request, engine_devices: int) -> _Sides:
-    cluster, total = request.cluster, request.cluster.devices
-    left = max(1, total - engine_devices)
-    if not cluster.is_cpu or cluster.nodes == 1:
-        return _Sides(request, left, request, engine_devices)
-    # A node's cores and memory are those of one side; the policy has at least one node.
-    nodes = min(cluster.nodes - 1, -(-engine_devices // cluster.device.cores))
-    policy = replace(request, cluster=replace(cluster, nodes=cluster.nodes - nodes))
-    engines = replace(request, cluster=replace(cluster, nodes=nodes))
-    return _Sides(policy, policy.cluster.devices, engines, engine_devices)
-
-
-def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
-    """The best plans of one division of the devices."""
-    cluster, budget = request.cluster, request.budget
+def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[Plan]:
+    """The best plans in which engines have so many devices of their own."""
+    cluster, budget, policy, engine = request.cluster, request.budget, request, request
+    devices = max(1, cluster.devices - engine_devices)
+    if cluster.is_cpu and cluster.nodes > 1:
+        # A node's cores and memory are those of one side; the policy has at least one node.
+        nodes = min(cluster.nodes - 1, -(-engine_devices // cluster.device.cores))
+        policy = replace(request, cluster=replace(cluster, nodes=cluster.nodes - nodes))
+        engine = replace(request, cluster=replace(cluster, nodes=nodes))
+        devices = policy.cluster.devices
     together = cluster.is_cpu and cluster.nodes == 1  # the memory of the node is that of both
-    least = _least_cpu_engine(sides.engines) if together else 0.0
-    trainings = search.training_candidates(
-        sides.policy, sides.policy_devices, False, budget - least, log.add("training")
-    )
-    trainings = with_teachers(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
+    room = budget - (_least_cpu_engine(engine) if together else 0.0)
+    trainings = search.training_candidates(policy, devices, False, room, log.add("training"))
+    trainings = with_teachers(policy, trainings, devices, room, log.add("training"))
     plans = []
     for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), KEEP_SPLIT):
         left = budget
         if together:
-            left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(sides.policy, training)
-        engines = engine_search.generation_candidates(
-            sides.engines, sides.engine_devices, False, 0.0, left, log.add("generation")
-        )
-        for engine in _worth_combining(engines, lambda e: on_one_node(e.choice, cluster), KEEP_SPLIT):
-            plan = assemble(request, training, engine.choice, False, sides.engine_devices)
+            left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(policy, training)
+        engines = generation_candidates(engine, engine_devices, False, 0.0, left, log.add("generation"))
+        for candidate in _worth_combining(engines, lambda e: on_one_node(e.choice, cluster), KEEP_SPLIT):
+            plan = assemble(request, training, candidate.choice, False, engine_devices)
             fits = plan.memory["refit"].total <= cluster.device.memory
             if cluster.is_cpu or (fits and plan.host_memory <= cluster.device.host_memory):
                 plans.append(plan)
     return plans
 
 
-def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
-    """Completions: all devices are the engines'."""
-    devices = request.cluster.devices
-    engines = engine_search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
-    able = _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster))
-    return sorted((assemble(request, None, engine.choice, False) for engine in able), key=score)
-
-
 def _least_cpu_engine(request: Request) -> float:
     """Bytes of a node that the smallest engine needs on a CPU."""
-    choices = engine_search.generation_choices(request, request.cluster.devices)
-    needs = (generation_memory(request.facts, one, request.cluster, 0.0, request.constants) for one in choices)
-    return min((memory.total for memory in needs), default=0.0) + 256 * 1024**2
+    choices = generation_choices(request, request.cluster.devices)
+    return min((generation_memory(request, one, 0.0).total for one in choices), default=0.0) + 256 * 1024**2
 
 
 def _fits(
-    request: Request, training: search.TrainingCandidate, engine: engine_search.GenerationCandidate, log: _RejectionLog
+    request: Request, training: search.TrainingCandidate, engine: GenerationCandidate, log: _RejectionLog
 ) -> bool:
     """Return whether the weights of policy and engine fit a device together, and what is offloaded the host memory."""
     cluster = request.cluster
     if cluster.is_cpu:
         return True
-    refit = mem.refit_memory(request.facts, training.choice, cluster, engine.weights, request.constants).total
+    refit = mem.refit_memory(request, training.choice, engine.weights).total
     host = _host_memory(request, training, engine.choice, True)
     for need, have, what, where in (
         (refit, request.budget, f"with {engine.choice.name()}: refit needs", "for the weights of policy and engine"),
@@ -260,110 +229,103 @@ def assemble(
     engine_devices: int = 0,
 ) -> Plan:
     """The plan of these layouts; either may be None, for training or for completions alone."""
-    facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
-    choice = training.choice if training else None
-    number = timing.micro_batches(choice, workload, constants)[0] if choice else 0
+    cluster, mover, mfu = request.cluster, None, 0.0
+    if training and generation:
+        own = "cuda-ipc" if colocated else "collective"
+        if cluster.is_cpu:
+            own = "shared-memory" if colocated or cluster.nodes == 1 else "collective"
+        mover = request.pin("refit.mover", own)
+    if training:
+        flops = timing.model_flops(request, frozen=training.choice.adapters is not None)
+        devices = cluster.nodes if cluster.is_cpu else training.choice.parallel.world_size
+        mfu = flops / training.seconds / devices / cluster.device.flops(request.precision)
     return Plan(
-        facts=facts, cluster=cluster, workload=workload, backend=request.backend, training=choice,
-        generation=generation, colocated=colocated, micro_batches=number,
+        facts=request.facts, cluster=cluster, workload=request.workload, backend=request.backend,
+        training=training.choice if training else None, generation=generation, colocated=colocated,
+        micro_batches=timing.micro_batches(request, training.choice)[0] if training else 0,
         memory=_memory(request, training, generation, colocated),
         host_memory=_host_memory(request, training, generation, colocated),
-        seconds=_seconds(request, training, generation, colocated),
-        mfu=_mfu(request, training) if training else 0.0,
-        mover=_mover(request, colocated) if training and generation else None, pins=request.pins,
-        teacher=training.teacher if training else None,
+        seconds=_seconds(request, training, generation, colocated, mover),
+        mfu=mfu, mover=mover, pins=request.pins, teacher=training.teacher if training else None,
         engine_devices=engine_devices, rollouts_s=_rollout_seconds(request, generation) if generation else 0.0,
     )  # fmt: skip
-
-
-def _mover(request: Request, colocated: bool) -> str:
-    asked = request.pin("refit.mover")
-    if asked is not None:
-        return asked
-    if request.cluster.is_cpu:
-        return "shared-memory" if colocated or request.cluster.nodes == 1 else "collective"
-    return "cuda-ipc" if colocated else "collective"
 
 
 def _memory(
     request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
 ) -> dict[str, mem.PhaseMemory]:
-    facts, cluster, constants = request.facts, request.cluster, request.constants
     if training is None:
         assert generation is not None
-        return {"generation": generation_memory(facts, generation, cluster, 0.0, constants)}
-    asleep = search.asleep_bytes(request, colocated)
+        return {"generation": generation_memory(request, generation, 0.0)}
     phases = {"training": training.peak}
     if generation is None:
         return phases
-    phases["logprobs"] = mem.logprobs_memory(facts, training.choice, cluster, asleep, constants)
+    asleep = search.asleep_bytes(request, colocated)
+    phases["logprobs"] = mem.logprobs_memory(request, training.choice, asleep)
     if training.teacher is not None:
         # On a GPU it computes next to the policy's states, on a CPU in a process of its own.
-        kept = {} if cluster.is_cpu else phases["logprobs"].parts
+        kept = {} if request.cluster.is_cpu else phases["logprobs"].parts
         states = {name: size for name, size in kept.items() if name not in ("activations", "logits")}
         phases["teacher"] = mem.PhaseMemory(states | training.teacher.memory.parts)
-    policy = policy_asleep(request, training) if colocated else 0.0
-    engine = generation_memory(facts, generation, cluster, policy, constants)
+    engine = generation_memory(request, generation, policy_asleep(request, training) if colocated else 0.0)
     if colocated:
-        weights = weight_bytes(facts, generation)
-        phases["refit"] = mem.refit_memory(facts, training.choice, cluster, weights, constants)
+        phases["refit"] = mem.refit_memory(request, training.choice, weight_bytes(request.facts, generation))
     else:
-        phases["refit"] = mem.split_refit_memory(facts, training.choice, cluster, engine, constants)
+        phases["refit"] = mem.split_refit_memory(request, training.choice, engine)
     return phases | {"generation": engine}
 
 
 def _host_memory(
     request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
 ) -> float:
-    if training is None and not request.cluster.is_cpu:
-        return mem.engine_host_memory(request.cluster)
-    if training is not None and not request.cluster.is_cpu:
+    cluster = request.cluster
+    if not cluster.is_cpu:
+        ranks = max(1, cluster.gpus_per_node)
+        if training is None:  # the engines' workers, and the object store
+            return ranks * 4 * GIB + 10 * GIB
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
         teacher = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
-        ranks = max(1, request.cluster.gpus_per_node)
-        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * teacher
-    engine = 0.0
+        return mem.host_memory(request.facts, training.choice, cluster, shared, weights) + ranks * teacher
+    policy = engine = 0.0
     if generation is not None:
-        per_node = max(1, generation.gpus // request.cluster.nodes)
-        engine = per_node * generation_memory(request.facts, generation, request.cluster, 0.0, request.constants).total
-    if training is None:
-        return engine
-    policy = max(1, training.choice.parallel.world_size // request.cluster.nodes) * training.peak.total
-    return policy + _teacher_bytes(request, training) + engine
+        engine = max(1, generation.gpus // cluster.nodes) * generation_memory(request, generation, 0.0).total
+    if training is not None:
+        policy = max(1, training.choice.parallel.world_size // cluster.nodes) * training.peak.total
+        policy += _teacher_bytes(request, training)
+    return policy + engine
 
 
 def _seconds(
-    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+    request: Request,
+    training: search.TrainingCandidate | None,
+    generation: GenerationChoice | None,
+    colocated: bool,
+    mover: str | None,
 ) -> dict[Phase, float]:
-    facts, constants, cluster = request.facts, request.constants, request.cluster
-    seconds = dict.fromkeys(Phase, 0.0)
-    if generation is not None and (training is None or request.workload.staleness is None):
+    seconds, workload = dict.fromkeys(Phase, 0.0), request.workload
+    if generation is not None and (training is None or workload.staleness is None):
         seconds[Phase.GENERATION] = _generation_seconds(request, generation)
     if training is None:
         return seconds
     seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs, Phase.CRITIC: training.critic}
-    seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
+    seconds[Phase.OTHER] = 0.1 if request.cluster.is_cpu else request.constants.other_s
     if generation is not None:
-        if request.workload.staleness is None:
+        if workload.staleness is None:
             seconds[Phase.REWARD] = _reward_seconds(request)
         else:
             # Who shares devices takes turns on them; the rest of the rollouts' work goes on while the policy trains.
             turn = _generation_seconds(request, generation) if colocated else 0.0
-            meanwhile = sum(seconds.values()) if request.workload.overlaps else 0.0
+            meanwhile = sum(seconds.values()) if workload.overlaps else 0.0
             seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, generation) - turn - meanwhile)
-        mover = _mover(request, colocated)
-        seconds[Phase.REFIT] = refit_time(
-            facts, training.choice, generation, cluster, colocated, constants, mover=mover
-        )
+        seconds[Phase.REFIT] = refit_time(request, training.choice, generation, colocated, mover)
     return seconds
 
 
 def _generation_seconds(request: Request, generation: GenerationChoice) -> float:
-    inputs = (request.facts, generation, request.workload, request.cluster, request.constants)
     if request.workload.overlaps and request.workload.in_flight == "keep":
-        return steady_generation_time(*inputs)
-    return generation_time(*inputs).total
+        return steady_generation_time(request, generation)
+    return generation_time(request, generation).total
 
 
 def _reward_seconds(request: Request) -> float:
@@ -375,21 +337,13 @@ def _rollout_seconds(request: Request, generation: GenerationChoice) -> float:
     return _generation_seconds(request, generation) + _reward_seconds(request)
 
 
-def _mfu(request: Request, training: search.TrainingCandidate) -> float:
-    """Return the MFU of the training phase, against the peak of the training precision."""
-    frozen = training.choice.adapters is not None
-    flops = timing.model_flops(request.facts, request.workload, request.constants, frozen=frozen)
-    devices = training.choice.parallel.world_size if not request.cluster.is_cpu else request.cluster.nodes
-    return flops / training.seconds / devices / request.cluster.device.flops(request.precision)
-
-
 def policy_asleep(request: Request, training: search.TrainingCandidate) -> float:
     """Return the bytes that the offloaded policy's process keeps on the device: context, communicators, allocator; and
     those of a teacher's."""
     if request.cluster.is_cpu:
         return 0.0
     teacher = training.teacher.asleep if training.teacher is not None else 0.0
-    return mem.runtime_bytes(request.cluster, training.choice, request.constants) + 0.5 * GIB + teacher
+    return mem.runtime_bytes(request, training.choice) + 0.5 * GIB + teacher
 
 
 def _teacher_bytes(request: Request, training: search.TrainingCandidate) -> float:

@@ -1,4 +1,4 @@
-"""The request for a plan, and the search for the policy's layout, which ranks all that are valid and fit.
+"""The search for the policy's layout, which ranks all that are valid and fit.
 
 `engine_search.py` does the same for engines.
 """
@@ -6,23 +6,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Protocol
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, Precision, TrainingChoice
+from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.inputs.cluster import GIB, ClusterFacts
-from rlctl.planner.inputs.constants import Constants
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.search.rules import training_problems
 
-HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
-"""Share of a device's memory that a plan may count on, by goal."""
 SIMPLICITY = 0.01
 """A plan has to be this much faster for each further kind of parallelism that it uses."""
 
@@ -31,38 +29,6 @@ class Reject(Protocol):
     """Hears of a layout that is left out, why, and (where memory is why) its need over what there is."""
 
     def __call__(self, choice: Any, why: str, over: float = math.inf) -> None: ...
-
-
-@dataclass(frozen=True)
-class Request:
-    """Everything that a plan depends on. `pins` are configuration keys with the values they must have."""
-
-    facts: ModelFacts
-    cluster: ClusterFacts
-    workload: Workload
-    pins: Mapping[str, Any]
-    constants: Constants
-    precision: Precision = "bf16"
-    adapters: Adapters | None = None
-    generation_bytes: float = 2.0
-    gradient_bytes: int = 4
-    teacher: ModelFacts | None = None
-    backend: str = "megatron"
-    """The backend that trains, also where none is pinned."""
-
-    def pin(self, key: str, default: Any = None) -> Any:
-        value = self.pins.get(key)
-        return default if value is None else value
-
-    @property
-    def fsdp(self) -> bool:
-        """Whether FSDP2 trains."""
-        return self.backend == "dtensor"
-
-    @property
-    def budget(self) -> float:
-        """Bytes that the phases may use on one device (on a CPU: all processes of a node together)."""
-        return HEADROOM[self.workload.goal] * self.cluster.device.memory * (0.9 if self.cluster.is_cpu else 1.0)
 
 
 @dataclass(frozen=True)
@@ -114,12 +80,6 @@ def powers(limit: int) -> list[int]:
     return [1 << i for i in range(max(1, limit).bit_length()) if 1 << i <= limit]
 
 
-def values_to_try(request: Request, key: str, options: list[int]) -> list[int]:
-    """The value that is pinned, else `options`."""
-    value = request.pin(key)
-    return options if value is None else [value]
-
-
 def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]:
     """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
     if request.cluster.is_cpu:
@@ -127,22 +87,15 @@ def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
-    fsdp = request.fsdp
-    tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
-    pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
-    cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
-    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
-    for tp in tps:
-        for pp in pps:
-            for cp in cps:
-                if devices % (tp * pp * cp):
-                    continue
-                dp = request.pin("training.dp", devices // (tp * pp * cp))
-                for ep in eps:
-                    etp = _expert_tp(request, tp)
-                    if (tp * cp * dp) % (ep * etp) or (facts.moe and facts.moe.experts % ep):
-                        continue
-                    yield _training(request, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+    tps = request.values("training.tp", powers(min(facts.heads, joined, 16)))
+    pps = request.values("training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
+    cps = request.values("training.cp", powers(max(1, request.workload.max_length // 4096)))
+    eps = request.values("training.ep", powers(facts.moe.experts if facts.moe else 1))
+    for tp, pp, cp, ep in product(tps, pps, cps, eps):
+        dp, etp = request.pin("training.dp", devices // (tp * pp * cp)), _expert_tp(request, tp)
+        whole = devices % (tp * pp * cp) == 0 and (tp * cp * dp) % (ep * etp) == 0
+        if whole and not (facts.moe and facts.moe.experts % ep):
+            yield _training(request, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
 
 
 def _expert_tp(request: Request, tp: int) -> int:
@@ -173,7 +126,7 @@ def _training(request: Request, **sizes: int) -> TrainingChoice:
 def _cpu_trainings(request: Request, devices: int) -> Iterator[TrainingChoice]:
     nodes = request.cluster.nodes
     cores = max(1, devices // nodes)
-    for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
+    for tp in request.values("training.tp", powers(min(cores, request.facts.heads))):
         sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep")} | {
             "etp": _expert_tp(request, tp)
         }
@@ -181,7 +134,7 @@ def _cpu_trainings(request: Request, devices: int) -> Iterator[TrainingChoice]:
         # What experts are spread over is data parallelism, whatever the cores are.
         least = -(-sizes["ep"] * sizes["etp"] // (tp * sizes["cp"]))
         options = [least * factor for factor in powers(max(1, cores * nodes // (model * least)))]
-        for dp in values_to_try(request, "training.dp", options):
+        for dp in request.values("training.dp", options):
             per_node = max(1, model * dp // nodes)
             threads = request.pin("training.threads", max(1, cores // per_node))
             yield replace(_training(request, tp=tp, dp=dp, **sizes), threads=threads)
@@ -226,11 +179,9 @@ def asleep_bytes(request: Request, colocated: bool) -> float:
 def ruled_trainings(request: Request, devices: int) -> Iterator[tuple[TrainingChoice, list[Problem]]]:
     """Yield layouts with their micro-batches and virtual stages, and the rules that they break."""
     for sizes in training_choices(request, devices):
-        for tokens in row_sizes(request, sizes.parallel.cp):
-            for vpp in virtual_stages(request, sizes):
-                choice = replace(sizes, micro_batch_tokens=tokens, parallel=replace(sizes.parallel, vpp=vpp))
-                world = choice.parallel.world_size if request.cluster.is_cpu else devices
-                yield choice, training_problems(request.facts, choice, request.workload, request.cluster, world)
+        for tokens, vpp in product(row_sizes(request, sizes.parallel.cp), virtual_stages(request, sizes)):
+            choice = replace(sizes, micro_batch_tokens=tokens, parallel=replace(sizes.parallel, vpp=vpp))
+            yield choice, training_problems(request, choice, None if request.cluster.is_cpu else devices)
 
 
 def training_candidates(
@@ -255,23 +206,18 @@ def _least_saving(
 ) -> TrainingCandidate | None:
     """`choice` with the least recomputation and offload that fits, policy and critic in turns before more of either;
     None: does not fit in any way."""
-    number, _ = timing.micro_batches(choice, request.workload, request.constants)
-    asleep = asleep_bytes(request, colocated)
-    facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
-    turns = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
+    number, _ = timing.micro_batches(request, choice)
+    asleep, cluster = asleep_bytes(request, colocated), request.cluster
+    turns = choice.critic and colocated and request.workload.rollouts and not cluster.is_cpu
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
-    ways = [
-        saving | {"critic_offload": wait} for saving in memory_savings(request) for wait in (False, True)[: 1 + turns]
-    ]
-    for saving in ways:
-        saved = replace(choice, **saving)
-        peak = mem.training_memory(facts, saved, workload, cluster, asleep, number, constants)
+    for saving, wait in product(memory_savings(request), (False, True)[: 1 + turns]):
+        saved = replace(choice, **saving, critic_offload=wait)
+        peak = mem.training_memory(request, saved, asleep, number)
         if peak.total <= limit:
-            seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
-            logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
-            critic = timing.critic_time(facts, saved, workload, cluster, colocated, constants)
-            return TrainingCandidate(saved, peak, seconds.total, logprobs, critic)
+            seconds = timing.training_time(request, saved, colocated).total
+            critic = timing.critic_time(request, saved, colocated)
+            return TrainingCandidate(saved, peak, seconds, timing.logprobs_time(request, saved), critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
     needs = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f}, {peak.parts[part] / GIB:.0f} of them for {part}"

@@ -19,15 +19,20 @@ from rlctl.models.constraints import (
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import ClusterFacts
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.inputs.workload import Workload
 
 
-def training_problems(
-    facts: ModelFacts, choice: TrainingChoice, workload: Workload, cluster: ClusterFacts, world: int
-) -> list[Problem]:
-    """Return what the backend would refuse or compute wrongly of this layout on `world` ranks; empty: it is valid."""
-    p, rows, fsdp = choice.parallel, choice.micro_batch_tokens, choice.sharding == "full"
-    found = [*_world_problems(choice, world), *(fsdp_problems if fsdp else policy_problems)(facts, p)]
+def training_problems(request: Request, choice: TrainingChoice, world: int | None = None) -> list[Problem]:
+    """Return what the backend would refuse or compute wrongly of this layout on `world` ranks (None: any number);
+    empty: it is valid."""
+    facts, workload, p, rows = request.facts, request.workload, choice.parallel, choice.micro_batch_tokens
+    found = []
+    if world is not None and p.world_size != world:
+        key = "training.dp" if world % p.model_size == 0 else "training.pp" if p.pp > 1 else "training.tp"
+        why = f"TP {p.tp} x PP {p.pp} x CP {p.cp} x DP {p.dp} makes {p.world_size:,} ranks, and there are {world:,}"
+        found.append(Problem(key, why))
+    found += (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, p)
     if facts.moe is None and p.etp == p.tp > 1:
         # It does no harm, but the planner's own value is 1 for a dense model, so somebody has set this one.
         found.append(Problem("training.etp", "expert parallelism needs a model with experts"))
@@ -39,19 +44,10 @@ def training_problems(
         found.append(Problem("training.dp", f"{p.dp} ranks share {rollouts} rollouts of an optimizer step"))
     if p.cp > 1 and rows % (2 * p.cp):
         found.append(Problem("training.cp", f"rows of {rows:,} tokens do not split into 2 x {p.cp} chunks"))
-    if cluster.is_cpu and choice.precision in ("fp8", "fp4"):
+    if request.cluster.is_cpu and choice.precision in ("fp8", "fp4"):
         found.append(Problem(f"megatron.{choice.precision}", f"{choice.precision} needs a GPU"))
     elif choice.precision == "fp8":
         found += float8_problems(facts, p)
-    return found
-
-
-def _world_problems(choice: TrainingChoice, world: int) -> list[Problem]:
-    found, p = [], choice.parallel
-    if p.world_size != world:
-        key = "training.dp" if world % p.model_size == 0 else "training.pp" if p.pp > 1 else "training.tp"
-        why = f"TP {p.tp} x PP {p.pp} x CP {p.cp} x DP {p.dp} makes {p.world_size:,} ranks, and there are {world:,}"
-        found.append(Problem(key, why))
     return found
 
 

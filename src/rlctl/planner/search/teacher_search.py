@@ -12,20 +12,13 @@ from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem, fsdp_problems, policy_problems
-from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.parameters import stages
 from rlctl.planner.inputs.cluster import GIB
-from rlctl.planner.search.policy_search import (
-    Reject,
-    Request,
-    TeacherPlan,
-    TrainingCandidate,
-    powers,
-    values_to_try,
-)
+from rlctl.planner.inputs.request import Request
+from rlctl.planner.search.policy_search import Reject, TeacherPlan, TrainingCandidate, powers
 
 CONTEXT_BYTES = 0.5 * GIB
 """Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
@@ -37,13 +30,17 @@ def with_teachers(
     """Give each of `trainings` the best teacher that fits `budget` bytes next to it; others go to `rejected`."""
     if request.teacher is None:
         return trainings
-    found, known = [], {}
+    own = replace(request, facts=request.teacher)
+    found, known = list[TrainingCandidate](), dict[int, tuple[list[TeacherPlan], str]]()
     for training in trainings:
-        tokens = training.choice.micro_batch_tokens
+        tokens, beside = training.choice.micro_batch_tokens, 0.0
         if tokens not in known:
-            known[tokens] = _teachers(request, request.teacher, devices, tokens)
-        options = known[tokens]
-        beside = 0.0 if request.cluster.is_cpu else _of_policy(request, training)
+            known[tokens] = _teachers(own, devices, tokens)
+        options, why_none = known[tokens]
+        if not request.cluster.is_cpu:  # the policy's states and processes stay while the teacher computes
+            held = (mem.state_bytes(request.facts, s, training.choice) for s in stages(request.facts, training.choice))
+            beside = max(sum(parts.values()) for parts in held) + mem.runtime_bytes(request, training.choice)
+            beside += training.peak.parts.get("engine asleep", 0.0)
         able = [one for one in options if one.memory.total + beside <= budget]
         room = [one for one in able if training.peak.total + one.asleep <= budget]
         if room:
@@ -53,78 +50,60 @@ def with_teachers(
             why = f"next to it the teacher needs {least / GIB:.0f} GiB, and {(budget - beside) / GIB:.0f} are left"
             rejected(training.choice, why, (least + beside) / max(budget, 1.0))
         else:
-            rejected(training.choice, _why_none(request, request.teacher, devices, tokens))
+            rejected(training.choice, why_none)
     return sorted(found, key=lambda one: one.score)
 
 
-def _of_policy(request: Request, training: TrainingCandidate) -> float:
-    """Bytes of a device that the policy's states and process keep while the teacher computes."""
-    asleep = training.peak.parts.get("engine asleep", 0.0)
-    fullest = max(
-        sum(mem.state_bytes(request.facts, stage, training.choice).values())
-        for stage in stages(request.facts, training.choice)
-    )
-    return fullest + mem.runtime_bytes(request.cluster, training.choice, request.constants) + asleep
-
-
-def _teachers(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> list[TeacherPlan]:
-    """Return all valid layouts of the teacher with rows of that many tokens."""
-    return [
-        _costed(request, facts, choice)
-        for choice in _choices(request, facts, devices, row_tokens)
-        if not _problems(facts, choice) and (choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp))
-    ]
-
-
-def _why_none(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> str:
-    """Return the rule that the teacher's first layout breaks, or that its sizes fit no devices."""
-    for choice in _choices(request, facts, devices, row_tokens):
-        if problems := _problems(facts, choice):
-            return f"the teacher as {choice.parallel.name()}: {problems[0].message}"
+def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
+    """Return all valid layouts of the teacher with rows of that many tokens, and why there is none: the rule that the
+    first layout breaks, or that its sizes fit no devices."""
+    found, broken = list[TeacherPlan](), ""
+    for choice in _choices(request, devices, row_tokens):
+        if problems := _problems(request, choice):
+            broken = broken or f"the teacher as {choice.parallel.name()}: {problems[0].message}"
+        elif choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp):
+            found.append(_costed(request, choice))
     count = "one device does" if devices == 1 else f"{devices} devices do"
-    return f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
+    sizes = f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
+    return found, broken or sizes
 
 
-def _problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+def _problems(request: Request, choice: TrainingChoice) -> list[Problem]:
     """Return the rules of the policy's backend, which is the teacher's too, that the sizes break."""
-    return (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, choice.parallel)
+    return (fsdp_problems if choice.sharding == "full" else policy_problems)(request.facts, choice.parallel)
 
 
-def _choices(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> Iterator[TrainingChoice]:
-    cluster, on_cpu, fsdp = request.cluster, request.cluster.is_cpu, request.fsdp
+def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[TrainingChoice]:
+    facts, cluster, on_cpu, fsdp = request.facts, request.cluster, request.cluster.is_cpu, request.fsdp
     joined = max(cluster.link_domain, cluster.gpus_per_node)
-    precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
-    experts = facts.moe.experts if facts.moe else 1
-    tps = values_to_try(request, "teacher.tp", [1] if on_cpu else powers(min(facts.heads, joined, devices, 16)))
-    pps = values_to_try(request, "teacher.pp", [1] if on_cpu or fsdp else powers(min(facts.layers, devices, 64)))
-    cps = values_to_try(request, "teacher.cp", [1])
-    eps = values_to_try(request, "teacher.ep", [1] if on_cpu else powers(experts))
-    etp = request.pin("teacher.etp", 1)
+    experts, etp = facts.moe.experts if facts.moe else 1, request.pin("teacher.etp", 1)
+    tps = request.values("teacher.tp", [1] if on_cpu else powers(min(facts.heads, joined, devices, 16)))
+    pps = request.values("teacher.pp", [1] if on_cpu or fsdp else powers(min(facts.layers, devices, 64)))
+    cps = request.values("teacher.cp", [1])
+    eps = request.values("teacher.ep", [1] if on_cpu else powers(experts))
     for tp, pp, cp, ep in product(tps, pps, cps, eps):
         dp = request.pin("teacher.dp", -(-ep // (tp * cp)) if on_cpu else devices // (tp * pp * cp))
         world = tp * pp * cp * dp
         if dp < 1 or (world > devices and not on_cpu) or (tp * cp * dp) % (ep * etp):
             continue
-        threads = max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None
-        parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
-        sharding = "full" if fsdp else "optimizer"
         yield TrainingChoice(
-            parallel, micro_batch_tokens=row_tokens, precision=precision, threads=threads, sharding=sharding
+            ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp),
+            micro_batch_tokens=row_tokens,
+            precision="bf16" if request.precision in ("fp8", "fp4") else request.precision,
+            threads=max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None,
+            sharding="full" if fsdp else "optimizer",
         )
 
 
-def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:
-    cluster, constants = request.cluster, request.constants
-    whole = mem.logprobs_memory(facts, choice, cluster, 0.0, constants)
+def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
+    cluster, facts = request.cluster, request.facts
+    whole = mem.logprobs_memory(request, choice, 0.0).parts
     states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
     weights = max(own["weights"] for own in states)
-    gathered = max(own.get("gathered", 0.0) for own in states)
-    kept = {"teacher weights": weights + gathered, "teacher activations": whole.parts["activations"],
-            "teacher logits": whole.parts["logits"], "teacher runtime": whole.parts["runtime"]}  # fmt: skip
-    alone = replace(request.workload, old_logprobs=True, reference=False)
-    seconds = timing.logprobs_time(facts, choice, alone, cluster, constants)
-    asleep = 0.0
+    kept = {f"teacher {part}": whole[part] for part in ("activations", "logits", "runtime")}
+    kept = {"teacher weights": weights + max(own.get("gathered", 0.0) for own in states)} | kept
+    seconds, asleep = timing.logprobs_time(request, choice, passes=1), 0.0
     if not cluster.is_cpu:
-        asleep = whole.parts["runtime"] + CONTEXT_BYTES
-        seconds += 2 * weights / (cluster.device.host_link * constants.pinned_copy)
+        asleep = whole["runtime"] + CONTEXT_BYTES
+        seconds += 2 * weights / (cluster.device.host_link * request.constants.pinned_copy)
     return TeacherPlan(facts, choice, mem.PhaseMemory(kept), asleep, seconds)

@@ -12,11 +12,11 @@ from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import Adapters
 from rlctl.planner.inputs.cluster import ClusterFacts, cpu_device
-from rlctl.planner.result import Rejected
+from rlctl.planner.inputs.request import Request
+from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import feasible_plans
-from rlctl.planner.search.policy_search import Request
 from rlctl.planner.search.rules import size_problem
 
 LARGEST_NODES = 4096
@@ -29,9 +29,15 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
     broken = _broken_pin(request)
     if broken is not None:
         return broken
-    advice = (_free_pin(request), _cheapest_change(request), _smallest_machine(request))
-    hint = " ".join(text for text in advice if text) or None
-    error = NoPlanError(_closest(request, rejected), hint)
+    # The first pin whose removal makes a plan fit.
+    free = None
+    for key in request.pins:
+        without = replace(request, pins={k: v for k, v in request.pins.items() if k != key})
+        if feasible_plans(replace(without, backend="megatron") if key == "training.backend" else without)[0]:
+            free = f"Without {key}={request.pins[key]} a plan fits."
+            break
+    advice = (free, _cheapest_change(request), _smallest_machine(request))
+    error = NoPlanError(_closest(request, rejected), " ".join(text for text in advice if text) or None)
     error.rejected = tuple((other.plan, other.why) for other in rejected[:SHOWN])
     return error
 
@@ -45,11 +51,6 @@ def why_none(request: Request, rejected: list[Rejected]) -> str:
 def _closest(request: Request, rejected: list[Rejected]) -> str:
     why = f" Closest: {rejected[0].plan}: {rejected[0].why}." if rejected else ""
     return f"No plan fits {request.cluster.describe()}.{why}"
-
-
-def fits(request: Request) -> bool:
-    """Whether any plan fits."""
-    return bool(feasible_plans(request)[0])
 
 
 def _broken_pin(request: Request) -> ConfigError | None:
@@ -91,15 +92,6 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
         problem = problem or (None if engines else next((p for p in found if p.key == key), None)) or found[0]
     none = f"no engines of that size fit {devices} devices" if engines else f"{devices} devices do not split that way"
     return problem or Problem(key, none)
-
-
-def _free_pin(request: Request) -> str | None:
-    """The first pin whose removal makes a plan fit."""
-    for key in request.pins:
-        free = replace(request, pins={k: v for k, v in request.pins.items() if k != key})
-        if fits(replace(free, backend="megatron") if key == "training.backend" else free):
-            return f"Without {key}={request.pins[key]} a plan fits."
-    return None
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
@@ -152,52 +144,47 @@ def _cheapest_change(request: Request) -> str | None:
 
 def _smallest_machine(request: Request) -> str | None:
     """The smallest machine that fits; where rlctl cannot run its plan, also the smallest with one that it can."""
-    first = _smallest(request, fits)
+
+    def plans(cluster: ClusterFacts) -> list[Plan]:
+        return feasible_plans(replace(request, cluster=cluster))[0]
+
+    def runs(cluster: ClusterFacts) -> bool:
+        return any(plan.runnable for plan in plans(cluster))
+
+    first = _smallest(request.cluster, lambda cluster: bool(plans(cluster)))
     if first is None:
         return None
     text = f"The smallest machine of this kind that fits is {first.describe()}"
-    if _runs(replace(request, cluster=first)):
+    if runs(first):
         return f"{text}."
-    because = feasible_plans(replace(request, cluster=first))[0][0].not_runnable_because[0]
-    able = _smallest(request, _runs)
-    return f"{text} ({because})" + (f"; with a plan that runs, {able.describe()}." if able is not None else ".")
+    able = _smallest(request.cluster, runs)
+    more = f"; with a plan that runs, {able.describe()}." if able is not None else "."
+    return f"{text} ({plans(first)[0].not_runnable_because[0]}){more}"
 
 
-def _runs(request: Request) -> bool:
-    """Whether any plan fits that rlctl can run."""
-    return any(plan.runnable for plan in feasible_plans(request)[0])
-
-
-def _smallest(request: Request, good: Callable[[Request], bool]) -> ClusterFacts | None:
+def _smallest(cluster: ClusterFacts, good: Callable[[ClusterFacts], bool]) -> ClusterFacts | None:
     """More of the same nodes, by powers of two and then down to the first that is good; on a CPU more memory."""
-    smaller = request.cluster
-    for cluster in _larger(request.cluster):
-        if good(replace(request, cluster=cluster)):
-            return next((c for c in _between(smaller, cluster) if good(replace(request, cluster=c))), cluster)
-        smaller = cluster
+    smaller = cluster
+    for larger in _larger(cluster):
+        if good(larger):
+            step = max(1, (larger.nodes - smaller.nodes) // 8)
+            between = range(smaller.nodes + step, larger.nodes, step) if not larger.is_cpu else ()
+            return next((c for nodes in between if good(c := replace(larger, nodes=nodes))), larger)
+        smaller = larger
     return None
-
-
-def _between(smaller: ClusterFacts, larger: ClusterFacts) -> Iterator[ClusterFacts]:
-    """Up to seven machines between the two, rising."""
-    for nodes in range(smaller.nodes, larger.nodes, max(1, (larger.nodes - smaller.nodes) // 8)):
-        if nodes > smaller.nodes and not larger.is_cpu:
-            yield replace(larger, nodes=nodes)
 
 
 def _larger(cluster: ClusterFacts) -> Iterator[ClusterFacts]:
     if cluster.is_cpu:
-        device: Any = cluster.device
+        device = cluster.device
         for factor in (2, 4, 8, 16, 32):
             larger = cpu_device(device.cores, device.memory * factor, device.bf16, device.memory_bandwidth)
             yield replace(cluster, device=larger)
         return
-    usual = cluster.device.gpus_per_node
-    per_node = cluster.gpus_per_node
-    while cluster.nodes == 1 and per_node < usual:
-        per_node = min(usual, per_node * 2)
+    per_node, nodes = cluster.gpus_per_node, cluster.nodes
+    while nodes == 1 and per_node < cluster.device.gpus_per_node:
+        per_node = min(cluster.device.gpus_per_node, per_node * 2)
         yield replace(cluster, gpus_per_node=per_node)
-    nodes = cluster.nodes
     while nodes < LARGEST_NODES:
         nodes = 1 << nodes.bit_length()  # the next power of two, which parallel sizes divide
-        yield replace(cluster, nodes=nodes, gpus_per_node=max(per_node, cluster.gpus_per_node))
+        yield replace(cluster, nodes=nodes, gpus_per_node=per_node)

@@ -9,8 +9,9 @@ from rlctl.config.keys import TEACHER_SIZES
 from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.request import HEADROOM, Request
 from rlctl.planner.result import Plan, Reason, Rejected
-from rlctl.planner.search.policy_search import HEADROOM, Request, TeacherPlan
+from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 Ruled = tuple[str, object, str]
@@ -81,17 +82,16 @@ def _why_not(rejected: list[Rejected], t: TrainingChoice, size: str) -> str | No
 
 
 def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, rejected: list[Rejected]) -> str:
-    value = getattr(t.parallel, key)
-    if value == 1 and key in ("pp", "vpp") and t.sharding == "full":
-        return "FSDP2 has no pipeline stages."
-    if value == 1 and key in ("ep", "etp") and plan.facts.moe is None:
-        return "The model has no experts."
-    if value == 1 and key == "vpp" and t.parallel.pp == 1:
-        return "There are no pipeline stages to divide."
-    if value == 1 and key == "vpp":
+    if getattr(t.parallel, key) == 1:
+        if key in ("pp", "vpp") and t.sharding == "full":
+            return "FSDP2 has no pipeline stages."
+        if key in ("ep", "etp") and plan.facts.moe is None:
+            return "The model has no experts."
+        if key != "vpp":
+            return "More would only add communication: everything fits without it."
+        if t.parallel.pp == 1:
+            return "There are no pipeline stages to divide."
         return "More stages a rank would add more communication than they take from the pipeline bubble."
-    if value == 1:
-        return "More would only add communication: everything fits without it."
     if key == "vpp":
         return "It shortens the pipeline bubble."
     if found := _why_not(rejected, t, key):

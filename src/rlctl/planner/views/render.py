@@ -99,37 +99,32 @@ def no_plan_values(error: NoPlanError) -> dict[str, Any]:
 
 def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     """The plan as a page of text."""
+    training, teacher, generation, cluster = plan.training, plan.teacher, plan.generation, plan.cluster
     active = f", {count(plan.facts).active / 1e9:.1f}B active" if plan.facts.moe is not None else ""
-    lines = [f"{model} ({_size(plan.facts)}{active}) on {plan.cluster.describe()}", ""]
-    if plan.training is not None:
-        number = plan.workload.optimizer_steps
+    lines = [f"{model} ({_size(plan.facts)}{active}) on {cluster.describe()}", ""]
+    if training is not None:
+        number, rows = plan.workload.optimizer_steps, plan.micro_batches
         steps = "one optimizer step" if number == 1 else f"each of {number:,} optimizer steps"
-        lines += wrapped(f"{plan.backend}  {plan.training.name()}, {plan.training.precision}", "  training    ", INDENT)
-        lines += wrapped(
-            f"{plan.micro_batches:,} row{'s' * (plan.micro_batches != 1)} of up to "
-            f"{plan.training.micro_batch_tokens:,} tokens on each rank in {steps}", INDENT, INDENT,
-        )  # fmt: skip
-    if plan.teacher is not None:
-        where = "next to the policy; " if not plan.cluster.is_cpu else ""
-        lines += wrapped(
-            f"{_size(plan.teacher.facts)} parameters, {plan.teacher.choice.parallel.name()}, "
-            f"{plan.teacher.choice.precision}, {where}{plan.teacher.seconds:.1f} s a step", "  teacher     ", INDENT,
-        )  # fmt: skip
-    if plan.generation is not None:
-        g = plan.generation
+        tokens = f"{training.micro_batch_tokens:,} tokens on each rank in {steps}"
+        lines += wrapped(f"{plan.backend}  {training.name()}, {training.precision}", "  training    ", INDENT)
+        lines += wrapped(f"{rows:,} row{'s' * (rows != 1)} of up to {tokens}", INDENT, INDENT)
+    if teacher is not None:
+        where = "next to the policy; " if not cluster.is_cpu else ""
+        layout = f"{teacher.choice.parallel.name()}, {teacher.choice.precision}"
+        said = f"{_size(teacher.facts)} parameters, {layout}, {where}{teacher.seconds:.1f} s a step"
+        lines += wrapped(said, "  teacher     ", INDENT)
+    if generation is not None:
+        g, tokens = generation, generation.kv_cache_tokens
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
-        lines += wrapped(
-            f"vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {g.kv_cache_tokens:,} tokens",
-            "  generation  ", INDENT,
-        )  # fmt: skip
-        own = f"{'cores' if plan.cluster.is_cpu else 'GPUs'} of their own ({plan.engine_devices})"
+        cache = f"KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {tokens:,} tokens"
+        lines += wrapped(f"vllm  {g.name()}{share}, {cache}", "  generation  ", INDENT)
+        own = f"{'cores' if cluster.is_cpu else 'GPUs'} of their own ({plan.engine_devices})"
         where = "on the same devices" if plan.colocated else f"on {own}"
-        placed = f", {where}; refit by {plan.mover}" if plan.training is not None else ""
-        full = g.kv_cache_tokens // plan.workload.max_length
+        placed = f", {where}; refit by {plan.mover}" if training is not None else ""
+        full = tokens // plan.workload.max_length
         bound = f"; the KV cache bounds them: {full:,} of full length at once" if full < g.max_concurrent else ""
-        lines += wrapped(
-            f"at most {g.max_concurrent:,} sequences at once in each replica{bound}{placed}", INDENT, INDENT
-        )
+        most = f"at most {g.max_concurrent:,} sequences at once in each replica{bound}{placed}"
+        lines += wrapped(most, INDENT, INDENT)
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
     if not plan.runnable:
         lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
@@ -225,22 +220,20 @@ def compare_text(left: Plan, right: Plan, names: tuple[str, str]) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     return "-" if value is None else str(value)
 
 
 def _flat(plan: Plan) -> list[tuple[str, Any]]:
     data = plan_json(plan)
-    rows: list[tuple[str, Any]] = [(key, data[key]) for key in ("runnable", "colocated", "mover")]
-    rows += [
-        (f"training.{key}", data["training"][key])
-        for key in ("backend", *TRAINING_CHOSEN, "precision", "threads", "accumulation")
-    ]
-    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in (*ENGINE_ROWS, "devices")]
-    for phase in ("training", "logprobs", "refit", "generation"):
-        rows.append((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total")))
-    rows += [(f"seconds.{key}", value) for key, value in data["seconds"].items()]
-    return [*rows, *((key, data[key]) for key in ("host_memory_gib", "tokens_per_s_per_gpu", "mfu"))]
+    training = ("backend", *TRAINING_CHOSEN, "precision", "threads", "accumulation")
+    return [
+        *((key, data[key]) for key in ("runnable", "colocated", "mover")),
+        *((f"training.{key}", data["training"][key]) for key in training),
+        *((f"generation.{key}", (data["generation"] or {}).get(key)) for key in (*ENGINE_ROWS, "devices")),
+        *((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total"))
+          for phase in ("training", "logprobs", "refit", "generation")),
+        *((f"seconds.{key}", value) for key, value in data["seconds"].items()),
+        *((key, data[key]) for key in ("host_memory_gib", "tokens_per_s_per_gpu", "mfu")),
+    ]  # fmt: skip

@@ -27,7 +27,11 @@ TOLERANCE = 0.3
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class Comparison:
+    """Seconds of a phase in a step (predicted, and the median measured), or most memory of a process in GiB (predicted
+    of its largest phase, and measured on the fullest rank)."""
+
+    name: str
     predicted: float
     measured: float
     suspect: str | None
@@ -37,38 +41,6 @@ class _Comparison:
     def ratio(self) -> float | None:
         """Predicted over measured."""
         return self.predicted / self.measured if self.measured else None
-
-    def columns(self, name: str) -> str:
-        """A line of a table."""
-        ratio = f"{self.ratio:.2f}" if self.ratio is not None else "-"
-        mark = f"  look at {self.suspect}" if self.suspect else ""
-        return f"  {name:<12}{self.predicted:>15.2f}{self.measured:>14.2f}{ratio:>8}{mark}"
-
-
-@dataclass(frozen=True)
-class PhaseComparison(_Comparison):
-    """Seconds of a phase in a step: predicted, and the median measured."""
-
-    phase: str
-
-
-@dataclass(frozen=True)
-class MemoryComparison(_Comparison):
-    """Most memory of a process in GiB: predicted (of its largest phase), and measured on the fullest rank."""
-
-    process: str
-
-
-def measured_seconds(run: Path) -> dict[str, float]:
-    """Median seconds of each phase over the steps of a run, the first step left out where there are more."""
-    path = run / "metrics.jsonl"
-    if not path.exists():
-        raise InputError(f"--run {run}: there is no metrics.jsonl.", "Give the directory of a run that took a step.")
-    steps = [line["seconds"] for line in read_metrics(path) if "seconds" in line]
-    if not steps:
-        raise InputError(f"--run {run}: no step has finished.", "Give the directory of a run that took a step.")
-    steady = steps[1:] or steps
-    return {phase: median(step.get(phase, 0.0) for step in steady) for phase in [*Phase, "total"]}
 
 
 def recorded_plan(run: Path) -> dict[str, Any]:
@@ -85,34 +57,34 @@ def recorded_plan(run: Path) -> dict[str, Any]:
     return plan
 
 
-def compare_run(run: Path) -> list[PhaseComparison]:
-    """One row a phase, and the total."""
-    predicted, measured = recorded_plan(run)["seconds"], measured_seconds(run)
-    rows = []
+def compare_run(run: Path) -> list[Comparison]:
+    """One row a phase, and the total; measured over the steps, the first left out where there are more."""
+    predicted, path, rows = recorded_plan(run)["seconds"], run / "metrics.jsonl", []
+    if not path.exists():
+        raise InputError(f"--run {run}: there is no metrics.jsonl.", "Give the directory of a run that took a step.")
+    steps = [line["seconds"] for line in read_metrics(path) if "seconds" in line]
+    if not steps:
+        raise InputError(f"--run {run}: no step has finished.", "Give the directory of a run that took a step.")
+    total = median(step.get("total", 0.0) for step in steps[1:] or steps)
     for phase in [*Phase, "total"]:
-        expected, seen = float(predicted.get(phase, 0.0)), measured[phase]
-        off = abs(expected - seen) > TOLERANCE * max(seen, 1e-9) and abs(expected - seen) > 0.05 * measured["total"]
-        rows.append(PhaseComparison(expected, seen, SUSPECTS.get(phase) if off else None, str(phase)))
+        expected, seen = float(predicted.get(phase, 0.0)), median(step.get(phase, 0.0) for step in steps[1:] or steps)
+        off = abs(expected - seen) > max(TOLERANCE * max(seen, 1e-9), 0.05 * total)
+        rows.append(Comparison(str(phase), expected, seen, SUSPECTS.get(phase) if off else None))
     return rows
 
 
 ELSEWHERE = (
-    "runtime",
-    "teacher runtime",
-    "teacher asleep",
-    "engine asleep",
-    "policy asleep",
-    "engine runtime",
+    "total", "runtime", "teacher runtime", "teacher asleep", "engine asleep", "policy asleep", "engine runtime",
     "CUDA graphs",
-)
-"""Parts of a GPU's memory that torch's allocator does not hand out in the process itself."""
+)  # fmt: skip
+"""Entries of a GPU's memory that are no part that torch's allocator hands out in the process itself."""
 MEMORY_SUSPECTS = {
     "policy": "fragmentation or logit_copy_bytes (CPU: cpu_process_bytes)",
     "engine": "sampler_bytes (CPU: CPU_ENGINE_BYTES or cpu_process_bytes)",
 }
 
 
-def compare_memory(run: Path) -> list[MemoryComparison]:
+def compare_memory(run: Path) -> list[Comparison]:
     """Policy and engine; a run that was killed, or is older than this file, has no measurement: no rows.
 
     On a CPU resident memory of a process is compared, on a GPU what torch reserved there.
@@ -124,25 +96,20 @@ def compare_memory(run: Path) -> list[MemoryComparison]:
     rows = []
     for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
         seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB
-        expected = max(_held(plan["memory_gib"].get(phase, {}), cpu) for phase in phases)
+        parts = [plan["memory_gib"].get(phase, {}).items() for phase in phases]
+        left_out = ("total",) if cpu else ELSEWHERE
+        expected = max(sum(value for name, value in held if name not in left_out) for held in parts)
         if seen:
             off = abs(expected - seen) > TOLERANCE * seen
-            rows.append(MemoryComparison(expected, seen, MEMORY_SUSPECTS[process] if off else None, process))
+            rows.append(Comparison(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))
     return rows
 
 
-def _held(parts: dict[str, float], cpu: bool) -> float:
-    """GiB of a phase that the measurement covers."""
-    return sum(value for name, value in parts.items() if name != "total" and (cpu or name not in ELSEWHERE))
-
-
-def memory_text(rows: list[MemoryComparison]) -> str:
+def comparison_text(rows: list[Comparison], title: str, unit: str) -> str:
     """A table, and what to look at."""
-    head = f"  {'process':<12}{'predicted GiB':>15}{'measured GiB':>14}{'ratio':>8}"
-    return "\n".join([head, *(row.columns(row.process) for row in rows)])
-
-
-def comparison_text(rows: list[PhaseComparison], run: Path) -> str:
-    """A table, and what to look at."""
-    head = f"  {'phase':<12}{'predicted s':>15}{'measured s':>14}{'ratio':>8}"
-    return "\n".join([f"{run}", head, *(row.columns(row.phase) for row in rows)])
+    lines = [f"  {title:<12}{f'predicted {unit}':>15}{f'measured {unit}':>14}{'ratio':>8}"]
+    for row in rows:
+        ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
+        mark = f"  look at {row.suspect}" if row.suspect else ""
+        lines.append(f"  {row.name:<12}{row.predicted:>15.2f}{row.measured:>14.2f}{ratio:>8}{mark}")
+    return "\n".join(lines)
