@@ -7,6 +7,9 @@ been run on a GPU.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,8 +33,29 @@ def device_name(device: torch.device) -> str:
 def make_staging(channel: Channel, device: torch.device) -> Staging:
     link, rounds = channel.connection, cut_rounds(channel.layout, channel.connection.capacity)
     parties = len(link.senders) + len(link.receivers)
-    buffers = [torch.empty(link.capacity, dtype=torch.uint8, device=device) for _ in range(min(2, len(rounds)))]
+    with _segments_of_their_own(device):
+        buffers = [torch.empty(link.capacity, dtype=torch.uint8, device=device) for _ in range(min(2, len(rounds)))]
     return Staging(Segment.create(ring_bytes(parties, 0, 0)), buffers, tuple(map(_share, buffers)))
+
+
+@contextmanager
+def _segments_of_their_own(device: torch.device) -> Iterator[None]:
+    """Allocate in new segments, each one plain allocation.
+
+    CUDA IPC shares whole segments, so a buffer that was cut from a cached segment would keep all of it in memory. And
+    memory in expandable segments is shared by file descriptors of the other process, which containers do not allow.
+    """
+    name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
+    settings = os.environ[name] if name else ""
+    fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
+    if fixed != settings:  # torch resets what the text leaves out, so all of it is given
+        torch.cuda.memory._set_allocator_settings(fixed)
+    try:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+            yield
+    finally:
+        if fixed != settings:
+            torch.cuda.memory._set_allocator_settings(settings)
 
 
 class CudaIpcSender(SharedMemorySender):

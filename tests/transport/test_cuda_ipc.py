@@ -1,0 +1,33 @@
+"""How staging memory is allocated that another process opens by CUDA IPC. The calls are recorded: no GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rlctl.transport.cuda_ipc import _segments_of_their_own
+
+
+@pytest.mark.parametrize("settings", ["max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64", None])
+def test_shared_memory_is_in_plain_segments_of_its_own(monkeypatch: pytest.MonkeyPatch, settings: str | None) -> None:
+    calls: list[object] = []
+
+    @contextlib.contextmanager
+    def pool(pool: object, device: torch.device) -> Iterator[None]:
+        calls.append("pool")
+        yield
+
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    if settings is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.setattr("torch.cuda.MemPool", object)
+    monkeypatch.setattr("torch.cuda.use_mem_pool", pool)
+    monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", calls.append)
+    with contextlib.suppress(MemoryError), _segments_of_their_own(torch.device("cuda")):
+        raise MemoryError
+    fixed = "max_split_size_mb:64,expandable_segments:False"
+    assert calls == ([fixed, "pool", settings] if settings and "expandable" in settings else ["pool"])
