@@ -208,3 +208,27 @@ def test_layers_that_a_cpu_engine_has_no_kernels_for_are_named_before_anything_i
     code, _, err = rlctl(capsys, "refit-test", "--model", str(tmp_path), "--gpu", "cpu", "--backend", "dtensor")
     assert code == 2, err
     assert f"{tmp_path} has {what}, for which this vLLM has kernels on GPUs alone" in err
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(["--preset", "laptop"], id="measured"),
+        pytest.param(["--preset", "laptop", "--max-length", "200", "--lora", "8", "--temperature", "0.5"], id="flags"),
+        pytest.param(["--preset", "1node", "--model", "Qwen/Qwen3-8B", "--gpu", "h100"], id="assumed"),
+        pytest.param(["--preset", "laptop", "--gpu", "h100", "--gpus-per-node", "1"], id="measured for a GPU"),
+    ],
+)
+def test_a_configuration_has_one_plan(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    code, out, err = rlctl(capsys, "plan", *asked, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["workload"]["measured"] == ("1node" not in asked)
+    code, out, err = rlctl(capsys, "train", "grpo", *asked, "--dry-run", "--json")
+    assert code == 0, err
+    dry = json.loads(out)["plan"]
+    assert {key: plan[key] for key in dry} == dry
+    code, out, _ = rlctl(capsys, "plan", *asked)
+    length = plan["workload"]["prompt_tokens"]
+    kind = "their mean" if plan["workload"]["measured"] else "assumed"
+    assert f"prompts of {length} tokens ({kind})" in " ".join(out.split())

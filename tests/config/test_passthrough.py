@@ -114,6 +114,7 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("vllm.enforce_eagr=true", "did you mean `vllm.enforce_eager`"),
         ("vllm.enforce_eager.x=1", "no keys of its own"),
         ("vllm.worker_extension_cls=a.B", "a refit reaches"),
+        ("vllm.weight_transfer_config={backend: nccl}", "rlctl's own movers"),
         ("vllm.log_level=loud", "CRITICAL | ERROR"),
         ("optimizer.exp_avg_dtype=int3", "float32 | bfloat16"),
         ("training.moe_router_dtype=fp32", "did you mean `megatron.moe_router_dtype`"),

@@ -542,6 +542,8 @@ def test_a_pinned_mover_is_in_the_plan_and_in_its_seconds() -> None:
         make_plan(facts, cluster, Workload(), {"refit.mover": "collective"})
     apart = make_plan(facts, cluster, Workload(), {"refit.mover": "collective", "generation.colocated": False})
     assert apart.mover == "collective"
+    refit = apart.memory["refit"].parts["refit communicators"]
+    assert refit == DEFAULTS.communicator_bytes * (1 if "KV" in apart.memory["refit"].parts else apart.generation.tp)
 
 
 def test_sleeping_engines_are_planned_with_graphs_and_their_copies_of_weights() -> None:

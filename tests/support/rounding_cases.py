@@ -18,7 +18,7 @@ from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.plan_execution import execute
 from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
-from rlctl.weights.transfer_plan import SingleWorld, receive_plan
+from rlctl.weights.transfer_plan import receive_plan
 from support.critic_cases import CLIP, CONFIG, make_critic, rewarded
 from support.parallel_cases import (
     Batch,
@@ -143,7 +143,7 @@ def sent(worker: Any, place: Path) -> dict[str, Tensor]:
     """What a refit would send of a policy of one process, under the names and in the dtypes of a model directory."""
     layout, held = open_hf_model(place).layout, worker.parameters()
     found = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in layout.params.items()}
-    for copy in receive_plan(worker.layouts(), SingleWorld(layout), 0).prove().copies:
+    for copy in receive_plan(worker.layouts(), layout).prove().copies:
         execute(copy, held[copy.source_param], found[copy.destination_param], rounding=worker.rounding)
     return found
 

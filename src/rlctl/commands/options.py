@@ -126,6 +126,13 @@ FLAGS = {
     "dry_run": Flag(bool, None, "Check and show plan, prompt and rewards; start nothing."),
     "explain": Flag(bool, None, "With --dry-run: every value, its rule, and the engines' arguments."),
 }
+TRAINING = (
+    "overrides preset model data prompt_field answer_field val_data reward algorithm teacher steps prompts "
+    "generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora seed "
+    "run_dir show_samples wandb tensorboard tokenizer chat_template backend goal nodes gpus_per_node gpu ray_address "
+    "config set_"
+)
+"""Flags that say what is trained, on what and how."""
 COMPLETIONS = {
     "preset": completion.presets,
     "model": completion.models,
@@ -212,6 +219,9 @@ def resolve_config(
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )
+    if length := given.get("max_length"):  # unsaid, completions take what a prompt of 256 tokens (or an eighth) leaves
+        new = max(1, length - min(256, length // 8))
+        resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")
     if resolved.config.data.name and resolved.config.data.name.startswith(GYM_PREFIX):
         for name in ("prompt_field", "answer_field"):
             if name in given:

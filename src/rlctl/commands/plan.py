@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.commands import options, output
-from rlctl.commands.output import command_app, error_json, examples, message, print_json
+from rlctl.commands.output import OwnProcess, command_app, error_json, examples, message, print_json
+from rlctl.data.chat import Process
 from rlctl.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
@@ -46,16 +47,10 @@ Run = Annotated[
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
-@options.taking(
-    "overrides model preset nodes gpus_per_node gpu max_length max_new_tokens mean_length prompts generations "
-    "algorithm teacher backend colocated async_ max_staleness goal config set_"
-)
+@options.taking(options.TRAINING)
 def plan(
     context: typer.Context,
-    overrides: list[str] | None,
     preset: str | None,
-    max_length: int | None,
-    max_new_tokens: int | None,
     config: list[str] | None,
     set_: list[str] | None,
     explain: Explain = False,
@@ -67,27 +62,25 @@ def plan(
     """Work out how a model trains on a machine: parallelism, memory, seconds, and the rule behind each value.
 
     Any value can be pinned with --set, and the rest is planned around it. The command needs no GPU, and no download for
-    the models of the catalog. It ends with exit code 4 if no plan fits.
+    the models of the catalog. It takes the flags of `rlctl train`, and its plan is the one that a run would have. It
+    ends with exit code 4 if no plan fits.
     """
     if run is not None:
-        flags = {"--preset": preset, "--config": config, "--set": set_, "--compare": compare, "--top": top}
-        others = {options.flag(name): value for name, value in context.params.items() if name in options.KEYS}
-        others |= {"KEY=VALUE": overrides or None, **flags, "--explain": explain or None}
-        refuse_with(f"--run {run} shows the plan that the run was made with", others)
+        given = [name for name, value in context.params.items() if value and name not in ("run", "json_")]
+        refuse_with(f"--run {run} shows the plan that the run was made with", given)
         show_run(run, json_)
         return
+    Process.reads_tokenizers_alone = OwnProcess.is_one
 
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
         pins, paths = [*(set_ or []), *extra], [*(config or []), *(files or [])]
         given: dict[str, Any] = {"preset": over or preset, "config": paths, "set_": pins}
-        require_room(max_length, max_new_tokens)
-        resolved = options.resolve_config(**context.params | given)
-        return resolved if max_length is None else resolved.with_values(completions_of(max_length), "with --max-length")
+        return options.resolve_config(**context.params | given)
 
     if compare is not None:
         from rlctl.apps.prepare import shown_plan
 
-        refuse_with("--compare shows two plans and no alternatives", {"--top": top})
+        refuse_with("--compare shows two plans and no alternatives", ["top"] if top else [])
         once = functools.cache(message)  # what is true of both plans
         plans = [shown_plan(resolved_with(*side(text)), ALTERNATIVES, once) for text in compare]
         show_comparison(plans, compare, explain, json_)
@@ -95,27 +88,11 @@ def plan(
     show_plan(resolved_with([]), explain, top or ALTERNATIVES, json_)
 
 
-def refuse_with(reason: str, flags: dict[str, object]) -> None:
-    """Raises InputError naming the first of `flags` that was given (is not None)."""
-    for flag in (flag for flag, value in flags.items() if value is not None):
+def refuse_with(reason: str, given: list[str]) -> None:
+    """Raises InputError naming the flag of the first of the parameters, if there is one."""
+    for name in given:
+        flag = "KEY=VALUE" if name == "overrides" else options.flag(name) if name in options.FLAGS else f"--{name}"
         raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
-
-
-def require_room(max_length: int | None, max_new_tokens: int | None) -> None:
-    """Raise InputError where --max-length leaves no room for a prompt."""
-    if max_length is not None and max_length < 2:
-        raise InputError(f"--max-length {max_length} leaves no room for a prompt and a completion.", "Raise it.")
-    if max_length is not None and max_new_tokens is not None and max_new_tokens >= max_length:
-        raise InputError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in --max-length {max_length}.",
-            "Give a longer --max-length.",
-        )
-
-
-def completions_of(max_length: int) -> dict[str, int]:
-    """With `--max-length`, where nothing else sets it, completions take what a prompt of 256 tokens (or an eighth)
-    leaves of it."""
-    return {"generation.max_new_tokens": max(1, max_length - min(256, max_length // 8))}
 
 
 def side(text: str) -> tuple[list[str], str | None, list[str]]:

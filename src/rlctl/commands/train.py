@@ -62,12 +62,7 @@ def train(context: typer.Context) -> None:
         "rlctl train grpo --resume --run-dir runs/my-run",
     ),
 )
-@options.taking(
-    "overrides preset model data prompt_field answer_field val_data reward algorithm teacher steps prompts "
-    "generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora seed "
-    "run_dir show_samples wandb tensorboard tokenizer chat_template backend nodes gpus_per_node gpu ray_address "
-    "config set_ dry_run explain"
-)
+@options.taking(f"{options.TRAINING} dry_run explain")
 def grpo(
     context: typer.Context,
     dry_run: bool,
@@ -107,10 +102,9 @@ def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion
     """Return what a run would start with, or with `resume` what it would go on with."""
     from rlctl.apps.dry_run import dry_train
     from rlctl.apps.train import dry_resume
-    from rlctl.data.chat import tokenizers_alone
+    from rlctl.data.chat import Process
 
-    if OwnProcess.is_one:
-        tokenizers_alone()
+    Process.reads_tokenizers_alone = OwnProcess.is_one
     if resume:
         return dry_resume(resolved, message, allow_changes=allow_changes, completion=completion)
     return dry_train(resolved, completion)

@@ -159,6 +159,7 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "vllm.enable_expert_parallel": "set generation.ep",
     "vllm.enable_sleep_mode": "set generation.colocated",
     "vllm.worker_extension_cls": "a refit reaches the engine's weights through it",
+    "vllm.weight_transfer_config": "weights come by rlctl's own movers (refit.mover)",
 }
 """Fields that rlctl sets itself, each with its source or the reason."""
 

@@ -189,6 +189,8 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     Raises InputError where there is none that transformers can load.
     """
     # transformers takes seconds to import, and only runs need it
+    if Process.reads_tokenizers_alone and "torch" not in sys.modules:
+        _import_without_torch()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
@@ -214,11 +216,15 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
         ) from error
 
 
-def tokenizers_alone() -> None:
-    """Import transformers as on a machine without torch, whose import takes seconds. For a process that reads
-    tokenizers and then ends: it loads no model of transformers afterwards."""
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        return
+class Process:
+    """What this process does with transformers."""
+
+    reads_tokenizers_alone = False
+    """It ends afterwards and loads no model, so that transformers is imported as on a machine without torch, whose
+    import takes seconds."""
+
+
+def _import_without_torch() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that it found no torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] - so imports find none
     try:

@@ -25,6 +25,8 @@ from rlctl.planner.result import Plan
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
 """Prompt length that the planner assumes where the data is not read."""
+SHORTEST_ROOM = 256
+"""Prompt tokens that are always provided for, however short the prompts looked at are."""
 
 
 def local_gpus() -> list[str]:
@@ -99,16 +101,23 @@ def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     )
 
 
+def room_for(facts: ModelFacts, longest_prompt: int, max_new_tokens: int) -> int:
+    """Return `model.max_length` where nobody sets it: it leaves room for prompts twice as long as those seen."""
+    return min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + max_new_tokens)
+
+
 def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
-    """The workload of a step; `prompt_tokens` is the mean where the data is known."""
+    """The workload of a step; `prompt_tokens` is the mean of the data's prompts, None where they are not known."""
     new = config.generation.max_new_tokens
     length = config.model.max_length
     prompt = prompt_tokens or PROMPT_TOKENS
     if prompt_tokens is None and length:  # what completions leave, or a quarter where these may fill it all
         prompt = min(PROMPT_TOKENS, length - new if length - new >= 16 else max(1, length // 4))
-    length = length or min(facts.max_length, prompt + new)
+    length = length or room_for(facts, prompt, new)
     packs = not facts.unpacked
     return Workload(
+        algorithm=config.run.algorithm,
+        measured=prompt_tokens is not None,
         prompts=config.batch.prompts,
         generations=config.batch.generations,
         max_length=length,

@@ -45,7 +45,7 @@ class ChannelEnd:
     packer: Packer
     sender: Sender
     changes: ChangePacker | None
-    """What was sent last, where only changed elements may be sent."""
+    """The values that were sent last, where only changed elements may be sent."""
 
 
 @dataclass

@@ -327,8 +327,8 @@ def _time() -> str:
 
 
 def _columns(declared: Sequence[Metric], width: int | None, without: Sequence[str]) -> tuple[list[Column], bool]:
-    """Return the columns of a step line, and whether the seconds of its phases find room behind them. Of columns that
-    do not fit `width`, the less important ones are left out."""
+    """Return the columns of a step line, and whether the seconds of its phases find room behind them. Less
+    important columns are left out where not all fit `width`."""
     shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
     columns = [column for column in (*COLUMNS, *shown, *LAST_COLUMNS) if column.name not in without]
     room = math.inf if width is None else width

@@ -1,7 +1,7 @@
 """Transfer plans: the intersection of a source's layouts with one destination's layout, and its proof.
 
-Which of several source ranks sends is a function of the copy and of the distances alone, so that every rank finds the
-same. In a refit each policy rank makes the `receive_plan` of every channel and sends what comes `from_rank` itself;
+The choice among several source ranks is a function of the copy and of the distances alone, so that every rank makes the
+same one. In a refit each policy rank makes the `receive_plan` of every channel and sends what comes `from_rank` itself;
 engines plan nothing.
 """
 

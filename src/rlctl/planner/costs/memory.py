@@ -221,12 +221,19 @@ def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> 
     return PhaseMemory(states | {"runtime": runtime_bytes(request, choice), "engine asleep": asleep})
 
 
-def split_refit_memory(request: Request, choice: TrainingChoice, generation: PhaseMemory) -> PhaseMemory:
-    """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there."""
-    facts, staging = request.facts, {"staging": request.constants.staging_bytes}
+def split_refit_memory(request: Request, choice: TrainingChoice, generation: PhaseMemory, workers: int) -> PhaseMemory:
+    """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there.
+
+    `workers` of each engine: there is a communicator for each, of which a policy rank may have all and a worker has its
+    own.
+    """
+    facts, constants = request.facts, request.constants
+    each = 0.0 if request.cluster.is_cpu else constants.communicator_bytes
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
-    policy = PhaseMemory(fullest | staging | {"runtime": runtime_bytes(request, choice)})
-    return max(policy, PhaseMemory(generation.parts | staging), key=lambda memory: memory.total)
+    runtime, staging = {"runtime": runtime_bytes(request, choice)}, {"staging": constants.staging_bytes}
+    policy = PhaseMemory(fullest | staging | runtime | {"refit communicators": workers * each})
+    engine = PhaseMemory(generation.parts | staging | {"refit communicators": each})
+    return max(policy, engine, key=lambda memory: memory.total)
 
 
 def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float) -> PhaseMemory:

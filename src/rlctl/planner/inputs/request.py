@@ -1,4 +1,4 @@
-"""What a plan is asked for: model, machine, work, pinned values and the constants that costs are computed with."""
+"""The request for a plan: model, machine, work, pinned values and the constants that costs are computed with."""
 
 from __future__ import annotations
 

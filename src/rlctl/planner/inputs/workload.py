@@ -25,6 +25,7 @@ class Workload:
     mean_new_tokens: float | None = None
     """None: 40% of the most."""
     prompt_tokens: int = 150
+    """Mean length of a prompt."""
     optimizer_steps: int = 1
     old_logprobs: bool = True
     """Log-probs of the old policy are recomputed by the trainer."""
@@ -46,6 +47,9 @@ class Workload:
     """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     """Rollouts that are being sampled when new weights come are waited for, kept or cut off."""
+    algorithm: str = ""
+    measured: bool = False
+    """Whether `prompt_tokens` is the mean of the data's own prompts."""
 
     @property
     def overlaps(self) -> bool:

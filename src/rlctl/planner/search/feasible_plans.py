@@ -271,7 +271,7 @@ def _memory(
     if colocated:
         phases["refit"] = mem.refit_memory(request, training.choice, weight_bytes(request.facts, generation))
     else:
-        phases["refit"] = mem.split_refit_memory(request, training.choice, engine)
+        phases["refit"] = mem.split_refit_memory(request, training.choice, engine, generation.tp * generation.pp)
     return phases | {"generation": engine}
 
 

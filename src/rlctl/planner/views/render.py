@@ -12,6 +12,7 @@ from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
 
@@ -22,6 +23,10 @@ ENGINE_ROWS = (
 )  # fmt: skip
 
 
+WORK = (
+    "algorithm", "prompts", "generations", "prompt_tokens", "measured", "mean_new_tokens", "max_new_tokens",
+    "max_length",
+)  # fmt: skip
 WIDTH, LEAST_WIDTH = 100, 76
 """Columns that a plan takes at most, and at least, as its tables do."""
 
@@ -58,6 +63,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "memory_gib": round(plan.cluster.device.memory / GIB, 1),
             "rates": plan.cluster.origin,
         },
+        "workload": {key: getattr(plan.workload, key) for key in WORK},
         "training": training,
         "generation": generation,
         "teacher": teacher,
@@ -77,8 +83,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 NULL = (
-    "cluster", "training", "generation", "teacher", "colocated", "mover", "host_memory_gib", "waits", "beside",
-    "tokens_per_s_per_gpu", "mfu",
+    "cluster", "workload", "training", "generation", "teacher", "colocated", "mover", "host_memory_gib", "waits",
+    "beside", "tokens_per_s_per_gpu", "mfu",
 )  # fmt: skip
 """Keys of `plan_json` that are null where nothing fits."""
 
@@ -102,6 +108,7 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     training, teacher, generation, cluster = plan.training, plan.teacher, plan.generation, plan.cluster
     active = f", {count(plan.facts).active / 1e9:.1f}B active" if plan.facts.moe is not None else ""
     lines = [f"{model} ({_size(plan.facts)}{active}) on {cluster.describe()}", ""]
+    lines += wrapped(_work(plan.workload), "  workload    ", INDENT)
     if training is not None:
         number, rows = plan.workload.optimizer_steps, plan.micro_batches
         steps = "one optimizer step" if number == 1 else f"each of {number:,} optimizer steps"
@@ -135,6 +142,19 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         for other in others or ["there is no other layout for these devices"]:
             lines += wrapped(other, "    ", "      ")
     return "\n".join(lines)
+
+
+def _work(work: Workload) -> str:
+    """What the plan is for: how many rollouts of which lengths."""
+    each = f"{work.generations:,} {'rollouts' if work.trains else 'completions'} each"
+    step = " a step" if work.trains else ""
+    algorithm = f"{work.algorithm}, " * bool(work.algorithm and work.trains)
+    mean = f"{work.prompt_tokens:,} tokens ({'their mean' if work.measured else 'assumed'})"
+    new = f"{work.mean_new_tokens or 0.4 * work.new_tokens_limit:,.0f} (assumed) and at most {work.new_tokens_limit:,}"
+    return (
+        f"{algorithm}{work.prompts:,} prompts{step}, {each}; prompts of {mean}, completions of {new}; "
+        f"together at most {work.max_length:,}"
+    )
 
 
 def _size(facts: ModelFacts) -> str:
