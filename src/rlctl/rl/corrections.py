@@ -27,18 +27,7 @@ class Correction:
 
 
 def correction(batch: TokenBatch, options: LossConfig) -> Correction:
-    """Return importance weights with both masks applied."""
-    found = importance_weights(old_logprobs(batch), batch, options)
-    kept_R = torch.ones_like(batch.counted_R)
-    if options.sequence_mask is not None:
-        kept_R = kept_R & in_sequence_bounds(old_logprobs(batch), batch, options.sequence_mask)
-    if options.off_policy_mask is not None:
-        kept_R = kept_R & on_policy(batch, options.off_policy_mask)
-    return Correction(torch.where(kept_R, found.weights_R, 0.0), found.limited_R | ~kept_R)
-
-
-def importance_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: LossConfig) -> Correction:
-    """Return w of each token, or with `importance_level=sequence` the product of w over its rollout, bounded.
+    """Return w of each token, or with `importance_level=sequence` the product over its rollout, bounded and masked.
 
     - `off`: 1. With `ratio` too: the surrogate's own ratio is to mu then (`PolicyGradient.ratio_to_anchor`).
     - `untruncated`: w.
@@ -46,19 +35,30 @@ def importance_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options:
       Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
     - `masked`: w inside [floor, cap], else 0, so that a token the two disagree on does not count at all (IcePop, in
       "Every step evolves", arXiv 2510.18855, with 0.5 and 5).
+    - `sequence_mask`: 0 where the geometric mean of w over the rollout is out of bounds (Liu, Li et al., "When speed
+      kills stability: demystifying RL collapse from the training-inference mismatch", 2025). Unlike the product, the
+      mean does not grow with the length of a rollout.
+    - `off_policy_mask`: 0 where the advantage is negative and the rollout's mean of log(mu / pi) is above the limit,
+      with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556).
     """
-    weights_R = unbounded_weights(old_logprobs_R, batch, options)
-    cap = options.importance_cap
+    weights_R, cap = unbounded_weights(old_logprobs(batch), batch, options), options.importance_cap
+    limited_R = torch.zeros_like(batch.counted_R)
     match options.importance_correction:
         case "off" | "ratio":
-            return Correction(torch.ones_like(weights_R), torch.zeros_like(batch.counted_R))
-        case "untruncated":
-            return Correction(weights_R, torch.zeros_like(batch.counted_R))
+            weights_R = torch.ones_like(weights_R)
         case "truncated":
-            return Correction(weights_R.clamp(max=cap), weights_R >= cap)
+            weights_R, limited_R = weights_R.clamp(max=cap), weights_R >= cap
         case "masked":
-            outside_R = (weights_R < (options.importance_floor or 1 / cap)) | (weights_R > cap)
-            return Correction(torch.where(outside_R, 0.0, weights_R), outside_R)
+            limited_R = (weights_R < (options.importance_floor or 1 / cap)) | (weights_R > cap)
+            weights_R = torch.where(limited_R, 0.0, weights_R)
+    kept_R = torch.ones_like(batch.counted_R)
+    if bounds := options.sequence_mask:
+        mean_N = rollout_means(_log_ratio(old_logprobs(batch), batch.rollout_logprobs_R), batch.rollout_R).exp()
+        kept_R = kept_R & ((mean_N >= bounds[0]) & (mean_N <= bounds[1]))[batch.rollout_R]
+    if (limit := options.off_policy_mask) is not None:
+        mean_N = rollout_means(_log_ratio(batch.rollout_logprobs_R, batch.logprobs_R), batch.rollout_R)
+        kept_R = kept_R & ((batch.advantages_R >= 0) | (mean_N <= limit)[batch.rollout_R])
+    return Correction(torch.where(kept_R, weights_R, 0.0), limited_R | ~kept_R)
 
 
 def unbounded_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: LossConfig) -> torch.Tensor:
@@ -67,23 +67,6 @@ def unbounded_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: 
     if options.importance_level == "sequence":
         log_ratio_R = rollout_sums(log_ratio_R, batch.rollout_R)[batch.rollout_R]
     return log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def in_sequence_bounds(old_logprobs_R: torch.Tensor, batch: TokenBatch, bounds: tuple[float, float]) -> torch.Tensor:
-    """Return whether the geometric mean of w over a token's rollout is in bounds, bool [R].
-
-    Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025);
-    the mean, unlike the product, does not grow with the length of a rollout.
-    """
-    mean_N = rollout_means(_log_ratio(old_logprobs_R, batch.rollout_logprobs_R), batch.rollout_R).exp()
-    return ((mean_N >= bounds[0]) & (mean_N <= bounds[1]))[batch.rollout_R]
-
-
-def on_policy(batch: TokenBatch, limit: float) -> torch.Tensor:
-    """Return False for the tokens of a rollout with a negative advantage whose mean of log(mu / pi) is above `limit`,
-    bool [R], with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556)."""
-    mean_N = rollout_means(_log_ratio(batch.rollout_logprobs_R, batch.logprobs_R), batch.rollout_R)
-    return (batch.advantages_R >= 0) | (mean_N <= limit)[batch.rollout_R]
 
 
 def _log_ratio(above_R: torch.Tensor, below_R: torch.Tensor) -> torch.Tensor:

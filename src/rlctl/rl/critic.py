@@ -70,28 +70,21 @@ class TokenAdvantages:
 
     def __call__(self, batch: ValueBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the return and the advantage of each token of a micro-batch [R]."""
-        from rlctl.rl.losses import generalized_advantages
-
-        options, values_R = self.config.critic, batch.values_R
-        rewards_R = self._token_rewards(batch)
-        advantages_R = generalized_advantages(rewards_R, values_R, batch.rollout_R, options.gamma, options.gae_lambda)
-        return advantages_R + values_R, advantages_R
-
-    def _token_rewards(self, batch: ValueBatch) -> torch.Tensor:
         import torch
 
-        from rlctl.rl.losses import kl_penalty
+        from rlctl.rl.losses import generalized_advantages, kl_penalty
 
+        critic, o, values_R = self.config.critic, self.config.loss, batch.values_R
         last_R = torch.ones_like(batch.counted_R)
         last_R[:-1] = batch.rollout_R[1:] != batch.rollout_R[:-1]
         rewards_R = torch.where(last_R, batch.rewards_R, 0.0)
-        o = self.config.loss
-        if not self.config.penalty_in_reward:
-            return rewards_R
-        assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
-        assert batch.reference_logprobs_R is not None
-        penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
-        return rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)
+        if self.config.penalty_in_reward:
+            assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
+            assert batch.reference_logprobs_R is not None
+            penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
+            rewards_R = rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)
+        advantages_R = generalized_advantages(rewards_R, values_R, batch.rollout_R, critic.gamma, critic.gae_lambda)
+        return advantages_R + values_R, advantages_R
 
 
 @dataclass(frozen=True)

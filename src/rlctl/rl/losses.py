@@ -66,11 +66,6 @@ def is_clipped(
     return clipped_R
 
 
-def policy_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor) -> torch.Tensor:
-    """Return pi / pi_old of each token [R], with gradient; the log-ratio is clamped to +-`LOG_RATIO_LIMIT`."""
-    return (logprobs_R - old_logprobs_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
 def rollout_sums(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
     """Return the sum over the response tokens of each rollout of a micro-batch [N], which holds them all."""
     rollouts = int(rollout_R.max()) + 1 if len(rollout_R) else 0
@@ -126,28 +121,6 @@ def value_loss(
     return 0.5 * errors_R
 
 
-def sequence_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
-    """Return sg[s] * pi / sg[pi] of each token [R], with s = (pi(y) / pi_old(y)) ** (1 / |y|) of its rollout.
-
-    Its value is the ratio of the sequences, normalised by length, and the gradient of its sum over a rollout is |y|
-    times that of s: GSPO-token (arXiv 2507.18071, equation 14), which with one advantage a rollout is GSPO.
-    """
-    log_ratio_R = (logprobs_R - old_logprobs_R).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    sequence_R = rollout_means(log_ratio_R, rollout_R).exp()[rollout_R]
-    return sequence_R * (logprobs_R - logprobs_R.detach()).exp()
-
-
-def soft_gate(
-    ratio_R: torch.Tensor, advantages_R: torch.Tensor, temperature_positive: float, temperature_negative: float
-) -> torch.Tensor:
-    """Return 4 / t * sigmoid(t (r - 1)) of each token [R], t by the sign of its advantage (SAPO, arXiv 2511.20347).
-
-    Near r = 1 it has the gradient of r, which fades on both sides."""
-    temperature_R = torch.full_like(advantages_R, temperature_negative)
-    temperature_R[advantages_R > 0] = temperature_positive
-    return torch.sigmoid(temperature_R * (ratio_R - 1)) * 4 / temperature_R
-
-
 def binary_divergence(
     logprobs_R: torch.Tensor, rollout_logprobs_R: torch.Tensor, divergence: Literal["tv", "kl"]
 ) -> torch.Tensor:
@@ -189,7 +162,15 @@ def kl_penalty(
     `logprobs_R` are the current policy's (q), with gradient; `reference_logprobs_R` the reference's (p), without. A
     token whose penalty is beyond +-`cap` has the cap and no gradient.
     """
-    penalty_R = _uncapped_penalty(logprobs_R, reference_logprobs_R, estimator)
+    log_ratio_R = reference_logprobs_R.detach() - logprobs_R
+    match estimator:
+        case "k1":
+            value_R = -log_ratio_R.detach()
+            penalty_R = value_R + value_R * (logprobs_R - logprobs_R.detach())
+        case "k2":
+            penalty_R = 0.5 * log_ratio_R.square()
+        case "k3":
+            penalty_R = k3(log_ratio_R)
     return penalty_R if cap is None else penalty_R.clamp(-cap, cap)
 
 
@@ -212,21 +193,6 @@ def score_term(
     return factor_R * (logprobs_R - logprobs_R.detach())
 
 
-def _uncapped_penalty(
-    logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator
-) -> torch.Tensor:
-    log_ratio_R = reference_logprobs_R.detach() - logprobs_R
-    match estimator:
-        case "k1":
-            value_R = -log_ratio_R.detach()
-            return value_R + value_R * (logprobs_R - logprobs_R.detach())
-        case "k2":
-            return 0.5 * log_ratio_R.square()
-        case "k3":
-            return k3(log_ratio_R)
-    raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
-
-
 def top_divergence(
     teacher_RK: torch.Tensor, policy_RK: torch.Tensor, forward_share: float, *, tail: bool
 ) -> torch.Tensor:
@@ -237,22 +203,18 @@ def top_divergence(
     distillation of arXiv 2306.13649 with both divergences mixed. `tail`: all other tokens together are one further
     event; else both distributions are made to add up to 1 over the K tokens.
     """
-    made = _with_tail if tail else _renormalised
-    log_t_RK, log_p_RK = made(teacher_RK), made(policy_RK)
+
+    def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
+        if not tail:
+            return torch.log_softmax(logprobs_RK, -1)
+        # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
+        rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+        return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
+
+    log_t_RK, log_p_RK = completed(teacher_RK), completed(policy_RK)
     loss_R = torch.zeros_like(log_t_RK[:, 0])
     if forward_share:
         loss_R = loss_R + forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
     if forward_share < 1:
         loss_R = loss_R + (1 - forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
     return loss_R
-
-
-def _renormalised(logprobs_RK: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logprobs_RK, -1)
-
-
-def _with_tail(logprobs_RK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs and that of all other tokens; where rounding leaves these nothing, the least that the
-    precision can tell from it."""
-    rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
-    return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 TEACHER_KL = Metric("teacher_kl", "mean", curve="KL(policy || teacher)", column="teach", form=".3f")
 """The mean of log pi - log teacher over the sampled tokens, which is unbiased for that divergence of the next token."""
-TOP_KL = Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f")
-TOP_MASS = Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f")
+OF_TOP = (
+    Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f"),
+    Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f"),
+)
 
 
 class Distillation(Grpo):
@@ -43,7 +45,7 @@ class Distillation(Grpo):
 
     def __init__(self, config: RlctlConfig) -> None:
         super().__init__(config)
-        self.metrics = (TEACHER_KL, *((TOP_KL, TOP_MASS) if self.teacher_top else ()), *self.metrics)
+        self.metrics = (TEACHER_KL, *(OF_TOP if self.teacher_top else ()), *self.metrics)
 
     @property
     def teacher_top(self) -> int:
