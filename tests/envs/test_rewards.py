@@ -184,21 +184,6 @@ def test_a_row_that_no_reward_applies_to_is_named(tmp_path: Path) -> None:
         weighted_sum(terms, {"a.py:f": None, "b.py:f": None}, row)
 
 
-def test_a_function_of_many_sees_the_whole_step_again_after_the_process_died(tmp_path: Path) -> None:
-    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
-    name = user_file(tmp_path, "def score(completions, **_):\n    return [len(completions)] * len(completions)\n")
-    plan = prepare_rewards(reward(name), source)
-    process = scoring_process.ScoringProcess(plan)
-    try:
-        process.start()
-        work = [scoring_process.Work(0, text, source[0]) for text in "abcd"]
-        assert process._connection is not None
-        process._connection.send(scoring_process.Batch(work, 2))
-        assert [process._connection.recv().value for _ in range(2)] == [4, 4]
-    finally:
-        process.close()
-
-
 def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
     sums = jsonl(tmp_path, {"prompt": "1 + 1", "answer": "2"})
     (tmp_path / "words").mkdir()

@@ -60,10 +60,7 @@ class PromptEncoder:
     def build(
         cls, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig, model_directory: Path | str
     ) -> PromptEncoder:
-        """Return the encoder of a run; tries it on one message, so that a broken template is refused here.
-
-        Raises InputError for a template that is missing or does not render.
-        """
+        """Return the encoder of a run. Raises InputError for a template that is missing or does not render."""
         template = read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
         if isinstance(template, dict):  # some tokenizers name several
             template = template.get("default") or next(iter(template.values()))
@@ -98,8 +95,7 @@ class PromptEncoder:
         return tokens
 
     def _messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages, the last one by the template and with the suffix, and the system prompt where the
-        row has none."""
+        """Return the row's messages, with the system prompt, and the last one as template and suffix make it."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
         text = last["content"]
@@ -184,10 +180,7 @@ def template_digest(template: str) -> str:
 
 
 def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model.tokenizer` (a directory or a hub name), or else of the model's directory.
-
-    Raises InputError where there is none that transformers can load.
-    """
+    """Return the tokenizer of `model.tokenizer`, or else of the model's directory; InputError where there is none."""
     # transformers takes seconds to import, and only runs need it
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
 from rlctl.config.yaml_values import parse_value
-from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, instructions
+from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource, instructions
 from rlctl.errors import InputError, MachineError, suggest
 
 if TYPE_CHECKING:
@@ -24,34 +24,9 @@ DEFAULT_SIZE = 10_000
 MOST_QUESTIONS = 10_000_000
 
 
-class GymPrompts:
-    """The questions of one task. Row i is a function of (task, parameters, seed, i)."""
-
-    def __init__(self, label: str, task: GymTask, instructions: str = "") -> None:
-        self.label, self.task, self.instructions = label, task, instructions
-        self._dataset = build_task(task)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        where = f"{self.label}, question {index}"
-        entry = self._dataset[index]
-        return PromptRow(index, where, entry["question"], entry["answer"], {"metadata": entry["metadata"]})
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {
-            "source": f"{GYM_PREFIX}{self.task.name}",
-            "params": self.task.params,
-            "rows": len(self),
-            "reasoning_gym": importlib.metadata.version("reasoning_gym"),
-        }
-
-
-def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
-    """Return the source that `reasoning-gym:<task>[:key=value,...]` names.
+def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
+    """Return the source that `reasoning-gym:<task>[:key=value,...]` names. Its row i follows from task,
+    parameters, seed and i.
 
     Parameters after the second colon override `data.params`. Raises InputError for a task or parameter that
     reasoning-gym does not have, or a value that the task refuses.
@@ -72,7 +47,15 @@ def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
             )
     defaults = {"seed": seed, "size": DEFAULT_SIZE if data.size is None else data.size}
     task = GymTask(task_name, {**defaults, **params})
-    return GymPrompts(name, task, instructions(data))
+    dataset = build_task(task)
+
+    def row(index: int) -> PromptRow:
+        entry, where = dataset[index], f"{name}, question {index}"
+        return PromptRow(index, where, entry["question"], entry["answer"], {"metadata": entry["metadata"]})
+
+    version = importlib.metadata.version("reasoning_gym")
+    identity = {"source": f"{GYM_PREFIX}{task.name}", "params": task.params, "reasoning_gym": version}
+    return PromptSource(name, len(dataset), row, identity, instructions(data), task)
 
 
 def build_task(task: GymTask) -> ProceduralDataset:

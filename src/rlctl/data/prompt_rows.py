@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -67,32 +67,34 @@ class GymTask:
     params: dict[str, Any]
 
 
-@runtime_checkable
-class PromptSource(Protocol):
+@dataclass(frozen=True)
+class PromptSource:
     """A finite, indexable source of prompts."""
 
-    @property
-    def label(self) -> str:
-        """The name that the user gave it."""
-        ...
+    label: str
+    """The name that the user gave it."""
+    size: int
+    row_at: Callable[[int], PromptRow]
+    identity: Mapping[str, Any]
+    """What tells its contents from others, without the number of its rows."""
+    instructions: str = ""
+    """Text that the system prompt and the suffix add to every prompt."""
+    task: GymTask | None = None
+    """The task, where it brings its own scorer."""
+    checked: int = 1
+    """Its first rows that are looked at before a run: all where they are in memory."""
 
-    @property
-    def task(self) -> GymTask | None:
-        """The task, where it brings its own scorer."""
-        ...
+    def __len__(self) -> int:
+        return self.size
 
-    @property
-    def instructions(self) -> str:
-        """Text that the system prompt and the suffix add to every prompt."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> PromptRow: ...
+    def __getitem__(self, index: int) -> PromptRow:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return self.row_at(index)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the manifest keeps, to tell on resume whether the data is still the same."""
-        ...
+        return {"rows": self.size, **self.identity}
 
 
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
@@ -121,8 +123,7 @@ def prompt_field_in(present: Collection[str], named: str) -> str:
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
     """Raise InputError unless the fields of prompt, answer and template are among `present`.
 
-    The answer field may be absent only under its default name, for a reward function may need none, and the prompt
-    field where a template makes the prompt of other fields.
+    An answer is needed under a name that the user gave, and a prompt unless a template makes it of other fields.
     """
     names, template = list(present), template_of(data)
     if template is None or PROMPT in template.names:
@@ -202,8 +203,7 @@ def instructions(data: DataConfig) -> str:
 
 
 def difficulties(source: PromptSource, data: DataConfig) -> np.ndarray:
-    """Return how difficult each row is by `data.difficulty_field`, float64 [rows]. Raises InputError for a row without
-    a number there."""
+    """Return how difficult each row is, float64 [rows]. Raises InputError for a row without a number."""
     path = data.difficulty_field
     if path is None:
         raise InputError(

@@ -60,29 +60,16 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     return open_jsonl(path, data) if kind == "jsonl" else open_parquet(path, data)
 
 
-class FilePrompts:
-    """Rows of one file, all in memory; checked row by row when it is opened."""
-
-    task = None
-
-    def __init__(self, path: Path, rows: list[PromptRow], data: DataConfig) -> None:
-        if not rows:
-            raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
-        self.label, self.instructions, self._rows = str(path), instructions(data), rows
-        with path.open("rb") as file:
-            self._sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        return self._rows[index]
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"rows": len(self), "sha256": self._sha256}
+def of_file(path: Path, rows: list[PromptRow], data: DataConfig) -> PromptSource:
+    """Return the rows of one file, all in memory; they were checked as they were read."""
+    if not rows:
+        raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
+    with path.open("rb") as file:
+        identity = {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return PromptSource(str(path), len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
 
 
-def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
+def open_jsonl(path: Path, data: DataConfig) -> PromptSource:
     """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
     with path.open("rb") as file:
         filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
@@ -90,7 +77,7 @@ def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
             row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
         ]
-    return FilePrompts(path, rows, data)
+    return of_file(path, rows, data)
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -116,7 +103,7 @@ def columns_of(path: Path) -> list[str]:
     return pyarrow.parquet.read_schema(path).names
 
 
-def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
+def open_parquet(path: Path, data: DataConfig) -> PromptSource:
     """Return one row for every row of the table (the first `data.size`)."""
     try:
         import pyarrow
@@ -132,54 +119,35 @@ def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
             ]
     except pyarrow.ArrowException as error:
         raise InputError(f"{path} is not a parquet file that can be read: {error}") from error
-    return FilePrompts(path, rows, data)
+    return of_file(path, rows, data)
 
 
-class HubPrompts:
-    """Rows of one split, memory-mapped by `datasets`."""
+def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
+    """Return the rows of one split, memory-mapped by `datasets`."""
+    if len(dataset) == 0:
+        raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
+    require_fields(dataset.column_names, data, f"Dataset {label}")
+    for column, feature in dataset.features.items():
+        if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
+            raise InputError(
+                f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
+                "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
+            )
 
-    task = None
+    def row(index: int) -> PromptRow:
+        return row_from_record(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
 
-    def __init__(self, label: str, dataset: Dataset, data: DataConfig) -> None:
-        if len(dataset) == 0:
-            raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
-        require_fields(dataset.column_names, data, f"Dataset {label}")
-        for column, feature in dataset.features.items():
-            if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
-                raise InputError(
-                    f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
-                    "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
-                )
-        self.label, self.instructions = label, instructions(data)
-        self._dataset, self._data = dataset, data
-        self._rows = len(dataset) if data.size is None else min(len(dataset), data.size)
-        for index in range(min(self._rows, CHECKED_ROWS)):
-            self[index]
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: int) -> PromptRow:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        where = f"dataset {self.label} ({self._data.split}), row {index}"
-        return row_from_record(self._dataset[index], index, where, self._data)
-
-    def fingerprint(self) -> dict[str, Any]:
-        # `datasets` hashes the files of the dataset and every operation on it into this.
-        return {
-            "source": self.label,
-            "split": self._data.split,
-            "rows": len(self),
-            "fingerprint": self._dataset._fingerprint,
-        }
+    # `datasets` hashes the files of the dataset and every operation on it into this.
+    identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}
+    size = len(dataset) if data.size is None else min(len(dataset), data.size)
+    source = PromptSource(label, size, row, identity, instructions(data), checked=min(size, CHECKED_ROWS))
+    for index in range(source.checked):
+        row(index)
+    return source
 
 
-def open_hub(name: str, data: DataConfig) -> HubPrompts:
-    """Return the split `data.split` of a dataset `name`, or of its configuration c as `name:c`.
-
-    Looks in the local cache and then on the hub. Raises InputError when it is in neither, or the hub cannot be reached.
-    """
+def open_hub(name: str, data: DataConfig) -> PromptSource:
+    """Return the split `data.split` of a dataset `name` or `name:configuration`; InputError where it cannot be had."""
     try:
         import datasets
         import datasets.exceptions
@@ -189,7 +157,7 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
         ) from error
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
-        return HubPrompts(name, _from_disk(path, data), data)
+        return of_dataset(name, _from_disk(path, data), data)
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -199,7 +167,7 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
-    return HubPrompts(name, loaded, data)
+    return of_dataset(name, loaded, data)
 
 
 def _from_disk(path: str, data: DataConfig) -> Dataset:

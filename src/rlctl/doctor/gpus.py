@@ -131,8 +131,7 @@ def check_flashinfer(
     which: Callable[[str], str | None] = shutil.which,
     environment: Mapping[str, str] | None = None,
 ) -> Check:
-    """Check that FlashInfer's kernels are there or can be compiled, for want of which vLLM leaves it out without a word
-    (`has_flashinfer` of vllm/utils/flashinfer.py)."""
+    """Check that FlashInfer's kernels are there or can be compiled; otherwise vLLM leaves it out without a word."""
     environment, wanted = os.environ if environment is None else environment, versions.get("flashinfer-python")
     if wanted is None:
         return Check("flashinfer", "ok", "FlashInfer is not installed: vLLM takes other kernels")
@@ -193,8 +192,7 @@ def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] 
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: Path | None = None) -> Check:
-    """Check for what Triton builds each kernel's launcher with (`_build` of triton/runtime/build.py): a C compiler and
-    Python's headers. Without them neither engine starts."""
+    """Check for a C compiler and Python's headers, with which Triton builds each kernel's launcher."""
     compiler = os.environ.get("CC") or which("gcc") or which("clang")
     if compiler is None:
         return Check("kernel-compiler", "fail", "Triton needs a C compiler", "Install gcc, or name one in CC.")

@@ -10,7 +10,6 @@ from itertools import islice
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
-from rlctl.data.prompts import CHECKED_ROWS, FilePrompts
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work, outcomes
@@ -30,8 +29,7 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
 
 
 def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]], completion: str | None = None) -> Rewards:
-    """Return the plan of one source, or those of several by their labels, where `completion` is tried too; errors are
-    those of `prepare_rewards`."""
+    """Return the plan of one source or of several by their labels, where `completion` is tried too."""
     listed = {label: (reward, source) for label, reward, source in sources}
     plans = {label: _plan(reward, source) for label, (reward, source) in listed.items()}
     rewards = MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
@@ -98,9 +96,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
         raise InputError(why, "Use data with the fields of google/IFEval.")
     if name in ("task", "ifeval"):
         return name
-    # A comparison: of a dataset that is mapped from the disk, the first rows are looked at.
-    rows = 1 if source.task else len(source) if isinstance(source, FilePrompts) else min(len(source), CHECKED_ROWS)
-    for index in range(rows):
+    for index in range(source.checked):  # a comparison
         row = source[index]
         if row.answer is None:
             told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
@@ -119,8 +115,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
 
 
 def _tried(rewards: Rewards, sources: dict[str, PromptSource], completion: str | None = None) -> dict[str, RewardPlan]:
-    """Score the first row's own answer of each source with every scorer, and `completion` too where there is one;
-    return the plan of each with its trials, and notes on scorers that do not find the reference answer right."""
+    """Score the first row's answer of each source, and `completion`; return the plans with trials and notes."""
     asked = []
     for label, source in sources.items():
         plan, first = rewards.part(label)

@@ -100,8 +100,7 @@ class MathVerify:
 
 
 class IfEval:
-    """The share of a row's instructions that the completion follows to the letter (IFEval, arXiv 2311.07911); 1 where
-    it follows all of them. The fields `instruction_id_list` and `kwargs` name them, as in google/IFEval."""
+    """The share of the instructions in a row that the completion follows to the letter (IFEval, arXiv 2311.07911)."""
 
     def __init__(self) -> None:
         try:
@@ -171,15 +170,13 @@ class RewardPlan:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the scorers in metrics: a user's function by its name, with its file or the whole path only
-        where that is needed to tell two apart."""
+        """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
         forms = [(name.rpartition(":")[2], name.rpartition("/")[2], name) for name in self.scorers]
         counts = [Counter(column) for column in zip(*forms, strict=True)]
         return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
 
     def answers(self, completions: Sequence[str]) -> tuple[bool, ...] | None:
-        """Return whether each completion has an answer that the scorer of reference answers can read; None where the
-        reward has no such scorer."""
+        """Return whether each completion has an answer that can be read; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,20 +48,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Score:
-    """The answer of a scorer, None where it does not apply. `failure` says why it could not score: a built-in one gives
-    0 then, and a function of the user's 0 or, if the rollout is to be dropped, None."""
+    """The answer of a scorer; None where it does not apply, or failed and the rollout is to be dropped."""
 
     value: float | None
     failure: str | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Work for the child, to be answered with a Score or an error each, in order."""
-
-    work: list[Work]
-    done: int = 0
-    """Pieces at the beginning that another child has answered; scorers of many completions at once see them too."""
 
 
 class _LostError(Exception):
@@ -84,9 +73,11 @@ class ScoringProcess:
     def start(self) -> Connection:
         """Start the child and wait until it has its scorers. Raises what building them raised."""
         ours, theirs = Pipe()
+        # -P: no module of the directory that the user works in replaces one of Python's.
+        command = [sys.executable, "-P", "-c", CHILD, str(theirs.fileno()), PACKAGES]
         # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
         self._process = subprocess.Popen(
-            child_command(theirs), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
         self._connection = ours
@@ -118,21 +109,25 @@ class ScoringProcess:
         if self._connection is None:
             self.start()  # has a limit of its own
         deadline = time.monotonic() + self._plan.timeout_s
+        # Built-in scorers come first: where one is lost, no function of many completions was called yet.
+        order = sorted(range(len(work)), key=lambda index: self._plan.scorers[work[index].scorer] not in BUILT_IN)
+        todo = [work[index] for index in order]
         scores: list[Score] = []
         died_at = -1
-        while len(scores) < len(work):
+        while len(scores) < len(todo):
             connection = self._connection or self.start()
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
-                connection.send(Batch(work, len(scores)))
+                connection.send(todo[len(scores) :])
             try:
-                while len(scores) < len(work):
-                    scores.append(self._next(connection, work, len(scores), deadline, on_error))
+                while len(scores) < len(todo):
+                    scores.append(self._next(connection, todo, len(scores), deadline, on_error))
             except _LostError as lost:
                 if lost.died and died_at < len(scores):
                     died_at = len(scores)
                 else:
                     scores.append(Score(0.0, str(lost)))
-        return scores
+        by_index = dict(zip(order, scores, strict=True))
+        return [by_index[index] for index in range(len(work))]
 
     def _next(self, connection: Connection, work: list[Work], done: int, deadline: float, on_error: str) -> Score:
         """Return the next score. Raises _LostError where a built-in scorer does not come to one."""
@@ -189,12 +184,6 @@ class ScoringProcess:
         self._connection = self._process = None
 
 
-def child_command(connection: Connection) -> list[str]:
-    """Return the command of a child that answers on `connection`."""
-    # -P: no module of the directory that the user works in replaces one of Python's.
-    return [sys.executable, "-P", "-c", CHILD, str(connection.fileno()), PACKAGES]
-
-
 def main() -> None:
     """The child answers to the plan with None, to work with a Score, and where the user errs with an RlctlError."""
     number = int(sys.argv[1])
@@ -212,26 +201,22 @@ def main() -> None:
     connection.send(None)
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has what it wanted, and is gone
         while True:
-            batch: Batch = connection.recv()
-            for outcome in outcomes(batch.work, plan, scorers, batch.done):
+            for outcome in outcomes(connection.recv(), plan, scorers):
                 if os.getpid() != process:
                     os._exit(0)  # a function has forked, and its copy has come back from it too
                 connection.send(outcome)
 
 
 def outcomes(
-    todo: list[Work], plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer], done: int = 0
+    todo: list[Work], plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer]
 ) -> Iterator[Score | RlctlError]:
-    """Yield the outcome of each piece of work but the first `done`. A function of many completions is called once, when
-    the first of them is due."""
+    """Yield the outcome of each piece of work; a function of many completions is called once."""
     together: dict[int, Iterator[Score | RlctlError]] = {}
-    for work in todo[done:]:
+    for work in todo:
         name, scorer = plan.scorers[work.scorer], scorers[work.scorer]
         if isinstance(scorer, UserBatchScorer):
             if work.scorer not in together:
-                before = sum(one.scorer == work.scorer for one in todo[:done])
-                all_of_it = [one for one in todo if one.scorer == work.scorer]
-                together[work.scorer] = islice(_score_together(scorer, all_of_it), before, None)
+                together[work.scorer] = _score_together(scorer, [one for one in todo if one.scorer == work.scorer])
             yield next(together[work.scorer])
             continue
         try:
@@ -246,8 +231,7 @@ def outcomes(
 
 
 def _score_together(scorer: UserBatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
-    """Yield the outcomes of all the work for one scorer. Where it fails it is called again with each half, to find the
-    completions on which it does."""
+    """Yield the outcomes of one scorer. Where it fails it is called with each half, to find out on what."""
     try:
         values = scorer.score_all([one.completion for one in work], [one.row for one in work])
     except RlctlError as error:

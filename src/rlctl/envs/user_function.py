@@ -44,10 +44,7 @@ class UserCode:
 
     @classmethod
     def read(cls, reference: str, what: str) -> UserCode:
-        """Read the file that `path/to/file.py:function` names, and import nothing.
-
-        Raises InputError where the reference does not have that form or there is no such file.
-        """
+        """Read the file that `path/to/file.py:function` names, and import nothing. Raises InputError without one."""
         path, name = split_reference(reference, what)
         return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
 
@@ -61,10 +58,7 @@ class UserCode:
         return sha256(self.source.encode()).hexdigest()
 
     def load(self) -> Callable[..., Any]:
-        """Return the function, from a module that this process runs once.
-
-        Raises InputError, naming file and line, where the file cannot be run or has no such function.
-        """
+        """Return the function, from a module that this process runs once. Raises InputError naming file and line."""
         module = _module(self)
         if callable(found := getattr(module, self.name, None)):
             return found
@@ -184,8 +178,7 @@ class UserBatchScorer(UserFunction):
 
 
 def user_scorer(name: str) -> UserScorer | UserBatchScorer:
-    """Import the file, or the installed package that brings a reward of this name, and return the scorer of the form
-    that the function's signature has. Raises InputError where that fails, or there is no such function."""
+    """Import the file or the installed package, and return the scorer of the form that its signature has."""
     entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
     if entry is None:
         code = UserCode.read(name, "Reward")

@@ -47,8 +47,7 @@ class Critic:
         return step < self._config.critic.warmup_steps
 
     def train(self, step: int, minibatches: int) -> dict[str, Any]:
-        """Give the tokens of the loaded batch their advantages, and train on it, in `step` (from 0); return the
-        metrics."""
+        """Give the tokens of the loaded batch their advantages, train on it, and return the metrics."""
         options, steps = self._config.critic, self._config.run.steps
         lr = learning_rate(step, steps, options.lr, options.scheduler)
         decay = weight_decay(step, steps, options.weight_decay, options.scheduler)

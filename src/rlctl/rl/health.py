@@ -67,8 +67,8 @@ class Health:
             self._warned_of_rounding = True
             said.append(
                 f"only {carried:.0%} of what the optimizer has moved its weights by has reached the weights that the "
-                "policy and the engines compute with; the rest is lost to rounding. optimizer.rounding=unbiased loses "
-                "nothing on average."
+                "policy and the engines compute with; rounding hides the rest, and it is lost. "
+                "optimizer.rounding=unbiased loses nothing on average."
             )
         if missing := metrics.get("missing_groups"):
             rounds = f"after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds)"

@@ -38,8 +38,7 @@ class Saver:
         config: RlctlConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """A save that is not written within `cluster.step_timeout_s` fails; `tell` hears of checkpoints that cannot be
-        removed."""
+        """`tell` hears of checkpoints that cannot be removed."""
         options = config.run
         self.run, self.policy, self.config = run, policy, options
         self._limit_s, self._tell = config.cluster.step_timeout_s, tell
@@ -134,8 +133,7 @@ class Saver:
                 self._under_way = None
 
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
-        """At the end of a run, whatever ended it: wait a bounded time for the save under way (`at_once`: hardly any);
-        `tell` hears of one that is lost."""
+        """Wait a bounded time for the save under way (`at_once`: seconds), however a run ends; `tell` hears of a loss."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun}"
@@ -153,9 +151,8 @@ class Saver:
 
 def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose files are as they were written; `tell` hears which were passed over, and why.
-    These are no checkpoints of `run` from here on.
 
-    Raises InputError when there are checkpoints and all of them are damaged.
+    Those are no checkpoints of `run` from here on. Raises InputError where there are some and all are damaged.
     """
     found = run.checkpoint_directories()
     for checkpoint in reversed(found):

@@ -329,8 +329,7 @@ def _counted(versions: np.ndarray) -> TokensByVersion:
 
 
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
-    """Return the column of the experts, where all of them are recorded. The last answer knows them for all tokens
-    before it; -1 stands for those of tokens behind it."""
+    """Return the column of the experts, where all are recorded; -1 for tokens behind the last answer."""
     known = [(len(episode.tokens), episode.answers[-1][1].routed_T) for episode in episodes]
     padded = [
         np.pad(routed, [(0, tokens - len(routed)), (0, 0), (0, 0)], constant_values=-1)

@@ -66,8 +66,7 @@ class GroupMaker:
         return tuple(sample_seed(self._config.run.seed, position, sample) for sample in samples)
 
     def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
-        """Have completions scored as the function `scored` does, with this run's seeds and scorer; `rows` has the row
-        of each position. Raises InputError where a reward function fails in the first batch."""
+        """Have completions scored. Raises InputError where a reward function fails in the first batch."""
         seeds = {result.group: self._seeds(result.group) for result in results}
         groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
         for group in groups:
@@ -76,8 +75,7 @@ class GroupMaker:
         return groups, failures
 
     def lost(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-        """Return the metrics of the rollouts that a batch lost to a failing reward function. Raises InputError where
-        the last batches lost too many."""
+        """Return the metrics of a batch's failing rewards. Raises InputError where the last batches lost too many."""
         if not self.scores:
             return {}
         why = [one for group in groups for one in group.dropped]
@@ -96,8 +94,7 @@ class GroupMaker:
         return {**ledger.state(), "dropped": list(self._dropped), **({"orders": orders} if orders else {})}
 
     def restored(self, state: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of what `state` returned, and go on from the rest of it. Raises InputError where it cannot
-        be read."""
+        """Go on from what `state` returned; return the ledger. Raises InputError where it cannot be read."""
         try:
             ledger = Ledger.restored(state)
             self._prompts.restore(state.get("orders", {}))
@@ -117,9 +114,7 @@ def scored(
     seeds: Mapping[int, Sequence[int]],
     timeout_s: float,
 ) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with their rewards, and the number of completions on which a scorer failed. A
-    group's number is its position; `rows` and `seeds` have the row and the samples' seeds of each. Without `workers`
-    there are no rewards."""
+    """Return the groups of `results` with their rewards, if there are `workers`, and the number of scorer failures."""
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if workers is not None:
         asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
@@ -173,8 +168,7 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
 
 
 def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutGroup]:
-    """Return the groups that `save_groups` wrote, in their order. Raises InputError where they cannot be read; a part
-    that was changed since is noticed by its checksum."""
+    """Return the groups that `save_groups` wrote. Raises InputError where they cannot be read or were changed."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}

@@ -56,8 +56,7 @@ class RolloutSource(Protocol):
 
 
 def refuse_async(config: RlctlConfig) -> None:
-    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains. The plan says whether
-    the engines have the devices for it."""
+    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
     rollouts = config.rollouts
     if rollouts.mode == "sync":
         return

@@ -27,8 +27,7 @@ from rlctl.telemetry.phases import Phase, StepTimer
 
 
 class SynchronousSource:
-    """Samples and scores `batch.prompts` groups of `batch.generations` rollouts in each call of `next`, or more with
-    `filter.groups=replace`."""
+    """Samples and scores `batch.prompts` groups in each call of `next`, or more with `filter.groups=replace`."""
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class SynchronousSource:
         return RolloutBatch(tuple(groups), measured)
 
     def _round(self, prompts: int, version: int) -> tuple[list[RolloutGroup], int, int]:
-        """Sample and score the groups of the next `prompts` positions; return them, the number of completions on which
-        a scorer failed, and the bytes that the policy made free for the engines."""
+        """Sample and score the next groups; return them, the scorer failures, and the bytes that the policy freed."""
         positions = self._ledger.take(prompts)
         rows = {position: self._prompts.prompt_at(position) for position in positions}
         requests = [self._groups.request(position, row) for position, row in rows.items()]
@@ -95,10 +93,7 @@ class SynchronousSource:
         """There is nothing to write: no group is finished and not trained on."""
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Go on after the trained positions of `state`; positions that were under way are begun again.
-
-        Raises InputError where it is not the state of synchronous rollouts.
-        """
+        """Go on after the trained positions of `state`. Raises InputError where another source's groups are in it."""
         self._ledger = self._groups.restored(state)
         if self._ledger.finished:
             raise InputError(

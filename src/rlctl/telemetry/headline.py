@@ -98,8 +98,7 @@ def error_of(metric: str) -> str:
 
 
 def columns(lines: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
-    """Return every metric as (step, value), in the order of the steps. A validation before the first step is one of
-    step 0."""
+    """Return every metric as (step, value). A validation before the first step is one of step 0."""
     found: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         for name, value in flatten(line):

@@ -99,13 +99,11 @@ class Algorithm(ABC):
         return True
 
     def keeps(self, rewards_G: np.ndarray) -> bool:
-        """Return whether a group with these rewards is trained on. `filter.groups` says what becomes of one that is
-        not, and with `keep` an algorithm that does not decide for itself trains on all."""
+        """Return whether a group with these rewards is trained on; `filter.groups` says what becomes of others."""
         return self.config.filter.groups == "keep" or np.ptp(rewards_G) > 0
 
     def trains_on(self, group: RolloutGroup) -> bool:
-        """Return whether the algorithm keeps a group for any of what it compares the rollouts by. One that lost
-        rollouts to a failing reward function needs enough of them."""
+        """Return whether a group, which may have lost rollouts to a failing reward function, is trained on."""
         least = 1 + (self.config.advantage.compares and self.config.learns_from_rewards)
         if group.dropped and len(group.rollouts) < least:
             return False

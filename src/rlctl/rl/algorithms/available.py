@@ -37,18 +37,14 @@ _registered: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Add an algorithm. `factory` is a class or function that the policy's processes can import.
-
-    Raises ValueError where the name is taken by another.
-    """
+    """Add an algorithm; processes of the policy can import `factory`. Raises ValueError for a name that is taken."""
     if name in BUILT_IN or _registered.get(name, factory) is not factory:
         raise ValueError(f"there is an algorithm {name!r} already")
     _registered[name] = factory
 
 
 def require_algorithm(config: RlctlConfig) -> None:
-    """Raise InputError or ConfigError for an unknown `run.algorithm`, or a built-in one whose teacher is missing or of
-    no use. No algorithm of a user is made."""
+    """Raise InputError or ConfigError for an unknown `run.algorithm`, or one whose teacher is missing or idle."""
     factory = _factory(config.run.algorithm)
     if config.run.algorithm in BUILT_IN:
         _require_fitting_teacher(config, factory(config))

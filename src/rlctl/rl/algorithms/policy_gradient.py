@@ -35,8 +35,7 @@ KL = Metric("kl", "mean", curve="KL(policy || reference)", column="kl", form=".2
 
 
 class PolicyGradient(Algorithm):
-    """An algorithm with the options of the sections `advantage` and `loss`; a subclass gives `surrogate` and
-    `is_bounded`."""
+    """An algorithm with the options of `advantage` and `loss`; a subclass gives `surrogate` and `is_bounded`."""
 
     metrics = (
         Metric("clip_fraction", "mean", column="clip"),
@@ -106,10 +105,7 @@ class PolicyGradient(Algorithm):
         return loss_R
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
-        """Return how far the policy is from the one that sampled, and what the bounds of the loss held back.
-
-        `kl` estimates KL(policy || reference) by the penalty's estimator, where a reference policy is held.
-        """
+        """Return how far the policy is from the one that sampled, and what the bounds of the loss held back."""
         from rlctl.rl.corrections import correction
         from rlctl.rl.losses import kl_penalty
 

@@ -35,10 +35,7 @@ class UserLoss:
 
     @classmethod
     def tried(cls, reference: str, options: LossConfig, needs: frozenset[str], teacher_top: int) -> UserLoss:
-        """Return the function that `path/to/file.py:function` names, after a trial in another process.
-
-        Raises InputError where it fails, returns something other than a loss, or does not depend on the policy.
-        """
+        """Return the function that a reference names, after a trial in another process. Raises InputError."""
         untried = cls(UserCode.read(reference, "Loss"))
         doing = f"the trial of loss function {untried.code.reference}"
         return replace(
@@ -47,10 +44,7 @@ class UserLoss:
         )
 
     def __call__(self, batch: TokenBatch, options: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the function's loss [R] and its metrics [R].
-
-        Raises InputError naming the line of the file where it fails, or what is wrong with what it returned.
-        """
+        """Return the function's loss [R] and its metrics [R]. Raises InputError naming the line where it fails."""
         import torch
 
         function, who = self.code.load(), f"Loss function {self.code.reference}"
