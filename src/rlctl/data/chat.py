@@ -64,6 +64,8 @@ class PromptEncoder:
         template = read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
         if isinstance(template, dict):  # some tokenizers name several
             template = template.get("default") or next(iter(template.values()))
+        configured = (Path(model_directory) / "config.json").is_file()
+        size = read_config(Path(model_directory)).get("vocab_size") if configured else None
         encoder = cls(
             tokenizer=tokenizer,
             template=template,
@@ -72,8 +74,8 @@ class PromptEncoder:
             prompt_template=template_of(data),
             prompt_field=data.prompt_field,
             stop=() if template else (PLAIN_STOP,),
-            stop_token_ids=end_token_ids(tokenizer, model_directory),
-            vocab=vocabulary_of(model_directory),
+            stop_token_ids=end_token_ids(tokenizer, Path(model_directory)),
+            vocab=size if isinstance(size, int) else None,
             note=None if template else PLAIN_NOTE,
         )
         return encoder._tried() if template else encoder
@@ -107,8 +109,10 @@ class PromptEncoder:
         return messages
 
     def _render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
-        if self.template is None:
-            return _plain(messages)
+        if self.template is None:  # lines that end where the answer begins; a system message goes first as it is
+            names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
+            lines = [names.get(one["role"], "") + one["content"] for one in messages if one["content"]]
+            return "\n".join([*lines, "Answer:"])
         from jinja2 import TemplateError
 
         shown: Any = messages
@@ -133,33 +137,21 @@ class PromptEncoder:
                 why = "The chat template leaves out what the user says: all prompts would be the same."
                 raise InputError(why, "Give another with --chat-template.")
             return replace(self, in_parts=True)._tried()
-        encoder = self._with_end_of_turn()
+        # The special token that the template writes after an answer need not be the tokenizer's end token.
+        user = {"role": "user", "content": "?"}
+        turn = [user, {"role": "assistant", "content": _MARKER}]
+        _, found, tail = self._render(turn, "an answer", answered=True).rpartition(_MARKER)
+        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
+        encoder = replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *special.intersection(ids)})))
         if self.system_prompt is None:
             return encoder
-        user = {"role": "user", "content": "?"}
         text = self._render([user])
-        with_system = self._render([{"role": "system", "content": self.system_prompt}, user])
+        with_system = self._render([{"role": "system", "content": self.system_prompt}, user])  # it may be refused
         # An empty system message is there to displace the template's own; where there is none it only costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder
-
-    def _with_end_of_turn(self) -> PromptEncoder:
-        """Adds the special token that the template writes after an answer; it need not be the tokenizer's end token."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-        _, found, tail = self._render(turn, "an answer", answered=True).rpartition(_MARKER)
-        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
-        special = set(self.tokenizer.all_special_ids) | {
-            token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special
-        }
-        stop_token_ids = tuple(sorted({*self.stop_token_ids, *(token for token in ids if token in special)}))
-        return replace(self, stop_token_ids=stop_token_ids)
-
-
-def _plain(messages: Messages) -> str:
-    """Return `Question:` and `Answer:` lines, ending where the answer begins; a system message goes first as it is."""
-    names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
-    lines = [names.get(message["role"], "") + message["content"] for message in messages if message["content"]]
-    return "\n".join([*lines, "Answer:"])
 
 
 def read_template(template: str) -> str:
@@ -226,19 +218,10 @@ def require_directory(tokenizer: str | None) -> None:
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
 
 
-def vocabulary_of(model_directory: Path | str) -> int | None:
-    """Return how many tokens the model in a directory has, where its configuration says so."""
-    if not (Path(model_directory) / "config.json").is_file():
-        return None
-    size = read_config(Path(model_directory)).get("vocab_size")
-    return size if isinstance(size, int) else None
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | str) -> tuple[int, ...]:
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path) -> tuple[int, ...]:
     """Return the tokens that end a completion, sorted: the tokenizer's own, and those of generation_config.json."""
-    own: Any = tokenizer.eos_token_id
-    ids: set[Any] = {own}
-    if (Path(model_directory) / "generation_config.json").is_file():
-        listed = read_object(Path(model_directory), "generation_config.json").get("eos_token_id")
+    ids: set[Any] = {tokenizer.eos_token_id}
+    if (model_directory / "generation_config.json").is_file():
+        listed = read_object(model_directory, "generation_config.json").get("eos_token_id")
         ids |= set(listed if isinstance(listed, list) else [listed])
     return tuple(sorted(token for token in ids if token is not None))

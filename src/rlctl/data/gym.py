@@ -32,7 +32,12 @@ def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
     reasoning-gym does not have, or a value that the task refuses.
     """
     task_name, _, inline = name.removeprefix(GYM_PREFIX).partition(":")
-    params = {**data.params, **_inline_params(inline, name)}
+    params = dict(data.params)
+    for part in filter(None, inline.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
+        params[key.strip()] = parse_value(value)
     registry = _registry()
     if task_name not in registry:
         near = suggest(task_name, registry) or f"Some are {', '.join(sorted(registry)[:8])}."
@@ -98,14 +103,3 @@ class _ImportedLater(ModuleType):
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
-
-
-def _inline_params(text: str, name: str) -> dict[str, Any]:
-    """Return parameters from `key=value,key=value`; values are YAML scalars."""
-    params = {}
-    for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals or not key:
-            raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
-        params[key.strip()] = parse_value(value)
-    return params

@@ -72,13 +72,9 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
                 "Name other prompts with --set validation.data.name=..., or take some away from training with "
                 "--set validation.holdout=NUMBER.",
             )
-        data = data.model_copy(update={"name": _without_seed(config.data.name or "")})
+        # Without the parameters in the name that say which questions there are.
+        task, _, inline = (config.data.name or "").removeprefix(GYM_PREFIX).partition(":")
+        left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
+        data = data.model_copy(update={"name": GYM_PREFIX + ":".join(filter(None, (task, ",".join(left))))})
     trained = config.data.params.get("seed", config.run.seed)
     return open_prompts(data, seed=(trained if isinstance(trained, int) else 0) + MOST_QUESTIONS), data
-
-
-def _without_seed(name: str) -> str:
-    """Return `reasoning-gym:<task>:key=value,...` without the parameters that say which questions there are."""
-    *task, inline = name.split(":") if name.count(":") > 1 else [name, ""]
-    left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
-    return ":".join([*task, ",".join(left)] if left else task)

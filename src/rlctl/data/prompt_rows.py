@@ -149,8 +149,6 @@ def _require_field(name: str, flag: str, present: Sequence[str], where: str) -> 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
-    if not isinstance(value, str) and isinstance(value, Sequence):
-        value = [_with_text(message, field_name, where) for message in value]
     if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: field {field_name!r} holds {len(value):,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
@@ -158,43 +156,36 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
         )
     if isinstance(value, str) and value.strip():
         return value
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
-        return _checked_messages(value, field_name, where)
-    found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
-    raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Messages:
-    if wrong := [one for one in value if not _is_message(one)]:
-        has = f"; this one has {', '.join(map(str, wrong[0]))}" if isinstance(wrong[0], Mapping) else ""
-        raise InputError(
-            f"{where}: field {field_name!r} is a list, but not of chat messages.",
-            f"A message is an object with the texts `role` and `content`{has}.",
-        )
-    if value[-1]["role"] == "assistant":  # a chat template would begin another answer after it
+    if not value or isinstance(value, str) or not isinstance(value, Sequence):
+        found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
+        raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
+    messages = [_message(one, field_name, where) for one in value]
+    if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
             f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
             "Leave that message out; a reference answer has a field of its own (--answer-field).",
         )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return messages
 
 
-def _with_text(message: Any, field_name: str, where: str) -> Any:
-    """Return a message whose content is a text, where it was given as a list of texts in parts."""
-    parts = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(p, Mapping) for p in parts):
-        return message
-    for part in parts:
-        if (kind := part.get("type")) != "text" or not isinstance(part.get("text"), str):
-            raise InputError(
-                f"{where}: a message of field {field_name!r} has a part of type {kind!r}.",
-                "Prompts are texts: rlctl does not train on images, sound or video.",
-            )
-    return {**message, "content": "".join(part["text"] for part in parts)}
+def _message(value: Any, field_name: str, where: str) -> dict[str, str]:
+    """Return a chat message; its content may be given as a list of texts in parts."""
+    role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
+    if isinstance(content, Sequence) and not isinstance(content, str) and all(isinstance(p, Mapping) for p in content):
+        for part in content:
+            if (kind := part.get("type")) != "text" or not isinstance(part.get("text"), str):
+                raise InputError(
+                    f"{where}: a message of field {field_name!r} has a part of type {kind!r}.",
+                    "Prompts are texts: rlctl does not train on images, sound or video.",
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        has = f"; this one has {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+        raise InputError(
+            f"{where}: field {field_name!r} is a list, but not of chat messages.",
+            f"A message is an object with the texts `role` and `content`{has}.",
+        )
+    return {"role": role, "content": content}
 
 
 def instructions(data: DataConfig) -> str:

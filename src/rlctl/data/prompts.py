@@ -157,7 +157,13 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
         ) from error
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
-        return of_dataset(name, _from_disk(path, data), data)
+        saved = datasets.load_from_disk(path)
+        if isinstance(saved, datasets.DatasetDict):
+            if data.split not in saved:
+                hint = suggest(data.split, saved) or f"It has {', '.join(saved)}; choose with --set data.split=..."
+                raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
+            saved = saved[data.split]
+        return of_dataset(name, saved, data)
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -168,17 +174,3 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
     return of_dataset(name, loaded, data)
-
-
-def _from_disk(path: str, data: DataConfig) -> Dataset:
-    """Return a directory written by `save_to_disk`: one split, or several by name."""
-    import datasets
-
-    loaded = datasets.load_from_disk(path)
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    if data.split not in loaded:
-        splits = [str(split) for split in loaded]
-        hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
-        raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
-    return loaded[data.split]

@@ -168,27 +168,20 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
         return Check(
             "cuda", "fail", f"torch {torch} is a CPU build", "Install the extra rlctl[cuda] on a node with GPUs."
         )
-    built = built_with_cuda(torch, versions)
+    # In torch's own version (`2.9.0+cu129`), else the version of its runtime package.
+    runtime = next((version for name, version in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
+    built = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
     offers = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", ask() or "")
     if built is None or offers is None:
         return Check("cuda", "ok", f"driver {gpus[0].driver}, torch {torch or 'not installed'}")
-    have = (int(offers[1]), int(offers[2]))
-    detail = (
-        f"driver {gpus[0].driver} offers CUDA {have[0]}.{have[1]}, torch {torch} is built with {built[0]}.{built[1]}"
-    )
+    detail = f"driver {gpus[0].driver} offers CUDA {offers[1]}.{offers[2]}, torch {torch} is built with "
+    detail += f"{built[1]}.{built[2]}"
     # Within a major version, newer minor versions run on the drivers of older ones.
-    if have[0] < built[0]:
-        newer = f"to {OLDEST_DRIVER[built[0]]} or newer, " if built[0] in OLDEST_DRIVER else ""
+    if int(offers[1]) < (major := int(built[1])):
+        newer = f"to {OLDEST_DRIVER[major]} or newer, " if major in OLDEST_DRIVER else ""
         fix = f"Update the driver {newer}or install builds for its CUDA (docs/start_gpu_node.md)."
         return Check("cuda", "fail", detail, fix)
     return Check("cuda", "ok", detail)
-
-
-def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the CUDA version in torch's own version (`2.9.0+cu129`), else the version of its runtime package."""
-    runtime = next((v for name, v in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
-    found = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
-    return (int(found[1]), int(found[2])) if found else None
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: Path | None = None) -> Check:

@@ -184,9 +184,9 @@ class RewardPlan:
         ways = own if by_itself else (self.extraction,)
         return tuple(any(extract(text, way) is not None for way in ways) for text in completions)
 
-    def part(self, source: str) -> tuple[RewardPlan, int]:
-        """Return the plan for the rows of a source, and the place of its first scorer among all."""
-        return self, 0
+    def of(self, source: str) -> RewardPlan:
+        """Return the plan for the rows of a source, by its label."""
+        return self
 
     def build(self) -> list[Scorer | UserBatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
@@ -214,26 +214,13 @@ class MixedRewards:
     plans: dict[str, RewardPlan]
 
     @property
-    def timeout_s(self) -> float:
-        return max(plan.timeout_s for plan in self.plans.values())
-
-    @property
-    def on_error(self) -> Literal["stop", "zero", "drop"]:
-        return next(iter(self.plans.values())).on_error
-
-    @property
     def scorers(self) -> tuple[str, ...]:
         """Names of the scorers of each source, source after source."""
         return tuple(name for plan in self.plans.values() for name in plan.scorers)
 
-    def part(self, source: str) -> tuple[RewardPlan, int]:
-        """Return the plan for the rows of a source, and the place of its first scorer among all."""
-        before = list(self.plans).index(source)
-        return self.plans[source], sum(len(plan.scorers) for plan in list(self.plans.values())[:before])
-
-    def build(self) -> list[Scorer | UserBatchScorer]:
-        """Return the scorers, in the order of `scorers`."""
-        return [scorer for plan in self.plans.values() for scorer in plan.build()]
+    def of(self, source: str) -> RewardPlan:
+        """Return the plan for the rows of a source, by its label."""
+        return self.plans[source]
 
     def describe(self) -> list[str]:
         """Return the lines of each source under its label."""

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.scorers import BUILT_IN, Rewards, Scorer
+from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
 from rlctl.envs.supervisor import supervise
 from rlctl.envs.user_function import UserBatchScorer
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
@@ -65,8 +64,8 @@ class _LostError(Exception):
 class ScoringProcess:
     """Scores in a child process, which is started again after a scorer hung or crashed on a completion."""
 
-    def __init__(self, plan: Rewards) -> None:
-        self._plan = plan
+    def __init__(self, plan: RewardPlan) -> None:
+        self.plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -81,9 +80,9 @@ class ScoringProcess:
         )
         theirs.close()
         self._connection = ours
-        scorers = ", ".join(self._plan.scorers)
+        scorers = ", ".join(self.plan.scorers)
         try:
-            ours.send(self._plan)
+            ours.send(self.plan)
             if not ours.poll(START_TIMEOUT_S):
                 raise WaitTimeoutError(f"The scorers ({scorers}) were not ready within {START_TIMEOUT_S:.0f} s.")
             if (error := ours.recv()) is not None:
@@ -98,19 +97,19 @@ class ScoringProcess:
             raise
         return ours
 
-    def score(self, work: list[Work], on_error: Literal["stop", "zero", "drop"] = "stop") -> list[Score]:
+    def score(self, work: list[Work]) -> list[Score]:
         """Return one Score for each piece of work, in order, within the plan's time limit.
 
         A built-in scorer that hangs on a completion, or dies on it twice, gives it 0, with the failure said. One death
         says nothing of the completion: it may come from outside, as where memory is short. Raises WaitTimeoutError
-        (names scorer and row) at the time limit, InputError where a user's function errs and `on_error` is stop,
-        WorkerError where it takes the process down.
+        (names scorer and row) at the time limit, InputError where a user's function errs and the plan's `on_error` is
+        stop, WorkerError where it takes the process down.
         """
         if self._connection is None:
             self.start()  # has a limit of its own
-        deadline = time.monotonic() + self._plan.timeout_s
+        deadline = time.monotonic() + self.plan.timeout_s
         # Built-in scorers come first: where one is lost, no function of many completions was called yet.
-        order = sorted(range(len(work)), key=lambda index: self._plan.scorers[work[index].scorer] not in BUILT_IN)
+        order = sorted(range(len(work)), key=lambda index: self.plan.scorers[work[index].scorer] not in BUILT_IN)
         todo = [work[index] for index in order]
         scores: list[Score] = []
         died_at = -1
@@ -120,7 +119,7 @@ class ScoringProcess:
                 connection.send(todo[len(scores) :])
             try:
                 while len(scores) < len(todo):
-                    scores.append(self._next(connection, todo, len(scores), deadline, on_error))
+                    scores.append(self._next(connection, todo, len(scores), deadline))
             except _LostError as lost:
                 if lost.died and died_at < len(scores):
                     died_at = len(scores)
@@ -129,10 +128,10 @@ class ScoringProcess:
         by_index = dict(zip(order, scores, strict=True))
         return [by_index[index] for index in range(len(work))]
 
-    def _next(self, connection: Connection, work: list[Work], done: int, deadline: float, on_error: str) -> Score:
+    def _next(self, connection: Connection, work: list[Work], done: int, deadline: float) -> Score:
         """Return the next score. Raises _LostError where a built-in scorer does not come to one."""
         current = work[done]
-        name, so_far = self._plan.scorers[current.scorer], f"with {done} of {len(work)} scores done"
+        name, so_far = self.plan.scorers[current.scorer], f"with {done} of {len(work)} scores done"
         limit_s = deadline - time.monotonic()
         patience_s = min(limit_s, BUILT_IN_LIMIT_S) if name in BUILT_IN else limit_s
         try:
@@ -141,7 +140,7 @@ class ScoringProcess:
                 if patience_s < limit_s:
                     raise _LostError(f"no answer within {BUILT_IN_LIMIT_S:.0f} s")
                 raise WaitTimeoutError(
-                    f"Scoring took longer than reward.timeout_s = {self._plan.timeout_s:g} s: scorer {name} was at "
+                    f"Scoring took longer than reward.timeout_s = {self.plan.timeout_s:g} s: scorer {name} was at "
                     f"{current.row.where}, {so_far}.",
                     "Raise it with --set reward.timeout_s=..., or make the scorer faster.",
                 )
@@ -155,8 +154,8 @@ class ScoringProcess:
                 f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}, {so_far}.",
                 f"Its output is above, or in the log of the reward worker.{memory}",
             ) from error
-        if isinstance(outcome, InputError) and on_error != "stop" and name not in BUILT_IN:
-            return Score(0.0 if on_error == "zero" else None, str(outcome))
+        if isinstance(outcome, InputError) and self.plan.on_error != "stop" and name not in BUILT_IN:
+            return Score(0.0 if self.plan.on_error == "zero" else None, str(outcome))
         if isinstance(outcome, RlctlError):
             self.close()
             raise outcome
@@ -192,7 +191,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
     os.set_inheritable(number, False)
     os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbours of its own
-    plan: Rewards = connection.recv()
+    plan: RewardPlan = connection.recv()
     try:
         scorers = plan.build()
     except RlctlError as error:
@@ -208,7 +207,7 @@ def main() -> None:
 
 
 def outcomes(
-    todo: list[Work], plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer]
+    todo: list[Work], plan: RewardPlan, scorers: Sequence[Scorer | UserBatchScorer]
 ) -> Iterator[Score | RlctlError]:
     """Yield the outcome of each piece of work; a function of many completions is called once."""
     together: dict[int, Iterator[Score | RlctlError]] = {}

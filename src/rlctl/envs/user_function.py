@@ -150,7 +150,17 @@ class UserBatchScorer(UserFunction):
     def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]:
         """Return the score of each completion; None where the function does not apply to it."""
         scored = f"{len(rows)} completions from {rows[0].where} on" if len(rows) > 1 else rows[0].where
-        values = self._call(self._columns(completions, rows), scored)
+        names = dict.fromkeys(name for row in rows for name in row.fields)
+        columns = {
+            **{name: [row.fields.get(name) for row in rows] for name in names},
+            "answer": [row.answer for row in rows],
+            "prompts": [row.prompt for row in rows],
+            "completions": [  # chats where prompts are chats, as TRL has them
+                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+                for text, row in zip(completions, rows, strict=True)
+            ],
+        }
+        values = self._call(columns, scored)
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
@@ -161,20 +171,6 @@ class UserBatchScorer(UserFunction):
                 f"{self.form}.",
             )
         return [None if value is None else self._number(value, row) for value, row in zip(values, rows, strict=True)]
-
-    @staticmethod
-    def _columns(completions: Sequence[str], rows: Sequence[PromptRow]) -> dict[str, list[Any]]:
-        """Return the arguments: chats where prompts are chats, as TRL has them, and None where a row lacks a field."""
-        names = dict.fromkeys(name for row in rows for name in row.fields)
-        return {
-            **{name: [row.fields.get(name) for row in rows] for name in names},
-            "answer": [row.answer for row in rows],
-            "prompts": [row.prompt for row in rows],
-            "completions": [
-                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
-                for text, row in zip(completions, rows, strict=True)
-            ],
-        }
 
 
 def user_scorer(name: str) -> UserScorer | UserBatchScorer:

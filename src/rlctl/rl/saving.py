@@ -133,7 +133,7 @@ class Saver:
                 self._under_way = None
 
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
-        """Wait a bounded time for the save under way (`at_once`: seconds), however a run ends; `tell` hears of a loss."""
+        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` hears of a loss."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun}"

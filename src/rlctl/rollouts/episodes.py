@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -33,7 +34,7 @@ from rlctl.backends.messages import (
 )
 from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
-from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns, TokensByVersion
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import WaitTimeoutError
 
 T = TypeVar("T")
@@ -137,11 +138,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         deadline = time.monotonic() + timeout_s
         self.require_ready(timeout_s)
         groups = self._episodes(requests, sampling)
-
-        async def play() -> list[GroupResult]:
-            return await together(self._group(*one) for one in zip(requests, groups, strict=True))
-
-        call = self._run(play())
+        call = self._run(together(self._group(*one) for one in zip(requests, groups, strict=True)))
         try:
             return call.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
@@ -318,14 +315,9 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         tokens=tuple(lengths),
         response_tokens=tuple(map(len, sampled)),
         finish_reasons=tuple(e.stop_reason or answer.stop_reason for e, answer in zip(episodes, last, strict=True)),
-        versions=tuple(_counted(versions) or ((version, 0),) for versions in sampled),
+        versions=tuple(tuple(sorted(Counter(of.tolist()).items())) or ((version, 0),) for of in sampled),
         rewards=tuple(episode.reward for episode in episodes),
     )
-
-
-def _counted(versions: np.ndarray) -> TokensByVersion:
-    found, counts = np.unique(versions, return_counts=True)
-    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:

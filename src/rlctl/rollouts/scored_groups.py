@@ -123,32 +123,30 @@ def scored(
         except WaitTimeoutError as error:
             raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
     groups = []
-    for result, answer in zip(results, answers, strict=True):
-        rollouts = _rollouts(result, answer, seeds[result.group])
-        dropped = () if answer is None else answer.dropped
-        groups.append(RolloutGroup(result.group, rows[result.group], rollouts, result.columns, result.texts, dropped))
-    return groups, sum(answer.failures for answer in answers if answer is not None)
-
-
-def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[int]) -> tuple[Rollout, ...]:
-    return tuple(
-        Rollout(
-            position=result.group,
-            sample=sample,
-            seed=seed,
-            versions=result.versions[sample],
-            stop_reason=result.finish_reasons[sample],
-            prompt_tokens=result.prompt_tokens,
-            tokens=result.tokens[sample],
-            response_tokens=result.response_tokens[sample],
-            reward=result.rewards[sample] if scores is None else scores.rewards[sample],
-            terms={} if scores is None else {name: values[sample] for name, values in scores.terms.items()},
-            accuracy=None if scores is None or scores.accuracies is None else scores.accuracies[sample],
-            answered=None if scores is None or scores.answered is None else scores.answered[sample],
+    for result, scores in zip(results, answers, strict=True):
+        if scores is None:
+            scores = GroupScores(result.rewards, None, {})
+        rollouts = tuple(
+            Rollout(
+                position=result.group,
+                sample=sample,
+                seed=seed,
+                versions=result.versions[sample],
+                stop_reason=result.finish_reasons[sample],
+                prompt_tokens=result.prompt_tokens,
+                tokens=result.tokens[sample],
+                response_tokens=result.response_tokens[sample],
+                reward=scores.rewards[sample],
+                terms={name: values[sample] for name, values in scores.terms.items()},
+                accuracy=None if scores.accuracies is None else scores.accuracies[sample],
+                answered=None if scores.answered is None else scores.answered[sample],
+            )
+            for sample, seed in enumerate(seeds[result.group])
+            if workers is None or scores.rewards[sample] is not None  # else it is dropped
         )
-        for sample, seed in enumerate(seeds)
-        if scores is None or scores.rewards[sample] is not None  # else it is dropped
-    )
+        row = rows[result.group]
+        groups.append(RolloutGroup(result.group, row, rollouts, result.columns, result.texts, scores.dropped))
+    return groups, sum(scores.failures for scores in answers if scores is not None)
 
 
 def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -172,23 +170,17 @@ def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutG
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
-        found = json.loads(arrays.pop(SCALARS).tobytes())
-        return [_loaded(one, arrays, row_at) for one in found]
+        groups = []
+        for one in json.loads(arrays.pop(SCALARS).tobytes()):
+            position, extra = int(one["position"]), f"{one['position']}/extra/"
+            own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
+            further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
+            columns = put(RolloutColumns(**own, extra_T=further))
+            rollouts = (Rollout(**{**of, "versions": tuple(map(tuple, of["versions"]))}) for of in one["rollouts"])
+            texts, dropped = put(one["texts"]), tuple(one.get("dropped", ()))
+            groups.append(RolloutGroup(position, row_at(position), tuple(rollouts), columns, texts, dropped))
+        return groups
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path} cannot be read: {error}.", "Remove its checkpoint to resume from the one before."
         ) from error
-
-
-def _loaded(one: dict[str, Any], arrays: dict[str, np.ndarray], row_at: Callable[[int], PromptRow]) -> RolloutGroup:
-    position = int(one["position"])
-    extra = f"{position}/extra/"
-    own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
-    further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
-    columns = RolloutColumns(**own, extra_T=further)
-    rollouts = tuple(
-        Rollout(**{**rollout, "versions": tuple((version, tokens) for version, tokens in rollout["versions"])})
-        for rollout in one["rollouts"]
-    )
-    dropped = tuple(one.get("dropped", ()))
-    return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]), dropped)

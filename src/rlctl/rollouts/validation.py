@@ -143,7 +143,7 @@ class Validation:
         return (wanted.every > 0 and step % wanted.every == 0) or (wanted.at_end and step == self._config.run.steps)
 
     def measure(self, version: int) -> Validated:
-        """Validate the weights of `version`, which the engines hold. Raises InputError where scoring fails too often."""
+        """Validate the weights of `version`, which engines hold. Raises InputError where scoring fails too often."""
         config, data = self._config, self._data
         requests, rows, samples = [], {}, range(config.validation.samples)
         for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):

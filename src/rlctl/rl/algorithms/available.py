@@ -97,9 +97,9 @@ def _factory(name: str) -> Factory:
         module, _, factory = BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(module), factory)
     if is_reference(name):
-        return UserAlgorithm(UserCode.read(name, "Algorithm"))
+        return OutsideAlgorithm(name, code=UserCode.read(name, "Algorithm"))
     if entry := find_plugin("rlctl.algorithms", name):
-        return PluginAlgorithm(name, origin(entry))
+        return OutsideAlgorithm(name, package=origin(entry))
     known = (*BUILT_IN, *_registered, *plugin_names("rlctl.algorithms"))
     same = [one for one in known if _letters(one) == _letters(name)]
     meant = f"Did you mean {same[0]}?" if same else suggest(name, known)
@@ -114,47 +114,35 @@ def _letters(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class UserAlgorithm:
-    """Makes the algorithm of a user's class; pickled with the file's source."""
-
-    code: UserCode
-
-    def __call__(self, config: RlctlConfig) -> Algorithm:
-        """Raises InputError where it is not an algorithm's class, or the algorithm cannot be made."""
-        make = _checked_class(self.code.load(), f"Algorithm {self.code.reference!r}")
-        try:
-            algorithm = make(config)
-        except Exception as error:
-            raise self.code.error(error, "being made") from error
-        algorithm.made_by = self
-        return algorithm
-
-
-@dataclass(frozen=True)
-class PluginAlgorithm:
-    """Makes the algorithm of an installed package; pickled as its name, so every process imports it for itself."""
+class OutsideAlgorithm:
+    """Makes the algorithm of a user's class, pickled with its file's source, or of an installed package, pickled as its
+    name, so that every process imports it for itself."""
 
     name: str
-    package: str
+    code: UserCode | None = None
+    package: str | None = None
     """The package with its version, which a resume compares."""
 
     def __call__(self, config: RlctlConfig) -> Algorithm:
-        """Raises InputError where the package is not installed here, or brings no class of an algorithm."""
-        entry = find_plugin("rlctl.algorithms", self.name)
-        if entry is None:
-            raise InputError(
-                f"Algorithm {self.name!r} is of {self.package}, which is not installed here.",
-                "Install that package on every node.",
-            )
-        algorithm = _checked_class(load_plugin(entry), f"Algorithm {self.name!r} of {self.package}")(config)
+        """Raises InputError where the package is not installed here, or it is not a class of an algorithm."""
+        what = f"Algorithm {self.code.reference if self.code else self.name!r}"
+        if self.code is not None:
+            made: Any = self.code.load()
+        elif (entry := find_plugin("rlctl.algorithms", self.name)) is not None:
+            what, made = f"{what} of {self.package}", load_plugin(entry)
+        else:
+            hint = "Install that package on every node."
+            raise InputError(f"{what} is of {self.package}, which is not installed here.", hint)
+        if not (isinstance(made, type) and issubclass(made, Algorithm)):
+            raise InputError(f"{what} is no class of an algorithm.", "Derive it from rlctl.Algorithm.")
+        if missing := sorted(made.__abstractmethods__):
+            hint = "Both are described in docs/training.md."
+            raise InputError(f"{what} does not define {' and '.join(missing)}.", hint)
+        try:
+            algorithm = made(config)
+        except Exception as error:
+            if self.code is None:
+                raise
+            raise self.code.error(error, "being made") from error
         algorithm.made_by = self
         return algorithm
-
-
-def _checked_class(made: Any, what: str) -> type[Algorithm]:
-    """Return a class that an algorithm can be made of. Raises InputError, naming `what`, for anything else."""
-    if not (isinstance(made, type) and issubclass(made, Algorithm)):
-        raise InputError(f"{what} is no class of an algorithm.", "Derive it from rlctl.Algorithm.")
-    if missing := sorted(made.__abstractmethods__):
-        raise InputError(f"{what} does not define {' and '.join(missing)}.", "Both are described in docs/training.md.")
-    return made
