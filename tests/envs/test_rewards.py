@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -371,17 +370,3 @@ def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatc
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
     assert scores.rewards == (1, 0, 1)
     assert scores.failures == 1
-
-
-def test_close_leaves_no_process_behind() -> None:
-    process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), gym("gcd")))
-    process.start()
-    pid = process._process.pid
-    process.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-def test_the_plan_travels_to_the_worker() -> None:
-    plan = prepare_rewards(RewardConfig(), gym("gcd"))
-    assert pickle.loads(pickle.dumps(plan)) == plan

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.gym import open_gym
 from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompts import open_gym
 from rlctl.envs.extraction import choose_extraction, vote
 from rlctl.envs.scorers import ExactMatch, IfEval, MathVerify, TaskScorer
 from rlctl.errors import InputError, MachineError

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from rlctl.config.schema import DataConfig, RlctlConfig, ValidationData
-from rlctl.data.gym import MOST_QUESTIONS
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
-from rlctl.data.prompts import open_prompts
+from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.errors import ConfigError, InputError
 
 

@@ -262,8 +262,7 @@ class RunLoss:
 def _measured_always(batch: TokenBatch, options: LossConfig) -> dict[str, torch.Tensor]:
     import torch
 
-    from rlctl.rl.corrections import unbounded_weights
-    from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs
+    from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
 
     log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
     difference_R = log_ratio_R.abs()

@@ -2,7 +2,7 @@
 
     loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
 
-A is the advantage of the token's rollout, w corrects for the engine's distribution (`rl/corrections.py`), and the ratio
+A is the advantage of the token's rollout, w corrects for the engine's distribution (`rl/losses.py`), and the ratio
 is that of the policy to pi_old, the policy before the batch's first optimizer step as the trainer computes it, so that
 the clipping bounds what this batch does (the decoupled objective of arXiv 2110.00641, with pi_old as its proximal
 policy; arXiv 2505.24298, section 5.2). With `loss.importance_correction=ratio` there is no w, and the ratio is to the
@@ -87,8 +87,7 @@ class PolicyGradient(Algorithm):
         """Return the corrected surrogate with the KL penalty and the entropy bonus."""
         import torch
 
-        from rlctl.rl.corrections import correction
-        from rlctl.rl.losses import kl_penalty, score_term
+        from rlctl.rl.losses import correction, kl_penalty, score_term
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio_to_anchor(batch), batch)
@@ -106,8 +105,7 @@ class PolicyGradient(Algorithm):
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return how far the policy is from the one that sampled, and what the bounds of the loss held back."""
-        from rlctl.rl.corrections import correction
-        from rlctl.rl.losses import kl_penalty
+        from rlctl.rl.losses import correction, kl_penalty
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         ratio_R, corrected = self.ratio_to_anchor(batch), correction(batch, o)
