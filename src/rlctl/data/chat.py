@@ -220,7 +220,8 @@ def require_directory(tokenizer: str | None) -> None:
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path) -> tuple[int, ...]:
     """Return the tokens that end a completion, sorted: the tokenizer's own, and those of generation_config.json."""
-    ids: set[Any] = {tokenizer.eos_token_id}
+    own: Any = tokenizer.eos_token_id
+    ids: set[Any] = {own}
     if (model_directory / "generation_config.json").is_file():
         listed = read_object(model_directory, "generation_config.json").get("eos_token_id")
         ids |= set(listed if isinstance(listed, list) else [listed])

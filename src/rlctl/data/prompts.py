@@ -177,7 +177,8 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
         saved = datasets.load_from_disk(path)
         if isinstance(saved, datasets.DatasetDict):
             if data.split not in saved:
-                hint = suggest(data.split, saved) or f"It has {', '.join(saved)}; choose with --set data.split=..."
+                splits = [str(split) for split in saved]
+                hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
                 raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
             saved = saved[data.split]
         return of_dataset(name, saved, data)
