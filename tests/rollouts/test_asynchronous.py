@@ -328,9 +328,7 @@ def test_an_error_of_a_scorer_ends_the_wait(make: Any, monkeypatch: pytest.Monke
 def test_a_group_does_not_wait_until_all_that_were_sampled_are_scored(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, engines, _ = make("wait", max_staleness=3)
-    engines.all_allowed = False
-    engines.allow(7)
+    source, _, _ = make("wait", max_staleness=3)
     scored, free = source._groups.scored, threading.Semaphore(0)
 
     def one_by_one(results: Sequence[GroupResult], rows: Any) -> Any:
@@ -339,14 +337,12 @@ def test_a_group_does_not_wait_until_all_that_were_sampled_are_scored(
 
     monkeypatch.setattr(source._groups, "scored", one_by_one)
     thread, found = later(source, 0)
-    wait(lambda: len(source._sampled) == 1)
-    engines.all_allowed = True
     wait(lambda: len(source._sampled) == 8)
-    free.release(3)  # the oldest come next
-    thread.join(30)
+    free.release(2)
+    thread.join(30)  # the oldest are scored first
     assert positions(found[0]) == [0, 1]
-    assert len(source._sampled) == 5
-    free.release(5)
+    assert len(source._sampled) == 6
+    free.release(6)
 
 
 @pytest.mark.parametrize("order", ["position", "arrival"])
@@ -511,8 +507,8 @@ def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
 
     def held() -> int:
         ledger = source._ledger
-        parts = [source._admitted, source._calls, source._sampled, source._finished, source._unfit, source._lost]
-        parts += [ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
+        parts = [source._admitted, source._calls, source._held, source._sampled, source._finished, source._unfit]
+        parts += [source._lost, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
         return sum(map(len, [*parts, *source._asked.values()]))
 
     most, sizes = 0, []

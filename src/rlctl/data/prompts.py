@@ -66,8 +66,6 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     if kind is None and (path.is_file() or path.suffix.lower() in OTHER_SUFFIXES):
         way = OTHER_SUFFIXES.get(path.suffix.lower(), "")
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
-    if kind and path.is_dir():
-        raise InputError(f"Data file {name} cannot be read: it is a directory, not a file.", "Give a file.")
     if kind is None and name.startswith((".", "/")) and not path.exists():
         raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
     if kind is None:

@@ -84,8 +84,10 @@ class AsynchronousSource:
         """Engine -> the groups that it samples, by position."""
         self._calls: list[PendingGroups] = []
         """Calls that wait for a group of an engine."""
+        self._held: list[GroupResult] = []
+        """Groups that are sampled, and that others which the scorer gets with them are not."""
         self._sampled: list[GroupResult] = []
-        """Groups that are not scored yet."""
+        """Groups that are to be scored."""
         self._finished: dict[int, RolloutGroup] = {}
         """Position -> scored group, in the order in which they finished."""
         self._unfit: set[int] = set()
@@ -236,7 +238,7 @@ class AsynchronousSource:
         """Return the positions of the batch to train `version` on; None: not all of them are finished."""
         found = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
         if found is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds`: no more is to come
-            return sorted(self._finished, key=lambda position: position in self._unfit)[: self._most]
+            return sorted(self._finished, key=lambda position: (position in self._unfit, position))[: self._most]
         return found
 
     def _by_position(self) -> list[int] | None:
@@ -329,7 +331,15 @@ class AsynchronousSource:
     def _lose(self, engine: object, error: RlctlError) -> None:
         with self._changed:
             self._lost.append((engine, error))
-            self._changed.notify_all()
+            self._hand_to_scorer()
+
+    def _hand_to_scorer(self) -> None:
+        """Have scored what was sampled. Where weights wait for samples it is all of them at once, so that what a reward
+        function of many completions sees does not follow from who was quick."""
+        if not (self._waits and self._sampling()):
+            self._sampled += self._held
+            self._held = []
+        self._changed.notify_all()
 
     # Threads
 
@@ -371,7 +381,7 @@ class AsynchronousSource:
             for result in results:
                 left.pop(result.group, None)
             self._calls.remove(pending)
-            self._sampled += results
+            self._held += results
             if left and failure is None:
                 try:
                     self._calls.append(self._engines.collect(pending.engine, self._config.cluster.step_timeout_s))
@@ -379,7 +389,7 @@ class AsynchronousSource:
                     failure = error
             if failure is not None:
                 self._lost.append((pending.engine, failure))
-            self._changed.notify_all()
+            self._hand_to_scorer()
 
     def _score(self) -> None:
         """Score some of what was sampled."""

@@ -48,13 +48,26 @@ class SynchronousSource:
 
     def next(self, version: int) -> RolloutBatch:
         """Return the groups of the next positions; they are the same for any number of engines."""
-        config = self._config
-        replaces = config.filter.groups == "replace"
+        config, replaces = self._config, self._config.filter.groups == "replace"
         groups: list[RolloutGroup] = []
         measured = {"scorer_failures": 0, "offloaded_bytes": 0}
         missing, rounds = config.batch.prompts, 0
         while missing and rounds < (config.filter.max_rounds if replaces else 1):
-            found, failures, freed_bytes = self._round(missing, version)
+            positions = self._ledger.take(missing)
+            rows = {position: self._prompts.prompt_at(position) for position in positions}
+            requests = [self._groups.request(position, row) for position, row in rows.items()]
+            with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
+                results = generate_groups(
+                    self._engines,
+                    requests,
+                    self._groups.sampling,
+                    config.cluster.step_timeout_s,
+                    lambda error: self._sync.recover(error, version),
+                )
+            with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
+                found, failures = self._groups.scored(results, rows)
+            self._ledger.finish(positions)
+            self._prompts.observe(found)
             groups += found
             measured["scorer_failures"] += failures
             measured["offloaded_bytes"] = max(measured["offloaded_bytes"], freed_bytes)
@@ -65,25 +78,6 @@ class SynchronousSource:
         measured |= self._groups.lost(groups)
         self._ledger.hand_over(group.position for group in groups)
         return RolloutBatch(tuple(groups), measured)
-
-    def _round(self, prompts: int, version: int) -> tuple[list[RolloutGroup], int, int]:
-        """Sample and score the next groups; return them, the scorer failures, and the bytes that the policy freed."""
-        positions = self._ledger.take(prompts)
-        rows = {position: self._prompts.prompt_at(position) for position in positions}
-        requests = [self._groups.request(position, row) for position, row in rows.items()]
-        with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
-            results = generate_groups(
-                self._engines,
-                requests,
-                self._groups.sampling,
-                self._config.cluster.step_timeout_s,
-                lambda error: self._sync.recover(error, version),
-            )
-        with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
-            groups, failures = self._groups.scored(results, rows)
-        self._ledger.finish(positions)
-        self._prompts.observe(groups)
-        return groups, failures, freed_bytes
 
     def state(self) -> dict[str, Any]:
         """Return what the next batches follow from. Between two calls of `next` nothing is under way or finished."""

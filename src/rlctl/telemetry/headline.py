@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
 
 from rlctl.telemetry.metrics import Metrics, flatten
 
@@ -56,14 +55,6 @@ class Change:
         20`."""
         began = f"{self.first} {self.began}, " if self.first else ""
         return f"{self.source} {HEADLINES.get(self.metric, self.metric)}: {began}{self.last} {self.ended}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the change as benchmarks print it."""
-        return {
-            "metric": self.metric, "source": self.source,
-            "first": vars(self.first) | {"when": self.began} if self.first else None,
-            "last": vars(self.last) | {"when": self.ended},
-        }  # fmt: skip
 
 
 def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> Change | None:
