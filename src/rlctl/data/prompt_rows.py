@@ -76,7 +76,7 @@ class PromptSource:
     size: int
     row_at: Callable[[int], PromptRow]
     identity: Mapping[str, Any]
-    """What tells its contents from others, without the number of its rows."""
+    """Values that tell its contents from others; the number of its rows need not be among them."""
     instructions: str = ""
     """Text that the system prompt and the suffix add to every prompt."""
     task: GymTask | None = None

@@ -210,8 +210,8 @@ class PromptOrder:
 class PassRateOrder(PromptOrder):
     """Every epoch but the first holds those prompts first whose pass rate is nearest to one half.
 
-    That is the share of a prompt's completions that were right when it last came up, or without accuracy the mean
-    reward, limited to 0 to 1. An epoch's order is fixed when its first prompt is asked for.
+    A prompt's pass rate is the share of its completions that were right when it last came up, or without accuracy the
+    mean reward, limited to 0 to 1. An epoch's order is fixed when its first prompt is asked for.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

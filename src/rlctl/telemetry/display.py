@@ -102,7 +102,7 @@ class Display:
         self.progress: Progress = lambda phase: None
         """Asked every now and then while a phase of a step is under way."""
         self._what, self._since = "", 0.0
-        """What goes on, and since when."""
+        """The phase or work under way, and its start."""
         self._phase: Phase | None = None
         self._step: int | None = None
         self._step_since = 0.0

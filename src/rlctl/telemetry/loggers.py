@@ -283,23 +283,21 @@ def wanted_loggers(
 
     Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` hears.
     """
-    if config.loggers is not None:
-        for name in (missing := [name for name in config.loggers if not _installed(name)]):
-            problem = f"run.loggers names {name}, and the package `{name}` is not installed."
-            install = f"Install it with `pip install 'rlctl[{name}]'`"
-            if not optional:
-                raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
+    default = ("tensorboard", *(("wandb",) if os.environ.get("WANDB_API_KEY") else ()))
+    found: list[LoggerName] = []
+    for name in default if config.loggers is None else config.loggers:
+        problem = f"run.loggers names {name}, and the package `{name}` is not installed."
+        install = f"Install it with `pip install 'rlctl[{name}]'`"
+        if _installed(name):
+            found.append(name)
+        elif config.loggers is None:
+            if name == "wandb":
+                tell(f"WANDB_API_KEY is set, but nothing goes to Weights & Biases. {install}.")
+        elif optional:
             tell(f"{problem} The run goes without it. {install}.")
-        return tuple(name for name in config.loggers if name not in missing)
-    found: list[LoggerName] = ["tensorboard"]
-    if os.environ.get("WANDB_API_KEY"):
-        if _installed("wandb"):
-            found.append("wandb")
         else:
-            tell(
-                "WANDB_API_KEY is set, but nothing goes to Weights & Biases: `pip install 'rlctl[wandb]'` installs it."
-            )
-    return tuple(name for name in found if _installed(name))
+            raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
+    return tuple(found)
 
 
 def _installed(name: LoggerName) -> bool:
