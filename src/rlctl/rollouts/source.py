@@ -80,7 +80,7 @@ def refuse_async(config: RlctlConfig) -> None:
         )
 
 
-def sample_seed(run_seed: int, position: int, sample: int) -> int:
-    """Return the seed of one rollout's random stream (63 bits)."""
-    state = np.random.SeedSequence((run_seed, position, sample)).generate_state(1, np.uint64)
+def sample_seed(*of: int) -> int:
+    """Return the seed (63 bits) of a random stream: of (run seed, position, sample), or of (that seed, later turn)."""
+    state = np.random.SeedSequence(of).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))

@@ -81,11 +81,30 @@ class UserLoss:
 def trial(
     loss: UserLoss, options: LossConfig, needs: frozenset[str] = frozenset(), teacher_top: int = 0
 ) -> tuple[str, ...]:
-    """Call the function once on made-up tokens; return the names of its metrics."""
+    """Call the function once on two made-up rollouts with a run's columns; return the names of its metrics."""
     import torch
 
+    generator, tokens, top = torch.Generator().manual_seed(0), TRIAL_TOKENS, teacher_top
+
+    def near(values_R: torch.Tensor) -> torch.Tensor:
+        return (values_R + 0.1 * torch.randn(tokens, generator=generator)).clamp(max=-0.01)
+
+    logprobs_R = near(torch.full((tokens,), -2.0))
+    batch = TokenBatch(
+        logprobs_R=logprobs_R.clone().requires_grad_(),
+        entropy_R=torch.ones(tokens),
+        rollout_logprobs_R=near(logprobs_R),
+        advantages_R=torch.tensor([1.0] * 4 + [-1.0] * 3),
+        token_weights_R=torch.full((tokens,), 1 / tokens),
+        counted_R=torch.ones(tokens, dtype=torch.bool),
+        rollout_R=torch.tensor([0] * 4 + [1] * 3),
+        old_logprobs_R=near(logprobs_R) if "old_logprobs" in needs else None,
+        reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,
+        teacher_logprobs_R=near(logprobs_R) if "teacher_logprobs" in needs else None,
+        teacher_top_RK=torch.full((tokens, top), -math.log(top + 1)) if top else None,
+        top_logprobs_RK=torch.full((tokens, top), -math.log(top + 2)).requires_grad_() if top else None,
+    )
     try:
-        batch = _made_up_batch(needs, teacher_top)
         loss_R, values = loss(batch, options)
         if not loss_R.requires_grad:
             raise InputError(
@@ -99,29 +118,3 @@ def trial(
         return tuple(values)
     except InputError as error:
         raise InputError(error.message, error.hint or FORM) from error
-
-
-def _made_up_batch(needs: frozenset[str], top: int) -> TokenBatch:
-    """Return a batch of two rollouts with the columns that a run with these needs has; `top` of a teacher's tokens."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-
-    def near(values_R: torch.Tensor) -> torch.Tensor:
-        return (values_R + 0.1 * torch.randn(TRIAL_TOKENS, generator=generator)).clamp(max=-0.01)
-
-    logprobs_R = near(torch.full((TRIAL_TOKENS,), -2.0))
-    return TokenBatch(
-        logprobs_R=logprobs_R.clone().requires_grad_(),
-        entropy_R=torch.ones(TRIAL_TOKENS),
-        rollout_logprobs_R=near(logprobs_R),
-        advantages_R=torch.tensor([1.0] * 4 + [-1.0] * 3),
-        token_weights_R=torch.full((TRIAL_TOKENS,), 1 / TRIAL_TOKENS),
-        counted_R=torch.ones(TRIAL_TOKENS, dtype=torch.bool),
-        rollout_R=torch.tensor([0] * 4 + [1] * 3),
-        old_logprobs_R=near(logprobs_R) if "old_logprobs" in needs else None,
-        reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,
-        teacher_logprobs_R=near(logprobs_R) if "teacher_logprobs" in needs else None,
-        teacher_top_RK=torch.full((TRIAL_TOKENS, top), -math.log(top + 1)) if top else None,
-        top_logprobs_RK=torch.full((TRIAL_TOKENS, top), -math.log(top + 2)).requires_grad_() if top else None,
-    )
