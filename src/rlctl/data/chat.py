@@ -64,8 +64,12 @@ class PromptEncoder:
         template = read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
         if isinstance(template, dict):  # some tokenizers name several
             template = template.get("default") or next(iter(template.values()))
-        configured = (Path(model_directory) / "config.json").is_file()
-        size = read_config(Path(model_directory)).get("vocab_size") if configured else None
+        directory, own = Path(model_directory), cast(Any, tokenizer.eos_token_id)
+        size = read_config(directory).get("vocab_size") if (directory / "config.json").is_file() else None
+        ends: set[Any] = {own}
+        if (directory / "generation_config.json").is_file():
+            listed = read_object(directory, "generation_config.json").get("eos_token_id")
+            ends |= set(listed if isinstance(listed, list) else [listed])
         encoder = cls(
             tokenizer=tokenizer,
             template=template,
@@ -74,7 +78,7 @@ class PromptEncoder:
             prompt_template=template_of(data),
             prompt_field=data.prompt_field,
             stop=() if template else (PLAIN_STOP,),
-            stop_token_ids=end_token_ids(tokenizer, Path(model_directory)),
+            stop_token_ids=tuple(sorted(token for token in ends if token is not None)),
             vocab=size if isinstance(size, int) else None,
             note=None if template else PLAIN_NOTE,
         )
@@ -216,13 +220,3 @@ def require_directory(tokenizer: str | None) -> None:
     """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
     if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path) -> tuple[int, ...]:
-    """Return the tokens that end a completion, sorted: the tokenizer's own, and those of generation_config.json."""
-    own: Any = tokenizer.eos_token_id
-    ids: set[Any] = {own}
-    if (model_directory / "generation_config.json").is_file():
-        listed = read_object(model_directory, "generation_config.json").get("eos_token_id")
-        ids |= set(listed if isinstance(listed, list) else [listed])
-    return tuple(sorted(token for token in ids if token is not None))

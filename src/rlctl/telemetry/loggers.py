@@ -288,7 +288,8 @@ def wanted_loggers(
     for name in default if config.loggers is None else config.loggers:
         problem = f"run.loggers names {name}, and the package `{name}` is not installed."
         install = f"Install it with `pip install 'rlctl[{name}]'`"
-        if _installed(name):
+        # A folder `wandb` that an earlier run left here is a package without an origin.
+        if (spec := find_spec(name)) is not None and spec.origin is not None:
             found.append(name)
         elif config.loggers is None:
             if name == "wandb":
@@ -298,11 +299,6 @@ def wanted_loggers(
         else:
             raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
     return tuple(found)
-
-
-def _installed(name: LoggerName) -> bool:
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None  # a folder `wandb` that an earlier run left here is none
 
 
 def start_loggers(names: Sequence[LoggerName], run: LoggedRun, tell: Callable[[str], None]) -> list[LoggerThread]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
-from rlctl.config.schema import LossConfig, RlctlConfig
+from rlctl.config.schema import RlctlConfig
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
@@ -211,14 +211,28 @@ class RunLoss:
         """Return the loss and metrics of one micro-batch."""
         import torch
 
+        from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
+
         algorithm, own = self.algorithm, self.algorithm.user_loss
         found = algorithm.token_loss(batch) if own is None else own(batch, algorithm.config.loss)
         loss_R, measured = found if isinstance(found, tuple) else (found, None)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
-            measured = algorithm.measure(batch) if measured is None else measured
-            values = {**_measured_always(batch, algorithm.config.loss), **measured}
+            log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
+            difference_R = log_ratio_R.abs()
+            weights_R = unbounded_weights(old_logprobs(batch), batch, algorithm.config.loss)
+            values = {
+                "entropy": batch.entropy_R,
+                "logprob_diff/mean": difference_R,
+                "logprob_diff/max": difference_R,
+                "logprob_diff/kl": k3(log_ratio_R),
+                "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
+                "importance/mean": weights_R,
+                "importance/max": weights_R,
+                "importance/effective": weights_R,
+                **(algorithm.measure(batch) if measured is None else measured),
+            }
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
@@ -257,23 +271,3 @@ class RunLoss:
                 squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
                 found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0
         return nested(found)
-
-
-def _measured_always(batch: TokenBatch, options: LossConfig) -> dict[str, torch.Tensor]:
-    import torch
-
-    from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
-
-    log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
-    difference_R = log_ratio_R.abs()
-    weights_R = unbounded_weights(old_logprobs(batch), batch, options)
-    return {
-        "entropy": batch.entropy_R,
-        "logprob_diff/mean": difference_R,
-        "logprob_diff/max": difference_R,
-        "logprob_diff/kl": k3(log_ratio_R),
-        "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
-        "importance/mean": weights_R,
-        "importance/max": weights_R,
-        "importance/effective": weights_R,
-    }
