@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -99,7 +100,7 @@ def main() -> None:
         lines = train(written(place / "train.jsonl", rows[given.held_out :]), place / "run", given.steps, cap)
         after = scored(held, prompts, cap, "--run-dir", str(place / "run"))
     names = ("reward_mean", "truncated_fraction", "response_tokens_mean")
-    training = [found.to_json() for name in names if (found := change(lines, name))]
+    training = [asdict(found) for name in names if (found := change(lines, name))]
     shape = {"steps": given.steps, "max_new_tokens": cap, "held_out": len(held)}
     print(json.dumps({**shape, "before": before, "after": after, "training": training}, indent=2))
 

@@ -21,7 +21,8 @@ import typer
 from rlctl import cli
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
-from rlctl.envs.scorers import RewardPlan, Rewards
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.envs.scorers import RewardPlan
 from rlctl.telemetry.metrics import read_metrics
 from support.runs import REWARD, TASK
 
@@ -158,8 +159,8 @@ def test_checks_of_the_machine(command: str, place: Path, capsys: pytest.Capture
     assert code in (0, 3), capsys.readouterr().err
 
 
-def untried(rewards: Rewards, sources: dict[str, Any], completion: str | None = None) -> dict[str, RewardPlan]:
-    return {label: rewards.part(label)[0] for label in sources}
+def untried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> RewardPlan:
+    return plan
 
 
 @pytest.mark.parametrize("command", {command.replace(" --dry-run", ""): None for command in of_kind("dry run")})
@@ -167,8 +168,8 @@ def test_commands_that_train_or_sample(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
-    monkeypatch.setattr("rlctl.envs.rewards._tried", untried)
-    monkeypatch.setattr("rlctl.rl.algorithms.available.call_in_child", lambda *_, **__: ())
+    monkeypatch.setattr("rlctl.envs.rewards.tried", untried)
+    monkeypatch.setattr("rlctl.rl.algorithms.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
         "rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ()
     )  # packages that need not be there

@@ -197,7 +197,7 @@ def test_a_gpu_that_is_named_is_looked_for(kind: str, code: int, words: str, mon
             wanted(config)
         return
     asked = wanted(config)
-    found = check_gpus(asked.gpus_per_node, asked.gpu, ())
+    found = check_gpus((), asked.gpus_per_node, asked.gpu)
     assert (found.status, words in found.detail) == ("fail", True)
 
 

@@ -112,11 +112,6 @@ def test_a_prompt_template_has_text_on_both_sides_and_braces_of_its_own(tiny_lla
     assert made.text(row()) == "<|im_start|>user\nIn \\boxed{}:\n2 + 3?\nBegin.!<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_prompt_template_has_a_place_for_the_prompt(tiny_llama: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.prompt_template has no place"):
-        encoder(tiny_llama, prompt_template="no place")
-
-
 def test_a_prompt_template_names_columns_and_replaces_the_last_message(tiny_llama: Path) -> None:
     made = encoder(tiny_llama, prompt_template="{hint}: {prompt}")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -125,12 +120,6 @@ def test_a_prompt_template_names_columns_and_replaces_the_last_message(tiny_llam
     assert made.text(filled).endswith("b<|im_end|>\n<|im_start|>user\nAdd: 2 + 3?<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(InputError, match=r"no column 'hint' .*data\.prompt_template=\{prompt\} takes it as it is"):
         made.text(row())
-
-
-def test_the_prompt_has_the_name_of_its_own_field_in_a_template(tiny_llama: Path) -> None:
-    """A prompt of the command line has no other columns."""
-    made = encoder(tiny_llama, prompt_field="question", prompt_template="Q: {question}")
-    assert made.text(row()) == "<|im_start|>user\nQ: 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_row_s_own_system_message_stays(tiny_llama: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import textwrap
 from pathlib import Path
 
@@ -47,21 +45,3 @@ def test_the_page_s_functions_score(tmp_path: Path) -> None:
     assert one("It is 5", row) == pytest.approx(0.93)
     assert isinstance(many, UserBatchScorer)
     assert many.score_all(["a", "a"], [row, PromptRow(1, "row 1", "q", None, {"level": 1})]) == [0.5, None]
-
-
-def test_the_page_s_commands_have_options_that_there_are() -> None:
-    from typer.main import get_group
-
-    from rlctl.commands.train import app
-
-    grpo = get_group(app).commands["grpo"]
-    commands = [line for block in BLOCKS for line in block.splitlines() if line.startswith("rlctl ")]
-    assert len(commands) == 4
-    for line in commands:
-        _, _, _, *words = shlex.split(line)
-        assert grpo.make_context("grpo", words).params["data"]
-
-
-def test_the_page_s_row_is_one() -> None:
-    row = next(block for block in BLOCKS if block.startswith('{"prompt"')).partition("#")[0]
-    assert json.loads(row) == {"prompt": "What is 2 + 3?", "answer": "5"}

@@ -194,15 +194,6 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(tmp_path: Path) -
     assert [row.prompt for row in open_file(tmp_path / "data.jsonl")] == ["q", "r"]
 
 
-def test_a_folder_with_the_name_of_a_data_file(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").mkdir()
-    with pytest.raises(InputError, match="it is a directory, not a file"):
-        open_file(tmp_path / "data.jsonl")
-    (tmp_path / "data.py").mkdir()
-    with pytest.raises(InputError, match="could not be loaded"):
-        open_file(tmp_path / "data.py")
-
-
 def test_a_named_answer_field_must_exist(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "solutions": "b"}])
     with pytest.raises(InputError, match=r"no field 'solution' \(--answer-field\)\. Did you mean solutions"):

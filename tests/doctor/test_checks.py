@@ -54,7 +54,7 @@ def test_engines() -> None:
 
 
 def test_packages_of_this_environment_fit_together() -> None:
-    expect(software.check_packages(), "ok")
+    expect(software.check_packages(software.installed_versions()), "ok")
 
 
 def test_packages_that_do_not_fit_are_named() -> None:
@@ -141,12 +141,12 @@ def test_cpu() -> None:
 
 
 def test_gpus() -> None:
-    expect(gpus.check_gpus(0, gpus=()), "ok", "runs on the CPU")
-    expect(gpus.check_gpus(8, gpus=(H100,) * 8), "ok", "8 x NVIDIA H100")
-    expect(gpus.check_gpus(8, gpus=()), "fail", "each node needs 8", "--preset laptop")
-    expect(gpus.check_gpus(1, "a100", (H100,)), "fail", "a100 was asked for")
-    expect(gpus.check_gpus(1, "h100", (H100,)), "ok")
-    expect(gpus.check_gpus(2, gpus=(H100, Gpu("NVIDIA L4", 24 * GIB, "570.1"))), "warn", "CUDA_VISIBLE_DEVICES")
+    expect(gpus.check_gpus(()), "ok", "runs on the CPU")
+    expect(gpus.check_gpus((H100,) * 8, 8), "ok", "8 x NVIDIA H100")
+    expect(gpus.check_gpus((), 8), "fail", "each node needs 8", "--preset laptop")
+    expect(gpus.check_gpus((H100,), 1, "a100"), "fail", "a100 was asked for")
+    expect(gpus.check_gpus((H100,), 1, "h100"), "ok")
+    expect(gpus.check_gpus((H100, Gpu("NVIDIA L4", 24 * GIB, "570.1")), 2), "warn", "CUDA_VISIBLE_DEVICES")
 
 
 def test_memory() -> None:
@@ -395,6 +395,10 @@ def test_hub(web_server: str) -> None:
         ({"time": 1500.0}, "node-clocks", "warn", "500 s apart"),
         ({}, "node-resources", "ok", "16 GPUs"),
         ({"gpus": 0.0}, "node-resources", "fail", "10.0.0.2 offer Ray fewer than 8"),
+        ({}, "ray-files", "ok", "no other user"),
+        ({"exposed": "/home/me/.ray/auth_token"}, "ray-files", "warn", "chmod 600 /home/me/.ray/auth_token"),
+        ({}, "node-ports", "ok", "connect to each other"),
+        ({"closed_to": ("10.0.0.1",)}, "node-ports", "fail", "from 10.0.0.2 to 10.0.0.1 at a free port"),
     ],
 )
 def test_nodes(tmp_path: Path, changes: dict[str, Any], name: str, status: str, said: str) -> None:
@@ -402,6 +406,18 @@ def test_nodes(tmp_path: Path, changes: dict[str, Any], name: str, status: str, 
     nodes = {"10.0.0.1": one, "10.0.0.2": dataclasses.replace(one, **changes)}
     checks = {check.name: check for check in network.compare_nodes(tmp_path, nodes, 2 * GIB, 8)}
     expect(checks[name], status, said)
+
+
+def test_a_port_that_is_closed_and_a_file_that_others_read_are_noticed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert network.closed_ports({"127.0.0.1": port}) == ()
+    assert network.closed_ports({"127.0.0.1": port}) == ("127.0.0.1",)
+    file = Path("/etc/hostname")
+    assert network.others_read(file)
+    own = tmp_path / "token"
+    own.touch(0o600)
+    assert not network.others_read(own)
 
 
 def test_a_directory_of_all_nodes_that_cannot_be_made_is_named() -> None:
@@ -415,7 +431,7 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
 
     with ray_session():
         checks = list(network.check_nodes("auto", tmp_path))
-        names = ["ray-token", "nodes", "node-versions", "node-clocks", "node-resources"]
+        names = ["ray-token", "nodes", "node-versions", "node-clocks", "ray-files", "node-ports", "node-resources"]
         assert [check.name for check in checks] == names
         for check in checks:
             expect(check, "ok")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -182,21 +181,6 @@ def test_a_row_that_no_reward_applies_to_is_named(tmp_path: Path) -> None:
     assert weighted_sum(terms, {"a.py:f": None, "b.py:f": 2.0}, row) == 2
     with pytest.raises(InputError, match=r"No reward applies to .*data\.jsonl, line 1: a\.py:f, b\.py:f returned None"):
         weighted_sum(terms, {"a.py:f": None, "b.py:f": None}, row)
-
-
-def test_a_function_of_many_sees_the_whole_step_again_after_the_process_died(tmp_path: Path) -> None:
-    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
-    name = user_file(tmp_path, "def score(completions, **_):\n    return [len(completions)] * len(completions)\n")
-    plan = prepare_rewards(reward(name), source)
-    process = scoring_process.ScoringProcess(plan)
-    try:
-        process.start()
-        work = [scoring_process.Work(0, text, source[0]) for text in "abcd"]
-        assert process._connection is not None
-        process._connection.send(scoring_process.Batch(work, 2))
-        assert [process._connection.recv().value for _ in range(2)] == [4, 4]
-    finally:
-        process.close()
 
 
 def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
@@ -386,17 +370,3 @@ def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatc
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
     assert scores.rewards == (1, 0, 1)
     assert scores.failures == 1
-
-
-def test_close_leaves_no_process_behind() -> None:
-    process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), gym("gcd")))
-    process.start()
-    pid = process._process.pid
-    process.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-def test_the_plan_travels_to_the_worker() -> None:
-    plan = prepare_rewards(RewardConfig(), gym("gcd"))
-    assert pickle.loads(pickle.dumps(plan)) == plan

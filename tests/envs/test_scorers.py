@@ -7,18 +7,18 @@ import json
 import pytest
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.gym import GymPrompts, open_gym
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompts import open_gym
 from rlctl.envs.extraction import choose_extraction, vote
 from rlctl.envs.scorers import ExactMatch, IfEval, MathVerify, TaskScorer
 from rlctl.errors import InputError, MachineError
 
 
-def gym(task: str, **params: int) -> GymPrompts:
+def gym(task: str, **params: int) -> PromptSource:
     return open_gym(f"reasoning-gym:{task}", DataConfig(params=params, size=20), seed=3)
 
 
-def task_scorer(source: GymPrompts) -> TaskScorer:
+def task_scorer(source: PromptSource) -> TaskScorer:
     return TaskScorer(source.task, choose_extraction(source)[0])
 
 

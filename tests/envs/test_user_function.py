@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -94,13 +95,16 @@ def test_a_failure_names_row_and_completion_and_costs_that_completion_alone(tmp_
     rows = [PromptRow(number, f"d.jsonl, line {number}", "q", "a") for number in range(4)]
     work = [Work(0, text, row) for text, row in zip(["1", "2", "three", "4"], rows, strict=True)]
     process = ScoringProcess(plan)
-    dropped, zero = process.score(work, "drop"), process.score(work, "zero")
+    dropped = process.score(work)
+    process.plan = dataclasses.replace(plan, on_error="zero")
+    zero = process.score(work)
     assert [score.value for score in dropped] == [1.0, 2.0, None, 4.0]
     assert [score.value for score in zero] == [1.0, 2.0, 0.0, 4.0]
     for told in (dropped[2].failure, zero[2].failure):
         assert told is not None
         for words in ("could not convert", "d.jsonl, line 2", "The completion was 'three'.", "mine.py, line"):
             assert words in told
+    process.plan = dataclasses.replace(plan, on_error="stop")
     with pytest.raises(InputError, match=r"d.jsonl, line 2.*The completion was 'three'"):
-        process.score(work, "stop")
+        process.score(work)
     process.close()

@@ -31,11 +31,6 @@ def test_each_minibatch_normalises_over_its_own_tokens():
     assert [row.tokens for row in batch.minibatches[0]] == [8, 10]
 
 
-def test_sequence_level_weights_each_rollout_the_same():
-    (part,) = make_batch([group(3, [1.0, 0.0], [4, 2])], grpo(loss={"level": "sequence"}), 1).minibatches
-    assert [row.token_weight * (row.tokens - row.prompt_tokens) for row in part] == [0.5, 0.5]
-
-
 def test_only_response_tokens_count_in_the_weights_whatever_else_a_rollout_holds():
     """Of 6 and 10 tokens after the prompt the policy chose 4 and 2; the others are the output of a tool."""
     groups = [group(0, [1.0, 0.0], [4, 2], tokens=[11, 15])]

@@ -10,7 +10,7 @@ import torch
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import LossConfig
-from rlctl.rl.corrections import Correction, correction
+from rlctl.rl.losses import Correction, correction
 from support.token_batches import f64, token_batch
 
 OLD = [-1.0, -1.0, -1.0, -1.0, -300.0, -1.0]

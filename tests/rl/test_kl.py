@@ -71,38 +71,9 @@ def test_k3_has_the_gradient_of_the_reverse_kl() -> None:
     torch.testing.assert_close(expected_penalty("k3")[1], expected, rtol=1e-7, atol=1e-9)
 
 
-def test_k3_of_a_token_is_the_formula_of_grpo() -> None:
-    """DeepSeekMath (2402.03300) equation 4: pi_ref / pi - log(pi_ref / pi) - 1."""
-    logprob, reference = -1.7, -2.9
-    got = kl_penalty(torch.tensor([logprob], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64), "k3")
-    ratio = math.exp(reference) / math.exp(logprob)
-    assert math.isclose(got.item(), ratio - math.log(ratio) - 1, rel_tol=1e-12)
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_gradient_equals_finite_differences(estimator: str) -> None:
-    logprobs_R = torch.tensor([-0.5, -2.0, -3.3], dtype=torch.float64, requires_grad=True)
-    reference_R = torch.tensor([-0.7, -1.0, -3.3], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda values: kl_penalty(values, reference_R, estimator), (logprobs_R,))
-
-
-def test_k1_has_its_value_times_the_gradient_of_the_logprob() -> None:
-    logprobs_R = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
-    reference_R = torch.tensor([-0.9, -1.0], dtype=torch.float64)
-    penalty_R = kl_penalty(logprobs_R, reference_R, "k1")
-    penalty_R.sum().backward()
-    torch.testing.assert_close(penalty_R.detach(), torch.tensor([0.4, -1.0], dtype=torch.float64))
-    torch.testing.assert_close(logprobs_R.grad, penalty_R.detach())
-
-
 def test_a_huge_log_ratio_stays_finite() -> None:
     penalty_R = kl_penalty(torch.tensor([-200.0]), torch.tensor([-1.0]), "k3")
     assert penalty_R.item() == pytest.approx(math.expm1(LOG_RATIO_LIMIT) - LOG_RATIO_LIMIT, rel=1e-6)
-
-
-def test_unknown_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match="k4"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

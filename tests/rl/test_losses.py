@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from rlctl.rl.losses import binary_divergence, clipped_surrogate, is_clipped, sums_to_go
-from support.token_batches import f64, ppo_loss
-
-RATIOS = [0.2, 0.75, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.29, 2.9, 3.1, 8.0]
-
-
-@pytest.mark.parametrize("advantage", [1.7, -0.6, 0.0])
-@pytest.mark.parametrize("dual", [None, 3.0])
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28)])
-def test_clipped_surrogate(advantage: float, dual: float | None, low: float, high: float) -> None:
-    got = clipped_surrogate(f64(RATIOS), torch.full((len(RATIOS),), advantage, dtype=torch.float64), low, high, dual)
-    expected = f64([ppo_loss(ratio, advantage, low, high, dual) for ratio in RATIOS])
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+from rlctl.config.schema import LossConfig, RlctlConfig
+from rlctl.rl.algorithms.dppo import Dppo
+from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.rl.losses import sums_to_go
+from support.token_batches import f64
 
 
 @pytest.mark.parametrize("dual", [None, 3.0])
@@ -28,10 +22,17 @@ def test_clipped_tokens_are_those_without_gradient(dual: float | None) -> None:
     for advantage in (1.7, -0.6):
         ratio_R = f64(off_the_bounds).requires_grad_()
         advantages_R = torch.full_like(ratio_R, advantage).detach()
-        clipped_surrogate(ratio_R, advantages_R, 0.2, 0.28, dual).sum().backward()
-        clipped_R = is_clipped(ratio_R.detach(), advantages_R, 0.2, 0.28, dual)
+        grpo = Grpo(RlctlConfig(loss=LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=dual)))
+        batch: Any = SimpleNamespace(advantages_R=advantages_R)
+        grpo.surrogate(ratio_R, batch).sum().backward()
+        clipped_R = grpo.is_bounded(ratio_R.detach(), batch)
         assert (clipped_R == (ratio_R.grad == 0)).all()
         assert clipped_R.any()
+
+
+def divergence_of(now_R: torch.Tensor, engine_R: torch.Tensor, kind: Any) -> torch.Tensor:
+    batch: Any = SimpleNamespace(logprobs_R=now_R, rollout_logprobs_R=engine_R)
+    return Dppo(RlctlConfig(loss=LossConfig(divergence=kind))).divergence(batch)
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
@@ -42,13 +43,13 @@ def test_the_divergence_is_of_the_chosen_token_against_all_others(divergence: st
         "tv": [abs(q - p) for q, p in zip(now, engine, strict=True)],
         "kl": [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) for q, p in zip(now, engine, strict=True)],
     }[divergence]
-    got = binary_divergence(f64(now).log().requires_grad_(), f64(engine).log(), divergence)
+    got = divergence_of(f64(now).log().requires_grad_(), f64(engine).log(), divergence)
     torch.testing.assert_close(got, f64(expected), rtol=1e-6, atol=1e-12)
     assert not got.requires_grad
 
 
 def test_a_token_that_engine_or_policy_is_sure_of_has_a_divergence() -> None:
-    sure = binary_divergence(f64([0.0, math.log(0.5)]), f64([math.log(0.5), 0.0]), "kl")
+    sure = divergence_of(f64([0.0, math.log(0.5)]), f64([math.log(0.5), 0.0]), "kl")
     assert torch.isfinite(sure).all()
     assert sure[0] > 100
     assert math.isclose(sure[1], math.log(2))

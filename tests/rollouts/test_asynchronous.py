@@ -31,8 +31,8 @@ from support.rollouts import VERSION, Prompts, Scorer, answer
 class Call:
     """A call of an engine, which ends when the test says so."""
 
-    def __init__(self, engine: str, requests: list[GroupRequest], ready: Callable[[Call], list[GroupResult] | None]):
-        self.engine, self.requests, self.ready, self.call = engine, requests, ready, self
+    def __init__(self, engine: str, ready: Callable[[Call], list[GroupResult] | None]):
+        self.engine, self.ready, self.call = engine, ready, self
         self.until = math.inf
 
     def late(self) -> WaitTimeoutError:
@@ -61,33 +61,19 @@ class Engines:
     def allow(self, *positions: int) -> None:
         self.allowed |= set(positions)
 
-    def begin(self, engine: str, requests: Sequence[GroupRequest], *_: Any) -> Call:
-        assert self.awake
-        self.begun += requests
-        return self._call(engine, list(requests), self._whole)
-
     def submit(self, engine: str, requests: Sequence[GroupRequest], _: Any) -> None:
         assert self.awake
         self.begun += requests
         self.held[engine] += requests
 
     def collect(self, engine: str, *_: Any) -> Call:
-        return self._call(engine, [], self._first)
-
-    def _call(self, engine: str, requests: list[GroupRequest], ready: Any) -> Call:
-        call = Call(engine, requests, ready)
+        call = Call(engine, self._first)
         if engine in self.hung:
             call.ready, call.until = lambda _: None, time.monotonic()
         return call
 
     def _may(self, request: GroupRequest) -> bool:
         return self.all_allowed or request.group in self.allowed
-
-    def _whole(self, call: Call) -> list[GroupResult] | None:
-        if call.engine in self.dead:
-            raise WorkerError(f"{call.engine} is gone")
-        assert self.awake  # nothing is under way while they sleep
-        return [answer(request) for request in call.requests] if all(map(self._may, call.requests)) else None
 
     def _first(self, call: Call) -> list[GroupResult] | None:
         if call.engine in self.dead:
@@ -207,7 +193,7 @@ def test_batches_by_position_hold_the_next_positions_whatever_finishes_first(mak
     engines.all_allowed = False
     engines.allow(3, 2, 1)
     thread, found = later(source, 0)
-    wait(lambda: len(source._under_way.finished) == 3)
+    wait(lambda: len(source._finished) == 3)
     assert not found
     engines.allow(0)
     thread.join(30)
@@ -220,13 +206,13 @@ def test_batches_by_arrival_hold_what_finished_first_and_wait_for_what_is_old(ma
     engines.all_allowed = False
     engines.allow(3)
     thread, found = later(source, 0)
-    wait(lambda: len(source._under_way.finished) == 1)
+    wait(lambda: len(source._finished) == 1)
     engines.allow(1)
     thread.join(30)
     assert positions(found[0]) == [3, 1]
     engines.allow(4, 5, 2)
     thread, found = later(source, 1)  # 0 and 2 were begun one version ago
-    wait(lambda: len(source._under_way.finished) == 3)
+    wait(lambda: len(source._finished) == 3)
     assert not found
     engines.allow(0)
     thread.join(30)
@@ -260,9 +246,9 @@ def test_groups_pause_while_the_policy_has_the_devices_and_go_on_afterwards(make
     assert first.metrics["offloaded_bytes"] == 7
     engines.allow(0)
     time.sleep(0.05)
-    assert len(source._under_way.finished) == 0  # the policy trains
+    assert len(source._finished) == 0  # the policy trains
     thread, found = later(source, 1)
-    wait(lambda: len(source._under_way.finished) == 1)
+    wait(lambda: len(source._finished) == 1)
     engines.allow(1)
     thread.join(30)
     assert sorted(positions(found[0])) == [0, 1]
@@ -313,7 +299,7 @@ def test_an_engine_that_hangs_is_lost_at_the_limit_of_its_call(make: Any, in_fli
 
 
 def test_a_lost_engine_is_replaced_when_the_others_can_answer(make: Any) -> None:
-    """An engine that samples a whole call answers nothing else meanwhile, and would be taken for lost as well."""
+    """These sample under the old weights alone."""
     source, engines, sync = make("wait")
     engines.all_allowed = False
     engines.dead.add("a")
@@ -351,12 +337,11 @@ def test_a_group_does_not_wait_until_all_that_were_sampled_are_scored(
 
     monkeypatch.setattr(source._groups, "scored", one_by_one)
     thread, found = later(source, 0)
-    wait(lambda: source._unscored() == 8)
-    free.release()
-    free.release()
+    wait(lambda: len(source._sampled) == 8)
+    free.release(2)
     thread.join(30)  # the oldest are scored first
     assert positions(found[0]) == [0, 1]
-    assert source._unscored() == 6
+    assert len(source._sampled) == 6
     free.release(6)
 
 
@@ -521,10 +506,10 @@ def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
     source, engines, _ = make(order="arrival", max_staleness=2, steps=200)
 
     def held() -> int:
-        progress, ledger = source._under_way, source._ledger
-        parts = [progress.admitted, progress.calls, progress.sampled, progress.finished, progress.in_vain]
-        parts += [progress.lost, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
-        return sum(map(len, [*parts, *progress.asked.values()]))
+        ledger = source._ledger
+        parts = [source._admitted, source._calls, source._held, source._sampled, source._finished, source._unfit]
+        parts += [source._lost, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
+        return sum(map(len, [*parts, *source._asked.values()]))
 
     most, sizes = 0, []
     tracemalloc.start()

@@ -13,7 +13,7 @@ import pytest
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.messages import Sampling, joined
 from rlctl.errors import WorkerError
-from rlctl.rollouts.episodes import turn_seed
+from rlctl.rollouts.source import sample_seed
 from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
 from support.engines import START_TIMEOUT_S, tiny_facts
@@ -85,7 +85,7 @@ def test_an_environment_that_fails_ends_its_call_and_not_the_engine(host: Any, t
 
 
 def test_each_turn_has_a_seed_of_its_own() -> None:
-    assert len({turn_seed(seed, turn) for seed in range(10) for turn in range(1, 10)}) == 90
+    assert len({sample_seed(seed, turn) for seed in range(10) for turn in range(1, 10)}) == 90
 
 
 def test_an_engine_of_one_turn_is_the_default(host: Any, tiny_llama: Path) -> None:

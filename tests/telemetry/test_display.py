@@ -133,20 +133,20 @@ def test_the_last_line_says_what_goes_on_how_long_and_how_much_is_left(tmp_path:
     with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream, quiet=True) as display:
         timer = StepTimer()
         timer.watch = display.phase
-        assert display._now.line() == ""
+        assert display.line() == ""
         display.doing("starting Ray")
-        assert display._now.line() == "starting Ray · 0:00"
+        assert display.line() == "starting Ray · 0:00"
         display.begin_step(1)
         with timer(Phase.TRAINING):
-            assert display._now.line() == "step 1/3 · training · 0:00"
+            assert display.line() == "step 1/3 · training · 0:00"
             with timer(Phase.CHECKPOINT):
-                assert display._now.line() == "step 1/3 · saving · 0:00"
+                assert display.line() == "step 1/3 · saving · 0:00"
             with timer(Phase.WAITING):
-                assert display._now.line() == "step 1/3 · waiting for rollouts · 0:00"
-            assert "training" in display._now.line()
+                assert display.line() == "step 1/3 · waiting for rollouts · 0:00"
+            assert "training" in display.line()
         display.step(1, STEP)
         display.begin_step(2)
-        assert display._now.line() in ("step 2/3 · 0:00 · 2:00 left", "step 2/3 · 0:00 · 1:59 left")
+        assert display.line() in ("step 2/3 · 0:00 · 2:00 left", "step 2/3 · 0:00 · 1:59 left")
     assert (tmp_path / "stderr").read_text() == ""
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -225,39 +224,3 @@ def test_trackio_s_own_store_has_one_run_with_all_steps(
     assert [(line["step"], line["train/reward"]) for line in storage.get_logs("my-project", run.name)] == [
         (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4),
     ]  # fmt: skip
-
-
-def log_records(file: Path) -> Iterator[bytes]:
-    """Yield the records of a file of W&B: LevelDB's log format after a header of seven bytes, in blocks of 32 KiB."""
-    content, place, record = file.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        length, kind = struct.unpack_from("<HB", content, place + 4)
-        record += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            yield record
-            record = b""
-
-
-def test_wandb_offline_writes_a_run_for_each_session_of_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    log_two_sessions("wandb", tmp_path)
-    named, rewards = set(), {}
-    for file in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb")):
-        for data in log_records(file):
-            record = records.Record()
-            record.ParseFromString(data)
-            if record.HasField("run"):
-                named.add((record.run.project, record.run.display_name, record.run.run_id))
-            values = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            if "train/reward" in values:
-                rewards[int(values["_step"])] = float(values["train/reward"])
-    ((project, name, _),) = named
-    assert (project, name) == ("my-project", "my-run")
-    assert rewards == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}

@@ -115,7 +115,7 @@ class FirstLook:
     def of(cls, job: Job) -> FirstLook:
         prompts = []
         for source in job.prompts.sources:
-            row, plan = source.prompts[0], job.rewards.part(source.label)[0] if job.rewards else None
+            row, plan = source.prompts[0], job.rewards.of(source.label) if job.rewards else None
             tokens = source.encoder.encode(row)
             text = cast(str, source.encoder.tokenizer.decode(list(tokens), skip_special_tokens=False))
             prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else ()))

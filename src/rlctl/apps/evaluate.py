@@ -27,9 +27,8 @@ from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm, RlctlConfi
 from rlctl.config.sources import Source, Value
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
-from rlctl.data.gym import MOST_QUESTIONS
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
-from rlctl.data.prompts import FILE_SUFFIXES, open_prompts
+from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_prompts
 from rlctl.envs.extraction import vote
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import prepare_rewards

@@ -253,15 +253,6 @@ class EngineClient:
             return error
         return joined(found, values)
 
-    def begin(
-        self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
-    ) -> PendingGroups:
-        """Have one of `engines` generate `requests`, all of which it gives back at once."""
-        asked, (values,) = self._alone(engine, timeout_s).submit_apart(
-            EpisodeWorker.generate_apart, [(requests, sampling, timeout_s)], [VALUES_A_GROUP * len(requests)]
-        )
-        return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
-
     def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
         self._alone(engine, ANSWER_TIMEOUT_S).call(EpisodeWorker.submit, requests, sampling)

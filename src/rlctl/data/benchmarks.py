@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -88,24 +87,6 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-class BenchmarkRows:
-    """The questions of a public data set."""
-
-    task = None
-
-    def __init__(self, label: str, rows: PromptSource, benchmark: Benchmark) -> None:
-        self.label, self.instructions, self._rows, self._form = label, rows.instructions, rows, benchmark.form
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        return self._form(self._rows[index])
-
-    def fingerprint(self) -> dict[str, Any]:
-        return self._rows.fingerprint()
-
-
 def known_benchmark(name: str) -> tuple[Benchmark, str | None] | None:
     """Return the data set of a short name, and the path in `NAME:PATH`; None where it is no short name."""
     short, _, path = name.partition(":")
@@ -113,13 +94,10 @@ def known_benchmark(name: str) -> tuple[Benchmark, str | None] | None:
 
 
 def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: DataConfig) -> PromptSource:
-    """Open the rows of a short name as `data` (made by `Benchmark.data`) says.
-
-    Raises InputError where they are neither in the cache nor to be had from the hub, or lack a field.
-    """
+    """Open the rows of a short name. Raises InputError where they cannot be had, or lack a field."""
     try:
-        rows = BenchmarkRows(name, open_prompts(data), benchmark)
-        rows[0]
+        rows = open_prompts(data)
+        benchmark.form(rows[0])
     except InputError as error:
         repository, _, configuration = benchmark.repository.partition(":")
         hint = f"Give a .parquet or .jsonl file with the fields of {repository}, such as `{benchmark.prompt_field}`."
@@ -130,7 +108,7 @@ def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: Data
                 "HF_TOKEN."
             )
         raise InputError(f"--task {name}: {error.message}", hint) from error
-    return rows
+    return replace(rows, label=name, row_at=lambda index: benchmark.form(rows[index]))
 
 
 def near_benchmark(name: str) -> str | None:

@@ -60,13 +60,16 @@ class PromptEncoder:
     def build(
         cls, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig, model_directory: Path | str
     ) -> PromptEncoder:
-        """Return the encoder of a run; tries it on one message, so that a broken template is refused here.
-
-        Raises InputError for a template that is missing or does not render.
-        """
+        """Return the encoder of a run. Raises InputError for a template that is missing or does not render."""
         template = read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
         if isinstance(template, dict):  # some tokenizers name several
             template = template.get("default") or next(iter(template.values()))
+        directory, own = Path(model_directory), cast(Any, tokenizer.eos_token_id)
+        size = read_config(directory).get("vocab_size") if (directory / "config.json").is_file() else None
+        ends: set[Any] = {own}
+        if (directory / "generation_config.json").is_file():
+            listed = read_object(directory, "generation_config.json").get("eos_token_id")
+            ends |= set(listed if isinstance(listed, list) else [listed])
         encoder = cls(
             tokenizer=tokenizer,
             template=template,
@@ -75,8 +78,8 @@ class PromptEncoder:
             prompt_template=template_of(data),
             prompt_field=data.prompt_field,
             stop=() if template else (PLAIN_STOP,),
-            stop_token_ids=end_token_ids(tokenizer, model_directory),
-            vocab=vocabulary_of(model_directory),
+            stop_token_ids=tuple(sorted(token for token in ends if token is not None)),
+            vocab=size if isinstance(size, int) else None,
             note=None if template else PLAIN_NOTE,
         )
         return encoder._tried() if template else encoder
@@ -98,8 +101,7 @@ class PromptEncoder:
         return tokens
 
     def _messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages, the last one by the template and with the suffix, and the system prompt where the
-        row has none."""
+        """Return the row's messages, with the system prompt, and the last one as template and suffix make it."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
         text = last["content"]
@@ -111,8 +113,10 @@ class PromptEncoder:
         return messages
 
     def _render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
-        if self.template is None:
-            return _plain(messages)
+        if self.template is None:  # lines that end where the answer begins; a system message goes first as it is
+            names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
+            lines = [names.get(one["role"], "") + one["content"] for one in messages if one["content"]]
+            return "\n".join([*lines, "Answer:"])
         from jinja2 import TemplateError
 
         shown: Any = messages
@@ -137,33 +141,21 @@ class PromptEncoder:
                 why = "The chat template leaves out what the user says: all prompts would be the same."
                 raise InputError(why, "Give another with --chat-template.")
             return replace(self, in_parts=True)._tried()
-        encoder = self._with_end_of_turn()
+        # The special token that the template writes after an answer need not be the tokenizer's end token.
+        user = {"role": "user", "content": "?"}
+        turn = [user, {"role": "assistant", "content": _MARKER}]
+        _, found, tail = self._render(turn, "an answer", answered=True).rpartition(_MARKER)
+        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
+        encoder = replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *special.intersection(ids)})))
         if self.system_prompt is None:
             return encoder
-        user = {"role": "user", "content": "?"}
         text = self._render([user])
-        with_system = self._render([{"role": "system", "content": self.system_prompt}, user])
+        with_system = self._render([{"role": "system", "content": self.system_prompt}, user])  # it may be refused
         # An empty system message is there to displace the template's own; where there is none it only costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder
-
-    def _with_end_of_turn(self) -> PromptEncoder:
-        """Adds the special token that the template writes after an answer; it need not be the tokenizer's end token."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-        _, found, tail = self._render(turn, "an answer", answered=True).rpartition(_MARKER)
-        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
-        special = set(self.tokenizer.all_special_ids) | {
-            token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special
-        }
-        stop_token_ids = tuple(sorted({*self.stop_token_ids, *(token for token in ids if token in special)}))
-        return replace(self, stop_token_ids=stop_token_ids)
-
-
-def _plain(messages: Messages) -> str:
-    """Return `Question:` and `Answer:` lines, ending where the answer begins; a system message goes first as it is."""
-    names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
-    lines = [names.get(message["role"], "") + message["content"] for message in messages if message["content"]]
-    return "\n".join([*lines, "Answer:"])
 
 
 def read_template(template: str) -> str:
@@ -184,10 +176,7 @@ def template_digest(template: str) -> str:
 
 
 def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model.tokenizer` (a directory or a hub name), or else of the model's directory.
-
-    Raises InputError where there is none that transformers can load.
-    """
+    """Return the tokenizer of `model.tokenizer`, or else of the model's directory; InputError where there is none."""
     # transformers takes seconds to import, and only runs need it
     if Process.reads_tokenizers_alone and "torch" not in sys.modules:
         _import_without_torch()
@@ -237,21 +226,3 @@ def require_directory(tokenizer: str | None) -> None:
     """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
     if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
-
-
-def vocabulary_of(model_directory: Path | str) -> int | None:
-    """Return how many tokens the model in a directory has, where its configuration says so."""
-    if not (Path(model_directory) / "config.json").is_file():
-        return None
-    size = read_config(Path(model_directory)).get("vocab_size")
-    return size if isinstance(size, int) else None
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | str) -> tuple[int, ...]:
-    """Return the tokens that end a completion, sorted: the tokenizer's own, and those of generation_config.json."""
-    own: Any = tokenizer.eos_token_id
-    ids: set[Any] = {own}
-    if (Path(model_directory) / "generation_config.json").is_file():
-        listed = read_object(Path(model_directory), "generation_config.json").get("eos_token_id")
-        ids |= set(listed if isinstance(listed, list) else [listed])
-    return tuple(sorted(token for token in ids if token is not None))

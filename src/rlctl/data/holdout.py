@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from rlctl.config.schema import DataConfig, RlctlConfig, ValidationData
-from rlctl.data.gym import MOST_QUESTIONS
-from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource
-from rlctl.data.prompts import open_prompts
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
+from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.errors import ConfigError, InputError
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rows of a source that are held out, or all others."""
-
-    source: PromptSource
-    rows_H: np.ndarray
-    """The rows held out, sorted."""
-    held: bool
-
-    @property
-    def label(self) -> str:
-        return self.source.label
-
-    @property
-    def task(self) -> GymTask | None:
-        return self.source.task
-
-    @property
-    def instructions(self) -> str:
-        return self.source.instructions
-
-    def __len__(self) -> int:
-        return len(self.rows_H) if self.held else len(self.source) - len(self.rows_H)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        if self.held:
-            return self.source[int(self.rows_H[index])]
-        # The rows below a held out one that are left are as many as its number less those held out before it.
-        before = np.searchsorted(self.rows_H - np.arange(len(self.rows_H)), index, side="right")
-        # An order by pass rates finds a prompt again by its number among those that are trained on.
-        return replace(self.source[index + int(before)], index=index)
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {**self.source.fingerprint(), "held_out": len(self.rows_H)}
-
-
 def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource, PromptSource | None]:
-    """Return the prompts to train on, and `count` prompts that are none of them, which `seed` chooses.
-
-    Raises InputError where none would be left to train on.
-    """
+    """Return the prompts to train on, and `count` others that `seed` chooses. Raises InputError where none is left."""
     if not count:
         return source, None
     if count >= len(source):
@@ -66,7 +23,19 @@ def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource,
         )
     draws = np.random.PCG64(np.random.SeedSequence((seed, len(source)))).random_raw(len(source))
     rows_H = np.sort(np.argpartition(draws, count)[:count])
-    return Part(source, rows_H, held=False), Part(source, rows_H, held=True)
+    rest = np.delete(np.arange(len(source)), rows_H)
+    identity = {**source.fingerprint(), "held_out": count}
+
+    def trained(index: int) -> PromptRow:
+        # An order by pass rates finds a prompt again by its number among those that are trained on.
+        return replace(source[int(rest[index])], index=index)
+
+    parts = ((len(rest), trained), (count, lambda index: source[int(rows_H[index])]))
+    kept, held = (
+        replace(source, size=size, row_at=row_at, identity=identity, checked=min(size, source.checked))
+        for size, row_at in parts
+    )
+    return kept, held
 
 
 def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
@@ -80,10 +49,9 @@ def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
 
 
 def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple[PromptSource, DataConfig]:
-    """Return the prompts that a run validates on, and how they are written.
+    """Return the prompts that a run validates on, and how they are written. Raises ConfigError where there are none.
 
-    Questions of reasoning-gym come from seeds that training does not use. Raises ConfigError where there is nothing to
-    validate on.
+    Questions of reasoning-gym come from seeds that training does not use.
     """
     data = validation_data(config.data, config.validation.data)
     if config.validation.data.name is None:
@@ -103,13 +71,9 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
                 "Name other prompts with --set validation.data.name=..., or take some away from training with "
                 "--set validation.holdout=NUMBER.",
             )
-        data = data.model_copy(update={"name": _without_seed(config.data.name or "")})
+        # Without the parameters in the name that say which questions there are.
+        task, _, inline = (config.data.name or "").removeprefix(GYM_PREFIX).partition(":")
+        left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
+        data = data.model_copy(update={"name": GYM_PREFIX + ":".join(filter(None, (task, ",".join(left))))})
     trained = config.data.params.get("seed", config.run.seed)
     return open_prompts(data, seed=(trained if isinstance(trained, int) else 0) + MOST_QUESTIONS), data
-
-
-def _without_seed(name: str) -> str:
-    """Return `reasoning-gym:<task>:key=value,...` without the parameters that say which questions there are."""
-    *task, inline = name.split(":") if name.count(":") > 1 else [name, ""]
-    left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
-    return ":".join([*task, ",".join(left)] if left else task)

@@ -10,7 +10,7 @@ from math import gcd, lcm
 
 import numpy as np
 
-from rlctl.config.schema import DataConfig, DataSource, RewardConfig, RlctlConfig
+from rlctl.config.schema import DataConfig, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import GYM_PREFIX
 
 LONGEST_ROUND = 100_000
@@ -40,23 +40,16 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
     for source in config.data.sources:
         seen[source.name] += 1
         label = f"{source.name} #{seen[source.name]}" if named[source.name] > 1 else source.name
-        found.append(SourceSettings(label, source.weight, _data_of(source, config), _reward_of(source, config)))
+        own = {key: value for key, value in source if key not in NOT_OF_DATA and value is not None}
+        if not source.name.startswith(GYM_PREFIX):
+            own.setdefault("params", {})  # `data.params` are for the tasks among the sources
+        shared = config.data.model_dump(exclude={"sources", "name"})
+        data = DataConfig.model_validate({**shared, "name": source.name, **own})
+        reward, given = config.reward, source.reward
+        if given is not None:
+            reward = RewardConfig(terms=given.terms, extract=given.extract, timeout_s=reward.timeout_s)
+        found.append(SourceSettings(label, source.weight, data, reward))
     return tuple(found)
-
-
-def _data_of(source: DataSource, config: RlctlConfig) -> DataConfig:
-    own = {key: getattr(source, key) for key in type(source).model_fields if key not in NOT_OF_DATA}
-    given = {key: value for key, value in own.items() if value is not None}
-    if "params" not in given and not source.name.startswith(GYM_PREFIX):
-        given["params"] = {}  # `data.params` are for the tasks among the sources
-    shared = config.data.model_dump(exclude={"sources", "name"})
-    return DataConfig.model_validate({**shared, "name": source.name, **given})
-
-
-def _reward_of(source: DataSource, config: RlctlConfig) -> RewardConfig:
-    if source.reward is None:
-        return config.reward
-    return RewardConfig(terms=source.reward.terms, extract=source.reward.extract, timeout_s=config.reward.timeout_s)
 
 
 class Mixing:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -67,32 +67,34 @@ class GymTask:
     params: dict[str, Any]
 
 
-@runtime_checkable
-class PromptSource(Protocol):
+@dataclass(frozen=True)
+class PromptSource:
     """A finite, indexable source of prompts."""
 
-    @property
-    def label(self) -> str:
-        """The name that the user gave it."""
-        ...
+    label: str
+    """The name that the user gave it."""
+    size: int
+    row_at: Callable[[int], PromptRow]
+    identity: Mapping[str, Any]
+    """Values that tell its contents from others; the number of its rows need not be among them."""
+    instructions: str = ""
+    """Text that the system prompt and the suffix add to every prompt."""
+    task: GymTask | None = None
+    """The task, where it brings its own scorer."""
+    checked: int = 1
+    """Its first rows that are looked at before a run: all where they are in memory."""
 
-    @property
-    def task(self) -> GymTask | None:
-        """The task, where it brings its own scorer."""
-        ...
+    def __len__(self) -> int:
+        return self.size
 
-    @property
-    def instructions(self) -> str:
-        """Text that the system prompt and the suffix add to every prompt."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> PromptRow: ...
+    def __getitem__(self, index: int) -> PromptRow:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return self.row_at(index)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the manifest keeps, to tell on resume whether the data is still the same."""
-        ...
+        return {"rows": self.size, **self.identity}
 
 
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
@@ -121,8 +123,7 @@ def prompt_field_in(present: Collection[str], named: str) -> str:
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
     """Raise InputError unless the fields of prompt, answer and template are among `present`.
 
-    The answer field may be absent only under its default name, for a reward function may need none, and the prompt
-    field where a template makes the prompt of other fields.
+    An answer is needed under a name that the user gave, and a prompt unless a template makes it of other fields.
     """
     names, template = list(present), template_of(data)
     if template is None or PROMPT in template.names:
@@ -148,8 +149,6 @@ def _require_field(name: str, flag: str, present: Sequence[str], where: str) -> 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
-    if not isinstance(value, str) and isinstance(value, Sequence):
-        value = [_with_text(message, field_name, where) for message in value]
     if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: field {field_name!r} holds {len(value):,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
@@ -157,43 +156,36 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
         )
     if isinstance(value, str) and value.strip():
         return value
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
-        return _checked_messages(value, field_name, where)
-    found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
-    raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Messages:
-    if wrong := [one for one in value if not _is_message(one)]:
-        has = f"; this one has {', '.join(map(str, wrong[0]))}" if isinstance(wrong[0], Mapping) else ""
-        raise InputError(
-            f"{where}: field {field_name!r} is a list, but not of chat messages.",
-            f"A message is an object with the texts `role` and `content`{has}.",
-        )
-    if value[-1]["role"] == "assistant":  # a chat template would begin another answer after it
+    if not value or isinstance(value, str) or not isinstance(value, Sequence):
+        found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
+        raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
+    messages = [_message(one, field_name, where) for one in value]
+    if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
             f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
             "Leave that message out; a reference answer has a field of its own (--answer-field).",
         )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return messages
 
 
-def _with_text(message: Any, field_name: str, where: str) -> Any:
-    """Return a message whose content is a text, where it was given as a list of texts in parts."""
-    parts = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(p, Mapping) for p in parts):
-        return message
-    for part in parts:
-        if (kind := part.get("type")) != "text" or not isinstance(part.get("text"), str):
-            raise InputError(
-                f"{where}: a message of field {field_name!r} has a part of type {kind!r}.",
-                "Prompts are texts: rlctl does not train on images, sound or video.",
-            )
-    return {**message, "content": "".join(part["text"] for part in parts)}
+def _message(value: Any, field_name: str, where: str) -> dict[str, str]:
+    """Return a chat message; its content may be given as a list of texts in parts."""
+    role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
+    if isinstance(content, Sequence) and not isinstance(content, str) and all(isinstance(p, Mapping) for p in content):
+        for part in content:
+            if (kind := part.get("type")) != "text" or not isinstance(part.get("text"), str):
+                raise InputError(
+                    f"{where}: a message of field {field_name!r} has a part of type {kind!r}.",
+                    "Prompts are texts: rlctl does not train on images, sound or video.",
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        has = f"; this one has {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+        raise InputError(
+            f"{where}: field {field_name!r} is a list, but not of chat messages.",
+            f"A message is an object with the texts `role` and `content`{has}.",
+        )
+    return {"role": role, "content": content}
 
 
 def instructions(data: DataConfig) -> str:
@@ -202,8 +194,7 @@ def instructions(data: DataConfig) -> str:
 
 
 def difficulties(source: PromptSource, data: DataConfig) -> np.ndarray:
-    """Return how difficult each row is by `data.difficulty_field`, float64 [rows]. Raises InputError for a row without
-    a number there."""
+    """Return how difficult each row is, float64 [rows]. Raises InputError for a row without a number."""
     path = data.difficulty_field
     if path is None:
         raise InputError(

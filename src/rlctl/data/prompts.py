@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import importlib.metadata
 import json
+import sys
+import warnings
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.gym import open_gym
-from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
+from rlctl.config.yaml_values import parse_value
+from rlctl.data.prompt_rows import (
+    GYM_PREFIX,
+    GymTask,
+    PromptRow,
+    PromptSource,
+    instructions,
+    require_fields,
+    row_from_record,
+)
 from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from reasoning_gym.dataset import ProceduralDataset
 
 FILE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 OTHER_SUFFIXES = {
@@ -24,6 +38,9 @@ OTHER_SUFFIXES = {
 }
 """How files of other kinds become data."""
 ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
+DEFAULT_SIZE = 10_000
+"""Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
+MOST_QUESTIONS = 10_000_000
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -49,8 +66,6 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     if kind is None and (path.is_file() or path.suffix.lower() in OTHER_SUFFIXES):
         way = OTHER_SUFFIXES.get(path.suffix.lower(), "")
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
-    if kind and path.is_dir():
-        raise InputError(f"Data file {name} cannot be read: it is a directory, not a file.", "Give a file.")
     if kind is None and name.startswith((".", "/")) and not path.exists():
         raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
     if kind is None:
@@ -60,29 +75,16 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     return open_jsonl(path, data) if kind == "jsonl" else open_parquet(path, data)
 
 
-class FilePrompts:
-    """Rows of one file, all in memory; checked row by row when it is opened."""
-
-    task = None
-
-    def __init__(self, path: Path, rows: list[PromptRow], data: DataConfig) -> None:
-        if not rows:
-            raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
-        self.label, self.instructions, self._rows = str(path), instructions(data), rows
-        with path.open("rb") as file:
-            self._sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        return self._rows[index]
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"rows": len(self), "sha256": self._sha256}
+def of_file(path: Path, rows: list[PromptRow], data: DataConfig) -> PromptSource:
+    """Return the rows of one file, all in memory; they were checked as they were read."""
+    if not rows:
+        raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
+    with path.open("rb") as file:
+        identity = {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return PromptSource(str(path), len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
 
 
-def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
+def open_jsonl(path: Path, data: DataConfig) -> PromptSource:
     """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
     with path.open("rb") as file:
         filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
@@ -90,7 +92,7 @@ def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
             row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
         ]
-    return FilePrompts(path, rows, data)
+    return of_file(path, rows, data)
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def columns_of(path: Path) -> list[str]:
     return pyarrow.parquet.read_schema(path).names
 
 
-def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
+def open_parquet(path: Path, data: DataConfig) -> PromptSource:
     """Return one row for every row of the table (the first `data.size`)."""
     try:
         import pyarrow
@@ -132,54 +134,35 @@ def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
             ]
     except pyarrow.ArrowException as error:
         raise InputError(f"{path} is not a parquet file that can be read: {error}") from error
-    return FilePrompts(path, rows, data)
+    return of_file(path, rows, data)
 
 
-class HubPrompts:
-    """Rows of one split, memory-mapped by `datasets`."""
+def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
+    """Return the rows of one split, memory-mapped by `datasets`."""
+    if len(dataset) == 0:
+        raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
+    require_fields(dataset.column_names, data, f"Dataset {label}")
+    for column, feature in dataset.features.items():
+        if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
+            raise InputError(
+                f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
+                "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
+            )
 
-    task = None
+    def row(index: int) -> PromptRow:
+        return row_from_record(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
 
-    def __init__(self, label: str, dataset: Dataset, data: DataConfig) -> None:
-        if len(dataset) == 0:
-            raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
-        require_fields(dataset.column_names, data, f"Dataset {label}")
-        for column, feature in dataset.features.items():
-            if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
-                raise InputError(
-                    f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
-                    "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
-                )
-        self.label, self.instructions = label, instructions(data)
-        self._dataset, self._data = dataset, data
-        self._rows = len(dataset) if data.size is None else min(len(dataset), data.size)
-        for index in range(min(self._rows, CHECKED_ROWS)):
-            self[index]
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: int) -> PromptRow:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        where = f"dataset {self.label} ({self._data.split}), row {index}"
-        return row_from_record(self._dataset[index], index, where, self._data)
-
-    def fingerprint(self) -> dict[str, Any]:
-        # `datasets` hashes the files of the dataset and every operation on it into this.
-        return {
-            "source": self.label,
-            "split": self._data.split,
-            "rows": len(self),
-            "fingerprint": self._dataset._fingerprint,
-        }
+    # `datasets` hashes the files of the dataset and every operation on it into this.
+    identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}
+    size = len(dataset) if data.size is None else min(len(dataset), data.size)
+    source = PromptSource(label, size, row, identity, instructions(data), checked=min(size, CHECKED_ROWS))
+    for index in range(source.checked):
+        row(index)
+    return source
 
 
-def open_hub(name: str, data: DataConfig) -> HubPrompts:
-    """Return the split `data.split` of a dataset `name`, or of its configuration c as `name:c`.
-
-    Looks in the local cache and then on the hub. Raises InputError when it is in neither, or the hub cannot be reached.
-    """
+def open_hub(name: str, data: DataConfig) -> PromptSource:
+    """Return the split `data.split` of a dataset `name` or `name:configuration`; InputError where it cannot be had."""
     try:
         import datasets
         import datasets.exceptions
@@ -189,7 +172,14 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
         ) from error
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
-        return HubPrompts(name, _from_disk(path, data), data)
+        saved = datasets.load_from_disk(path)
+        if isinstance(saved, datasets.DatasetDict):
+            if data.split not in saved:
+                splits = [str(split) for split in saved]
+                hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
+                raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
+            saved = saved[data.split]
+        return of_dataset(name, saved, data)
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -199,18 +189,85 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
-    return HubPrompts(name, loaded, data)
+    return of_dataset(name, loaded, data)
 
 
-def _from_disk(path: str, data: DataConfig) -> Dataset:
-    """Return a directory written by `save_to_disk`: one split, or several by name."""
-    import datasets
+def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
+    """Return the source that `reasoning-gym:<task>[:key=value,...]` names. Its row i follows from task,
+    parameters, seed and i.
 
-    loaded = datasets.load_from_disk(path)
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    if data.split not in loaded:
-        splits = [str(split) for split in loaded]
-        hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
-        raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
-    return loaded[data.split]
+    Parameters after the second colon override `data.params`. Raises InputError for a task or parameter that
+    reasoning-gym does not have, or a value that the task refuses.
+    """
+    task_name, _, inline = name.removeprefix(GYM_PREFIX).partition(":")
+    params = dict(data.params)
+    for part in filter(None, inline.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
+        params[key.strip()] = parse_value(value)
+    registry = _registry()
+    if task_name not in registry:
+        near = suggest(task_name, registry) or f"Some are {', '.join(sorted(registry)[:8])}."
+        raise InputError(f"reasoning-gym has no task {task_name!r} (--data).", near)
+    known = [field.name for field in dataclasses.fields(registry[task_name][1])]
+    for key in params:
+        if key not in known:
+            near = suggest(key, known) or f"It has {', '.join(known)}."
+            raise InputError(
+                f"reasoning-gym task {task_name!r} has no parameter {key!r} (data.params).",
+                f"{near} Parameters of a preset's task are cleared with --set data.params={{}}.",
+            )
+    defaults = {"seed": seed, "size": DEFAULT_SIZE if data.size is None else data.size}
+    task = GymTask(task_name, {**defaults, **params})
+    dataset = build_task(task)
+
+    def row(index: int) -> PromptRow:
+        entry, where = dataset[index], f"{name}, question {index}"
+        return PromptRow(index, where, entry["question"], entry["answer"], {"metadata": entry["metadata"]})
+
+    version = importlib.metadata.version("reasoning_gym")
+    identity = {"source": f"{GYM_PREFIX}{task.name}", "params": task.params, "reasoning_gym": version}
+    return PromptSource(name, len(dataset), row, identity, instructions(data), task)
+
+
+def build_task(task: GymTask) -> ProceduralDataset:
+    """Return reasoning-gym's own dataset of the task; InputError where the task refuses a value."""
+    dataset_class, config_class = _registry()[task.name]
+    try:
+        config = config_class(**task.params)
+        if hasattr(config, "validate"):
+            config.validate()
+        return dataset_class(config=config)
+    except (AssertionError, ValueError, TypeError) as error:
+        listed = ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in task.params.items())
+        raise InputError(
+            f"reasoning-gym task {task.name!r} refuses its parameters ({listed}): {error}.",
+            "Change them with --set data.params.<name>=<value>.",
+        ) from error
+
+
+def _registry() -> dict[str, tuple[type, type]]:
+    """Return dataset and config class of every task."""
+    try:
+        with warnings.catch_warnings():
+            # One of its dependencies compares with `is`, which Python remarks on at every first import.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            # It imports matplotlib, and two of the tasks use it.
+            sys.modules.setdefault("cellpylib", _ImportedLater("cellpylib"))
+            from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"Tasks of reasoning-gym need a package that is not installed: {error.name}.",
+            "Install rlctl with its cpu or cuda extra.",
+        ) from error
+    return DATASETS
+
+
+class _ImportedLater(ModuleType):
+    """Stands for a module until something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)

@@ -24,7 +24,19 @@ class PromptTemplate:
     def __init__(self, text: str) -> None:
         self.jinja = "{{" in text or "{%" in text
         if self.jinja:
-            self._compiled, self.names = _compiled(text)
+            import jinja2
+            import jinja2.meta
+            import jinja2.sandbox
+
+            # A recipe of somebody else's may bring the template: it may not reach what Python objects lead to.
+            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+                undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+            )
+            try:
+                self.names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
+                self._compiled = environment.from_string(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise InputError(f"data.prompt_template, line {error.lineno}: {error.message}.") from error
         else:
             self._text, self.names = text, frozenset(filter(None, _PLACE.findall(text)))
         if not self.names:
@@ -62,7 +74,7 @@ def template_of(data: DataConfig) -> PromptTemplate | None:
     """Return the template of `data`. Raises InputError for one that names no column, or the reference answer."""
     if data.prompt_template is None:
         return None
-    template = _template(data.prompt_template)
+    template = _template_of(data.prompt_template)
     if shown := template.names & {ANSWER, data.answer_field}:
         raise InputError(
             f"data.prompt_template names {min(shown)!r}, which is the reference answer: the model would be shown it.",
@@ -85,23 +97,4 @@ def columns_there(present: Iterable[str], near: str = "") -> str:
     return f"{meant + ' ' if meant else ''}It can have {', '.join(names)}; braces that are text: {{{{ '{{...}}' }}}}."
 
 
-@functools.lru_cache(maxsize=16)
-def _template(text: str) -> PromptTemplate:
-    return PromptTemplate(text)
-
-
-def _compiled(text: str) -> tuple[Any, frozenset[str]]:
-    """Return the Jinja template, and the names of the columns in it."""
-    import jinja2
-    import jinja2.meta
-    import jinja2.sandbox
-
-    # A recipe of somebody else's may bring the template: it may not reach what Python objects lead to.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    try:
-        names = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        return environment.from_string(text), frozenset(names)
-    except jinja2.TemplateSyntaxError as error:
-        raise InputError(f"data.prompt_template, line {error.lineno}: {error.message}.") from error
+_template_of = functools.lru_cache(maxsize=16)(PromptTemplate)

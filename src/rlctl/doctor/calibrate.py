@@ -5,24 +5,26 @@ Imports torch; only `rlctl doctor --calibrate` imports this file.
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rlctl.config.files import temporary_folder
-from rlctl.errors import MachineError
+from rlctl.errors import MachineError, first_line
 from rlctl.planner.inputs.cluster import MachineProfile, match_device
 
 MIB = 1024**2
 GROUP_TIMEOUT_S = 180.0
+REPEATS = 10
 
 
 def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> MachineProfile:
@@ -34,13 +36,23 @@ def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> 
         raise MachineError(why, "Plan for it with the --gpu that is nearest.")
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     tell("matmul")
-    matmul = matmul_rate(device)
+    size, dtype = (8192, torch.bfloat16) if gpus else (1536, torch.float32)  # the training dtype
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    matmul = rate(2.0 * size**3, lambda: torch.mm(a, b, out=out), device)
     tell("memory")
-    memory = memory_rate(device)
+    count = 1024 * MIB if gpus else 256 * MIB  # no cache holds it
+    source = torch.ones(count // 4, device=device)
+    target = torch.empty_like(source)
+    memory = rate(2.0 * count, lambda: target.copy_(source), device)
     tell("between the local devices" if gpus != 1 else "host copies")
     processes = gpus if gpus else min(2, len(os.sched_getaffinity(0)))
     reduce_, pair = group_rates(processes, bool(gpus)) if processes > 1 else (None, None)
-    up, down = host_rates() if gpus else (None, None)
+    up = down = None
+    if gpus:
+        pinned = torch.empty(count // 4, pin_memory=True)
+        up = rate(count, lambda: target.copy_(pinned, non_blocking=True), device)
+        down = rate(count, lambda: pinned.copy_(target, non_blocking=True), device)
     tell("disk")
     write, read = disk_rates(directory)
     return MachineProfile(
@@ -59,54 +71,27 @@ def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> 
     )
 
 
-def rate(work: float, run: Callable[[], object], device: torch.device, seconds: float = 1.0) -> float:
-    """Return `work` per second, by the best of the runs that fit into `seconds`, after one to warm up."""
-    run()
-    _finish(device)
-    took: list[float] = []
-    while sum(took) < seconds:
+def rate(
+    work: float, run: Callable[[], object], device: torch.device, meet: Callable[[], object] = lambda: None
+) -> float:
+    """Return `work` per second, by the best of `REPEATS` runs after one to warm up. `meet` makes the ranks of a group
+    begin and end together."""
+
+    def seconds() -> float:
+        meet()
         began = time.perf_counter()
         run()
-        _finish(device)
-        took.append(time.perf_counter() - began)
-    return work / min(took)
+        meet()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
 
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def matmul_rate(device: torch.device) -> float:
-    """Return the operations per second of a large square matmul in the training dtype."""
-    size = 8192 if device.type == "cuda" else 1536
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return rate(2.0 * size**3, lambda: torch.mm(a, b, out=out), device, 2.0)
-
-
-def memory_rate(device: torch.device) -> float:
-    """Return the bytes per second that are read and written by a copy that no cache holds."""
-    count = 1024 * MIB if device.type == "cuda" else 256 * MIB
-    source = torch.ones(count // 4, device=device)
-    target = torch.empty_like(source)
-    return rate(2.0 * count, lambda: target.copy_(source), device)
-
-
-def host_rates() -> tuple[float, float]:
-    """Return the bytes per second (host to device, device to host) of a copy from and to pinned memory."""
-    device, count = torch.device("cuda", 0), 512 * MIB
-    on_device = torch.empty(count // 4, device=device)
-    pinned = torch.empty(count // 4, pin_memory=True)
-    up = rate(count, lambda: on_device.copy_(pinned, non_blocking=True), device)
-    down = rate(count, lambda: pinned.copy_(on_device, non_blocking=True), device)
-    return up, down
+    seconds()
+    return work / min(seconds() for _ in range(REPEATS))
 
 
 def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, float | None]:
-    """Return the bytes per second (written and synced, read back) in `directory`; None without room or permission.
-    Reading goes past the page cache where the system allows it."""
+    """Return the bytes per second (written and synced, read back) in `directory`; None without room or permission."""
     place = next((p for p in (directory, *directory.parents) if p.is_dir()), None)
     if (
         place is None
@@ -135,69 +120,48 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
     Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group is
     not done in `GROUP_TIMEOUT_S`, or a rank fails or receives a wrong sum.
     """
-    with temporary_folder("calibrate") as folder:
-        context = mp.start_processes(
-            _member, (processes, cuda, str(folder)), nprocs=processes, join=False, start_method="spawn"
-        )
-        assert context is not None  # with join=False there always is one
-        began = time.monotonic()
+    with temporary_folder("calibrate") as folder, mp.get_context("spawn").Pool(processes) as pool:
+        store, deadline = str(folder / "store"), time.monotonic() + GROUP_TIMEOUT_S
+        answers = pool.imap_unordered(partial(_member, processes, cuda, store), range(processes))
         try:
-            while not context.join(timeout=1.0):
-                if time.monotonic() - began > GROUP_TIMEOUT_S:
-                    for process in filter(None, context.processes):
-                        process.kill()
-                    raise MachineError(
-                        f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
-                        "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
-                    )
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise MachineError(f"Rank {error.error_index} failed: {str(error).strip().splitlines()[-1]}") from error
-        first, second = (folder / "result").read_text().split()
-    return float(first), float(second)
+            rates = [answers.next(deadline - time.monotonic()) for _ in range(processes)]
+        except mp.TimeoutError as error:
+            raise MachineError(
+                f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
+                "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
+            ) from error
+        except (RuntimeError, OSError) as error:
+            raise MachineError(f"A rank failed: {first_line(error)}") from error
+    return rates[0]
 
 
-def _member(rank: int, processes: int, cuda: bool, folder: str) -> None:
+def _member(processes: int, cuda: bool, store: str, rank: int) -> tuple[float, float]:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), processes)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=processes)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=dist.FileStore(store, processes), rank=rank, world_size=processes
+    )
     count = 256 * MIB if cuda else 32 * MIB
     tensor = torch.full((count // 4,), float(rank + 1), device=device)
     dist.all_reduce(tensor)
     if not (tensor == processes * (processes + 1) / 2).all():
-        raise MachineError("it received a wrong sum")
+        raise MachineError("A rank received a wrong sum.")
     tensor.zero_()
-    bus = _timed(count * 2.0 * (processes - 1) / processes, lambda: dist.all_reduce(tensor), device)
-    pair = _timed(float(count), lambda: _exchange(rank, tensor), device)
-    if rank == 0:
-        (Path(folder) / "result").write_text(f"{bus} {pair}")
-    dist.barrier()
+
+    def from_first_to_second() -> None:
+        if rank == 0:
+            dist.send(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor, 0)
+
+    work = count * 2.0 * (processes - 1) / processes
+    bus = rate(work, lambda: dist.all_reduce(tensor), device, dist.barrier)
+    pair = rate(float(count), from_first_to_second, device, dist.barrier)
     dist.destroy_process_group()
-
-
-def _exchange(rank: int, tensor: torch.Tensor) -> None:
-    """Send from rank 0 to rank 1, while the other ranks do nothing."""
-    if rank == 0:
-        dist.send(tensor, 1)
-    elif rank == 1:
-        dist.recv(tensor, 0)
-
-
-def _timed(work: float, run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
-    """Return `work` per second by the best of `repeats`, which every rank runs."""
-    took = []
-    for _ in range(repeats):
-        dist.barrier()
-        _finish(device)
-        began = time.perf_counter()
-        run()
-        dist.barrier()
-        _finish(device)
-        took.append(time.perf_counter() - began)
-    return work / min(took)
+    return bus, pair
 
 
 def profile_text(profile: MachineProfile) -> str:

@@ -38,7 +38,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield software.check_transformer_engine(len(found), versions, None if quick else software.why_not_imported)
     yield gpus.check_vllm_platform(found, versions)
     yield host.check_cpu(len(found))
-    yield gpus.check_gpus(wanted.gpus_per_node, wanted.gpu, found)
+    yield gpus.check_gpus(found, wanted.gpus_per_node, wanted.gpu)
     if found:
         yield gpus.check_driver(found, versions)
         yield gpus.check_compiler()
@@ -47,7 +47,14 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
         yield gpus.check_sharing()
         yield gpus.check_other_programs()
         yield gpus.check_links(found)
-    yield from examine_host(wanted, len(found))
+    yield host.check_memory(wanted.parameters, wanted.gpus_per_node)
+    yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
+    yield host.check_left_over()
+    yield host.check_threads()
+    yield host.check_locked_memory(len(found))
+    yield host.check_run_directory(wanted.parameters, wanted.run_directory)
+    yield host.check_converted_models(wanted.parameters)
+    yield host.check_ray_directory()
     yield network.check_ray(wanted.ray_address)
     if wanted.ray_address:
         needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
@@ -57,15 +64,3 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield network.check_token(wanted.model)
     if not quick:
         yield network.check_ranks(len(found))
-
-
-def examine_host(wanted: Wanted, gpus_found: int) -> Iterator[Check]:
-    """Check the memory, the limits and the directories of this node."""
-    yield host.check_memory(wanted.parameters, wanted.gpus_per_node)
-    yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
-    yield host.check_left_over()
-    yield host.check_threads()
-    yield host.check_locked_memory(gpus_found)
-    yield host.check_run_directory(wanted.parameters, wanted.run_directory)
-    yield host.check_converted_models(wanted.parameters)
-    yield host.check_ray_directory()

@@ -63,11 +63,10 @@ def list_gpus() -> tuple[Gpu, ...]:
     )
 
 
-def check_gpus(wanted: int = 0, kind: str = "auto", gpus: tuple[Gpu, ...] | None = None) -> Check:
+def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Check:
     """Check that this node has as many GPUs as are wanted (0: none is needed), and of the kind that is named."""
     from rlctl.planner.inputs.cluster import match_device
 
-    gpus = list_gpus() if gpus is None else gpus
     names = sorted({gpu.name for gpu in gpus})
     detail = "no NVIDIA GPU was found"
     if gpus:
@@ -131,8 +130,7 @@ def check_flashinfer(
     which: Callable[[str], str | None] = shutil.which,
     environment: Mapping[str, str] | None = None,
 ) -> Check:
-    """Check that FlashInfer's kernels are there or can be compiled, for want of which vLLM leaves it out without a word
-    (`has_flashinfer` of vllm/utils/flashinfer.py)."""
+    """Check that FlashInfer's kernels are there or can be compiled; otherwise vLLM leaves it out without a word."""
     environment, wanted = os.environ if environment is None else environment, versions.get("flashinfer-python")
     if wanted is None:
         return Check("flashinfer", "ok", "FlashInfer is not installed: vLLM takes other kernels")
@@ -169,32 +167,24 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
         return Check(
             "cuda", "fail", f"torch {torch} is a CPU build", "Install the extra rlctl[cuda] on a node with GPUs."
         )
-    built = built_with_cuda(torch, versions)
+    # In torch's own version (`2.9.0+cu129`), else the version of its runtime package.
+    runtime = next((version for name, version in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
+    built = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
     offers = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", ask() or "")
     if built is None or offers is None:
         return Check("cuda", "ok", f"driver {gpus[0].driver}, torch {torch or 'not installed'}")
-    have = (int(offers[1]), int(offers[2]))
-    detail = (
-        f"driver {gpus[0].driver} offers CUDA {have[0]}.{have[1]}, torch {torch} is built with {built[0]}.{built[1]}"
-    )
+    detail = f"driver {gpus[0].driver} offers CUDA {offers[1]}.{offers[2]}, torch {torch} is built with "
+    detail += f"{built[1]}.{built[2]}"
     # Within a major version, newer minor versions run on the drivers of older ones.
-    if have[0] < built[0]:
-        newer = f"to {OLDEST_DRIVER[built[0]]} or newer, " if built[0] in OLDEST_DRIVER else ""
+    if int(offers[1]) < (major := int(built[1])):
+        newer = f"to {OLDEST_DRIVER[major]} or newer, " if major in OLDEST_DRIVER else ""
         fix = f"Update the driver {newer}or install builds for its CUDA (docs/start_gpu_node.md)."
         return Check("cuda", "fail", detail, fix)
     return Check("cuda", "ok", detail)
 
 
-def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the CUDA version in torch's own version (`2.9.0+cu129`), else the version of its runtime package."""
-    runtime = next((v for name, v in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
-    found = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
-    return (int(found[1]), int(found[2])) if found else None
-
-
 def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: Path | None = None) -> Check:
-    """Check for what Triton builds each kernel's launcher with (`_build` of triton/runtime/build.py): a C compiler and
-    Python's headers. Without them neither engine starts."""
+    """Check for a C compiler and Python's headers, with which Triton builds each kernel's launcher."""
     compiler = os.environ.get("CC") or which("gcc") or which("clang")
     if compiler is None:
         return Check("kernel-compiler", "fail", "Triton needs a C compiler", "Install gcc, or name one in CC.")

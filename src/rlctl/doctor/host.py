@@ -35,8 +35,7 @@ CONVERTED_BYTES_PER_PARAMETER = 4
 
 
 def check_cpu(gpus: int = 0, flags: frozenset[str] | None = None, cores: int | None = None) -> Check:
-    """Check for more than one core, and where there are no GPUs for AVX2, which the CPU build of vLLM is compiled
-    for."""
+    """Check for more than one core, and without GPUs for AVX2, which the CPU build of vLLM needs."""
     flags = cpu_flags() if flags is None else flags
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if gpus:
@@ -118,8 +117,7 @@ def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
 
 
 def check_left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> Check:
-    """Check that killed runs left nothing in shared memory: no files `rlctl-<pid>-...` that are not new and whose
-    process is gone."""
+    """Check that killed runs left no old files `rlctl-<pid>-...` in shared memory."""
     pids, found = set(psutil.pids() if alive is None else alive), dict[Path, int]()
     for path in directory.glob("rlctl-*-*"):
         pid = path.name.split("-")[1]

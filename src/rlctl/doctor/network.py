@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import urllib.error
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlctl.child import call_in_child
 from rlctl.config.installed import installed_versions
@@ -93,6 +95,10 @@ class NodeFacts:
     versions: dict[str, str]
     gpus: float = 0.0
     """GPUs that the node offers Ray."""
+    exposed: str = ""
+    """Ray's token on the node, where other users can read it."""
+    closed_to: tuple[str, ...] = ()
+    """Other nodes that this one cannot connect to at a free port."""
 
 
 def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> Iterator[Check]:
@@ -125,7 +131,34 @@ def look_around(mark: str) -> NodeFacts:
     place = directory if os.path.isdir(directory) else os.path.expanduser("~")
     versions = {"python": platform.python_version(), **installed_versions(COMPARED)}
     free = shutil.disk_usage(place).free
-    return NodeFacts(os.path.exists(mark), free, os.access(place, os.W_OK), time.time(), versions)
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    exposed = str(token) if token.exists() and others_read(token) else ""
+    return NodeFacts(os.path.exists(mark), free, os.access(place, os.W_OK), time.time(), versions, exposed=exposed)
+
+
+def others_read(path: Path) -> bool:
+    """Whether users of no group of the file's can read it: its mode lets them, and so do all folders on the way."""
+    enter = all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
+    return enter and bool(path.stat().st_mode & stat.S_IROTH)
+
+
+class Listener:
+    """Listens at a free port of a node's address, as gloo, NCCL and vLLM do in a run."""
+
+    def listen(self, address: str) -> int:
+        self._server = socket.create_server((address, 0))
+        return self._server.getsockname()[1]
+
+
+def closed_ports(ports: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the addresses whose port this node cannot connect to."""
+    closed = []
+    for address, port in ports.items():
+        try:
+            socket.create_connection((address, port), timeout=WAIT_S).close()
+        except OSError:
+            closed.append(address)
+    return tuple(closed)
 
 
 def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
@@ -136,19 +169,28 @@ def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
 
     nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
     places = [NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False) for node in nodes.values()]
-    look = ray.remote(num_cpus=0)(look_around)
+
+    def on_each(work: Any) -> list[Any]:
+        return [ray.remote(num_cpus=0)(work).options(scheduling_strategy=place) for place in places]
+
     try:
-        found = ray.get([look.options(scheduling_strategy=place).remote(mark) for place in places], timeout=60)
+        found = ray.get([look.remote(mark) for look in on_each(look_around)], timeout=60)
+        listeners = [listener.remote() for listener in on_each(Listener)]
+        asked = [one.listen.remote(address) for one, address in zip(listeners, nodes, strict=True)]
+        ports = dict(zip(nodes, ray.get(asked, timeout=60), strict=True))
+        limit_s = 60 + WAIT_S * len(nodes)
+        closed = ray.get([connect.remote(ports) for connect in on_each(closed_ports)], timeout=limit_s)
     except RayError as error:
         message = f"At least one of the nodes {', '.join(nodes)} did not answer: {error}."
         raise RlctlError(message, "Check `ray status`.") from error
-    pairs = zip(nodes.items(), found, strict=True)
-    return {name: replace(facts, gpus=node.get("Resources", {}).get("GPU", 0.0)) for (name, node), facts in pairs}
+    return {
+        name: replace(facts, gpus=node.get("Resources", {}).get("GPU", 0.0), closed_to=addresses)
+        for (name, node), facts, addresses in zip(nodes.items(), found, closed, strict=True)
+    }
 
 
 def compare_nodes(directory: Path, facts: Mapping[str, NodeFacts], needed: int, gpus_per_node: int) -> Iterator[Check]:
-    """Check that all nodes see the same directory, can write to it and have space there, run the same versions, have
-    clocks that agree, and offer enough GPUs."""
+    """Compare the nodes: directory, versions, clocks, GPUs, who reads the token of Ray, and who reaches whom."""
     count = f"{len(facts)} node(s)"
 
     def nodes(wrong: Callable[[NodeFacts], bool]) -> str:
@@ -179,6 +221,18 @@ def compare_nodes(directory: Path, facts: Mapping[str, NodeFacts], needed: int, 
         yield Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
     else:
         yield Check("node-clocks", "ok", detail)
+    if open_to_others := nodes(lambda one: bool(one.exposed)):
+        detail = f"other users can read Ray's token on {open_to_others}, and run programs on the cluster with it"
+        fix = f"`chmod 600 {next(one.exposed for one in facts.values() if one.exposed)}` there."
+        yield Check("ray-files", "warn", detail, fix)
+    else:
+        yield Check("ray-files", "ok", "no other user can read Ray's token")
+    if barred := [f"{node} to {', '.join(one.closed_to)}" for node, one in facts.items() if one.closed_to]:
+        detail = f"no connection from {' and '.join(barred)} at a free port"
+        fix = "The processes of a run meet at free ports: let the nodes' firewalls pass all TCP between the nodes."
+        yield Check("node-ports", "fail", detail, fix)
+    else:
+        yield Check("node-ports", "ok", f"{count} can connect to each other at free ports")
     if short := nodes(lambda one: one.gpus < gpus_per_node):
         detail = f"{short} offer Ray fewer than {gpus_per_node} GPUs"
         yield Check("node-resources", "fail", detail, "Start Ray there with --num-gpus, or ask for fewer.")

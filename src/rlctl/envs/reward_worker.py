@@ -9,7 +9,7 @@ from itertools import islice
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.scorers import RewardPlan, Rewards
+from rlctl.envs.scorers import MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work
 from rlctl.envs.user_function import LARGEST_REWARD
 from rlctl.errors import InputError
@@ -49,29 +49,33 @@ class RewardWorker:
 
     def __init__(self, plan: Rewards, fetch: Callable[[object], list[str]]) -> None:
         """`fetch` turns a handle of texts into the texts."""
-        self._plan, self._fetch = plan, fetch
-        self._process = ScoringProcess(plan)
+        self._fetch = fetch
+        plans = plan.plans if isinstance(plan, MixedRewards) else {"": plan}
+        self._processes = {source: ScoringProcess(one) for source, one in plans.items()}
         self._logged: set[str] = set()
 
     def setup(self) -> None:
         """Starts the scorers, so that the first step does not wait for their imports."""
-        self._process.start()
+        for process in self._processes.values():
+            process.start()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[GroupScores]:
         """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`."""
-        texts = [self._fetch(request.texts) for request in requests]
-        parts = [self._plan.part(request.row.source) for request in requests]
-        work = [
-            Work(first + scorer, text, request.row)
-            for request, group, (plan, first) in zip(requests, texts, parts, strict=True)
-            for scorer in range(len(plan.scorers))
-            for text in group
-        ]
-        scores = iter(self._process.score(work, self._plan.on_error))
-        return [
-            self._group_scores(plan, request, group, [list(islice(scores, len(group))) for _ in plan.scorers])
-            for request, group, (plan, _) in zip(requests, texts, parts, strict=True)
-        ]
+        found: dict[int, GroupScores] = {}
+        for source, process in self._processes.items():
+            plan = process.plan
+            texts = {i: self._fetch(one.texts) for i, one in enumerate(requests) if one.row.source == source}
+            work = [
+                Work(scorer, text, requests[i].row)
+                for i, group in texts.items()
+                for scorer in range(len(plan.scorers))
+                for text in group
+            ]
+            scores = iter(process.score(work) if work else ())
+            for i, group in texts.items():
+                by_scorer = [list(islice(scores, len(group))) for _ in plan.scorers]
+                found[i] = self._group_scores(plan, requests[i], group, by_scorer)
+        return [found[i] for i in range(len(requests))]
 
     def _group_scores(
         self, plan: RewardPlan, request: ScoreRequest, texts: Sequence[str], scores_by_scorer: list[list[Score]]
@@ -103,8 +107,9 @@ class RewardWorker:
         )
 
     def close(self) -> None:
-        """Ends the scoring process."""
-        self._process.close()
+        """Ends the scoring processes."""
+        for process in self._processes.values():
+            process.close()
 
 
 def weighted_sum(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable
-from itertools import islice
 
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
-from rlctl.data.prompts import CHECKED_ROWS, FilePrompts
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards, Trial
-from rlctl.envs.scoring_process import Score, ScoringProcess, Work, outcomes
+from rlctl.envs.scoring_process import ScoringProcess, Work, outcomes
 from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError, RlctlError, suggest
 
@@ -21,35 +19,29 @@ QUICK = frozenset(("task", "exact-match"))
 """Scorers that are tried in this process, which has imported all that they need."""
 
 
-def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
+def prepare_rewards(reward: RewardConfig, source: PromptSource, completion: str | None = None) -> RewardPlan:
     """Return the plan for this reward on this source, every scorer tried once on the first row's reference answer.
 
-    Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
+    `completion` is tried too. Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded,
+    or raises.
     """
-    return _tried(_plan(reward, source), {"": source})[""]
+    terms = _checked_terms(reward, source)
+    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
+    # What decides accuracy: the first term that compares with the reference answer, if there is one.
+    accuracy = next((term.name for term in terms if term.name in BUILT_IN), None)
+    plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
+    return tried(plan, source[0], completion)
 
 
 def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]], completion: str | None = None) -> Rewards:
-    """Return the plan of one source, or those of several by their labels, where `completion` is tried too; errors are
-    those of `prepare_rewards`."""
-    listed = {label: (reward, source) for label, reward, source in sources}
-    plans = {label: _plan(reward, source) for label, (reward, source) in listed.items()}
-    rewards = MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
-    tried = _tried(rewards, {label: source for label, (_, source) in listed.items()}, completion)
-    return MixedRewards(tried) if len(tried) > 1 else next(iter(tried.values()))
+    """Return the plan of one source or of several by their labels, where `completion` is tried too."""
+    plans = {label: prepare_rewards(reward, source, completion) for label, reward, source in sources}
+    return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
 
 
 def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
     """Return whether any of the sources has a scorer, named by the user or its own."""
     return any(reward.terms or source.task for _, reward, source in sources)
-
-
-def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
-    terms = _checked_terms(reward, source)
-    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    # What decides accuracy: the first term that compares with the reference answer, if there is one.
-    accuracy = next((term.name for term in terms if term.name in BUILT_IN), None)
-    return RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
 
 
 def require_known(reward: SourceReward) -> None:
@@ -98,9 +90,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
         raise InputError(why, "Use data with the fields of google/IFEval.")
     if name in ("task", "ifeval"):
         return name
-    # A comparison: of a dataset that is mapped from the disk, the first rows are looked at.
-    rows = 1 if source.task else len(source) if isinstance(source, FilePrompts) else min(len(source), CHECKED_ROWS)
-    for index in range(rows):
+    for index in range(source.checked):  # a comparison
         row = source[index]
         if row.answer is None:
             told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
@@ -118,42 +108,31 @@ def _checked_name(name: str, source: PromptSource) -> str:
     return name
 
 
-def _tried(rewards: Rewards, sources: dict[str, PromptSource], completion: str | None = None) -> dict[str, RewardPlan]:
-    """Score the first row's own answer of each source with every scorer, and `completion` too where there is one;
-    return the plan of each with its trials, and notes on scorers that do not find the reference answer right."""
-    asked = []
-    for label, source in sources.items():
-        plan, first = rewards.part(label)
-        answer = source[0].answer
-        own = written_as(str(answer if answer is not None else ""), plan.extraction)
-        asked += [(label, source[0], plan, first, text) for text in (own, completion) if text is not None]
-    work = [Work(first + n, text, row) for _, row, plan, first, text in asked for n in range(len(plan.scorers))]
-    if QUICK.issuperset(rewards.scorers):  # they run no code of others
-        scores = iter([_raised(outcome) for outcome in outcomes(work, rewards, rewards.build())])
+def tried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> RewardPlan:
+    """Return the plan with what its scorers give the row's own answer, and `completion`, and with notes on those that
+    do not find the reference answer right."""
+    own = written_as(str(row.answer if row.answer is not None else ""), plan.extraction)
+    texts = [text for text in (own, completion) if text is not None]
+    work = [Work(number, text, row) for text in texts for number in range(len(plan.scorers))]
+    if QUICK.issuperset(plan.scorers):  # they run no code of others
+        scores = []
+        for outcome in outcomes(work, plan, plan.build()):
+            if isinstance(outcome, RlctlError):
+                raise outcome
+            scores.append(outcome)
     else:
-        with contextlib.closing(ScoringProcess(rewards)) as process:
-            scores = iter(process.score(work))
-    plans: dict[str, RewardPlan] = {}
-    for label, row, plan, _, text in asked:
-        found = tuple(islice(scores, len(plan.scorers)))
-        before = plans.get(label) or dataclasses.replace(plan, notes=_notes(row, plan, found))
+        with contextlib.closing(ScoringProcess(dataclasses.replace(plan, on_error="stop"))) as process:
+            scores = process.score(work)
+    trials = []
+    for number, text in enumerate(texts):
+        found = scores[number * len(plan.scorers) :][: len(plan.scorers)]
         values = {term.name: score.value for term, score in zip(plan.terms, found, strict=True)}
         applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
-        trial = Trial(row.where, text, values, sum(applying) if applying else None)
-        plans[label] = dataclasses.replace(before, trials=(*before.trials, trial))
-    return plans
-
-
-def _raised(outcome: Score | RlctlError) -> Score:
-    if isinstance(outcome, RlctlError):
-        raise outcome
-    return outcome
-
-
-def _notes(row: PromptRow, plan: RewardPlan, scores: tuple[Score, ...]) -> tuple[str, ...]:
-    return tuple(
+        trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
+    notes = tuple(
         f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
         + (f" ({score.failure})" if score.failure else "")
-        for name, score in zip(plan.scorers, scores, strict=True)
+        for name, score in zip(plan.scorers, scores, strict=False)
         if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
     )
+    return dataclasses.replace(plan, trials=tuple(trials), notes=notes)

@@ -30,7 +30,7 @@ class TaskScorer:
 
     def __init__(self, task: GymTask, extraction: Extraction) -> None:
         # Imports reasoning-gym with all its tasks: seconds.
-        from rlctl.data.gym import build_task
+        from rlctl.data.prompts import build_task
 
         self._dataset = build_task(task)
         self._extraction: Extraction = extraction
@@ -100,8 +100,7 @@ class MathVerify:
 
 
 class IfEval:
-    """The share of a row's instructions that the completion follows to the letter (IFEval, arXiv 2311.07911); 1 where
-    it follows all of them. The fields `instruction_id_list` and `kwargs` name them, as in google/IFEval."""
+    """The share of the instructions in a row that the completion follows to the letter (IFEval, arXiv 2311.07911)."""
 
     def __init__(self) -> None:
         try:
@@ -171,15 +170,13 @@ class RewardPlan:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the scorers in metrics: a user's function by its name, with its file or the whole path only
-        where that is needed to tell two apart."""
+        """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
         forms = [(name.rpartition(":")[2], name.rpartition("/")[2], name) for name in self.scorers]
         counts = [Counter(column) for column in zip(*forms, strict=True)]
         return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
 
     def answers(self, completions: Sequence[str]) -> tuple[bool, ...] | None:
-        """Return whether each completion has an answer that the scorer of reference answers can read; None where the
-        reward has no such scorer."""
+        """Return whether each completion has an answer that can be read; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
@@ -187,9 +184,9 @@ class RewardPlan:
         ways = own if by_itself else (self.extraction,)
         return tuple(any(extract(text, way) is not None for way in ways) for text in completions)
 
-    def part(self, source: str) -> tuple[RewardPlan, int]:
-        """Return the plan for the rows of a source, and the place of its first scorer among all."""
-        return self, 0
+    def of(self, source: str) -> RewardPlan:
+        """Return the plan for the rows of a source, by its label."""
+        return self
 
     def build(self) -> list[Scorer | UserBatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
@@ -217,26 +214,13 @@ class MixedRewards:
     plans: dict[str, RewardPlan]
 
     @property
-    def timeout_s(self) -> float:
-        return max(plan.timeout_s for plan in self.plans.values())
-
-    @property
-    def on_error(self) -> Literal["stop", "zero", "drop"]:
-        return next(iter(self.plans.values())).on_error
-
-    @property
     def scorers(self) -> tuple[str, ...]:
         """Names of the scorers of each source, source after source."""
         return tuple(name for plan in self.plans.values() for name in plan.scorers)
 
-    def part(self, source: str) -> tuple[RewardPlan, int]:
-        """Return the plan for the rows of a source, and the place of its first scorer among all."""
-        before = list(self.plans).index(source)
-        return self.plans[source], sum(len(plan.scorers) for plan in list(self.plans.values())[:before])
-
-    def build(self) -> list[Scorer | UserBatchScorer]:
-        """Return the scorers, in the order of `scorers`."""
-        return [scorer for plan in self.plans.values() for scorer in plan.build()]
+    def of(self, source: str) -> RewardPlan:
+        """Return the plan for the rows of a source, by its label."""
+        return self.plans[source]
 
     def describe(self) -> list[str]:
         """Return the lines of each source under its label."""

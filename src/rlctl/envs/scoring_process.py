@@ -13,14 +13,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.scorers import BUILT_IN, Rewards, Scorer
+from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
 from rlctl.envs.supervisor import supervise
 from rlctl.envs.user_function import UserBatchScorer
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
@@ -49,20 +47,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Score:
-    """The answer of a scorer, None where it does not apply. `failure` says why it could not score: a built-in one gives
-    0 then, and a function of the user's 0 or, if the rollout is to be dropped, None."""
+    """The answer of a scorer; None where it does not apply, or failed and the rollout is to be dropped."""
 
     value: float | None
     failure: str | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Work for the child, to be answered with a Score or an error each, in order."""
-
-    work: list[Work]
-    done: int = 0
-    """Pieces at the beginning that another child has answered; scorers of many completions at once see them too."""
 
 
 class _LostError(Exception):
@@ -76,23 +64,25 @@ class _LostError(Exception):
 class ScoringProcess:
     """Scores in a child process, which is started again after a scorer hung or crashed on a completion."""
 
-    def __init__(self, plan: Rewards) -> None:
-        self._plan = plan
+    def __init__(self, plan: RewardPlan) -> None:
+        self.plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     def start(self) -> Connection:
         """Start the child and wait until it has its scorers. Raises what building them raised."""
         ours, theirs = Pipe()
+        # -P: no module of the directory that the user works in replaces one of Python's.
+        command = [sys.executable, "-P", "-c", CHILD, str(theirs.fileno()), PACKAGES]
         # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
         self._process = subprocess.Popen(
-            child_command(theirs), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
         self._connection = ours
-        scorers = ", ".join(self._plan.scorers)
+        scorers = ", ".join(self.plan.scorers)
         try:
-            ours.send(self._plan)
+            ours.send(self.plan)
             if not ours.poll(START_TIMEOUT_S):
                 raise WaitTimeoutError(f"The scorers ({scorers}) were not ready within {START_TIMEOUT_S:.0f} s.")
             if (error := ours.recv()) is not None:
@@ -107,37 +97,41 @@ class ScoringProcess:
             raise
         return ours
 
-    def score(self, work: list[Work], on_error: Literal["stop", "zero", "drop"] = "stop") -> list[Score]:
+    def score(self, work: list[Work]) -> list[Score]:
         """Return one Score for each piece of work, in order, within the plan's time limit.
 
         A built-in scorer that hangs on a completion, or dies on it twice, gives it 0, with the failure said. One death
         says nothing of the completion: it may come from outside, as where memory is short. Raises WaitTimeoutError
-        (names scorer and row) at the time limit, InputError where a user's function errs and `on_error` is stop,
-        WorkerError where it takes the process down.
+        (names scorer and row) at the time limit, InputError where a user's function errs and the plan's `on_error` is
+        stop, WorkerError where it takes the process down.
         """
         if self._connection is None:
             self.start()  # has a limit of its own
-        deadline = time.monotonic() + self._plan.timeout_s
+        deadline = time.monotonic() + self.plan.timeout_s
+        # Built-in scorers come first: where one is lost, no function of many completions was called yet.
+        order = sorted(range(len(work)), key=lambda index: self.plan.scorers[work[index].scorer] not in BUILT_IN)
+        todo = [work[index] for index in order]
         scores: list[Score] = []
         died_at = -1
-        while len(scores) < len(work):
+        while len(scores) < len(todo):
             connection = self._connection or self.start()
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
-                connection.send(Batch(work, len(scores)))
+                connection.send(todo[len(scores) :])
             try:
-                while len(scores) < len(work):
-                    scores.append(self._next(connection, work, len(scores), deadline, on_error))
+                while len(scores) < len(todo):
+                    scores.append(self._next(connection, todo, len(scores), deadline))
             except _LostError as lost:
                 if lost.died and died_at < len(scores):
                     died_at = len(scores)
                 else:
                     scores.append(Score(0.0, str(lost)))
-        return scores
+        by_index = dict(zip(order, scores, strict=True))
+        return [by_index[index] for index in range(len(work))]
 
-    def _next(self, connection: Connection, work: list[Work], done: int, deadline: float, on_error: str) -> Score:
+    def _next(self, connection: Connection, work: list[Work], done: int, deadline: float) -> Score:
         """Return the next score. Raises _LostError where a built-in scorer does not come to one."""
         current = work[done]
-        name, so_far = self._plan.scorers[current.scorer], f"with {done} of {len(work)} scores done"
+        name, so_far = self.plan.scorers[current.scorer], f"with {done} of {len(work)} scores done"
         limit_s = deadline - time.monotonic()
         patience_s = min(limit_s, BUILT_IN_LIMIT_S) if name in BUILT_IN else limit_s
         try:
@@ -146,7 +140,7 @@ class ScoringProcess:
                 if patience_s < limit_s:
                     raise _LostError(f"no answer within {BUILT_IN_LIMIT_S:.0f} s")
                 raise WaitTimeoutError(
-                    f"Scoring took longer than reward.timeout_s = {self._plan.timeout_s:g} s: scorer {name} was at "
+                    f"Scoring took longer than reward.timeout_s = {self.plan.timeout_s:g} s: scorer {name} was at "
                     f"{current.row.where}, {so_far}.",
                     "Raise it with --set reward.timeout_s=..., or make the scorer faster.",
                 )
@@ -160,8 +154,8 @@ class ScoringProcess:
                 f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}, {so_far}.",
                 f"Its output is above, or in the log of the reward worker.{memory}",
             ) from error
-        if isinstance(outcome, InputError) and on_error != "stop" and name not in BUILT_IN:
-            return Score(0.0 if on_error == "zero" else None, str(outcome))
+        if isinstance(outcome, InputError) and self.plan.on_error != "stop" and name not in BUILT_IN:
+            return Score(0.0 if self.plan.on_error == "zero" else None, str(outcome))
         if isinstance(outcome, RlctlError):
             self.close()
             raise outcome
@@ -189,12 +183,6 @@ class ScoringProcess:
         self._connection = self._process = None
 
 
-def child_command(connection: Connection) -> list[str]:
-    """Return the command of a child that answers on `connection`."""
-    # -P: no module of the directory that the user works in replaces one of Python's.
-    return [sys.executable, "-P", "-c", CHILD, str(connection.fileno()), PACKAGES]
-
-
 def main() -> None:
     """The child answers to the plan with None, to work with a Score, and where the user errs with an RlctlError."""
     number = int(sys.argv[1])
@@ -203,7 +191,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
     os.set_inheritable(number, False)
     os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbours of its own
-    plan: Rewards = connection.recv()
+    plan: RewardPlan = connection.recv()
     try:
         scorers = plan.build()
     except RlctlError as error:
@@ -212,26 +200,22 @@ def main() -> None:
     connection.send(None)
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has what it wanted, and is gone
         while True:
-            batch: Batch = connection.recv()
-            for outcome in outcomes(batch.work, plan, scorers, batch.done):
+            for outcome in outcomes(connection.recv(), plan, scorers):
                 if os.getpid() != process:
                     os._exit(0)  # a function has forked, and its copy has come back from it too
                 connection.send(outcome)
 
 
 def outcomes(
-    todo: list[Work], plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer], done: int = 0
+    todo: list[Work], plan: RewardPlan, scorers: Sequence[Scorer | UserBatchScorer]
 ) -> Iterator[Score | RlctlError]:
-    """Yield the outcome of each piece of work but the first `done`. A function of many completions is called once, when
-    the first of them is due."""
+    """Yield the outcome of each piece of work; a function of many completions is called once."""
     together: dict[int, Iterator[Score | RlctlError]] = {}
-    for work in todo[done:]:
+    for work in todo:
         name, scorer = plan.scorers[work.scorer], scorers[work.scorer]
         if isinstance(scorer, UserBatchScorer):
             if work.scorer not in together:
-                before = sum(one.scorer == work.scorer for one in todo[:done])
-                all_of_it = [one for one in todo if one.scorer == work.scorer]
-                together[work.scorer] = islice(_score_together(scorer, all_of_it), before, None)
+                together[work.scorer] = _score_together(scorer, [one for one in todo if one.scorer == work.scorer])
             yield next(together[work.scorer])
             continue
         try:
@@ -246,8 +230,7 @@ def outcomes(
 
 
 def _score_together(scorer: UserBatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
-    """Yield the outcomes of all the work for one scorer. Where it fails it is called again with each half, to find the
-    completions on which it does."""
+    """Yield the outcomes of one scorer. Where it fails it is called with each half, to find out on what."""
     try:
         values = scorer.score_all([one.completion for one in work], [one.row for one in work])
     except RlctlError as error:

@@ -27,8 +27,7 @@ LOOK_MS = 50
 
 
 def supervise(connection: int) -> None:
-    """Return in a new process with two supervisors above it, whose stdout is this process's stderr. The calling process
-    becomes the outer supervisor and ends with the exit code or signal of the new one.
+    """Return in a new process with two supervisors above it. The calling process ends as the new one does.
 
     `connection` is the descriptor of a socket whose other end the worker holds.
     """

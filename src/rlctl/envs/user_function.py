@@ -44,10 +44,7 @@ class UserCode:
 
     @classmethod
     def read(cls, reference: str, what: str) -> UserCode:
-        """Read the file that `path/to/file.py:function` names, and import nothing.
-
-        Raises InputError where the reference does not have that form or there is no such file.
-        """
+        """Read the file that `path/to/file.py:function` names, and import nothing. Raises InputError without one."""
         path, name = split_reference(reference, what)
         return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
 
@@ -61,10 +58,7 @@ class UserCode:
         return sha256(self.source.encode()).hexdigest()
 
     def load(self) -> Callable[..., Any]:
-        """Return the function, from a module that this process runs once.
-
-        Raises InputError, naming file and line, where the file cannot be run or has no such function.
-        """
+        """Return the function, from a module that this process runs once. Raises InputError naming file and line."""
         module = _module(self)
         if callable(found := getattr(module, self.name, None)):
             return found
@@ -156,7 +150,17 @@ class UserBatchScorer(UserFunction):
     def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]:
         """Return the score of each completion; None where the function does not apply to it."""
         scored = f"{len(rows)} completions from {rows[0].where} on" if len(rows) > 1 else rows[0].where
-        values = self._call(self._columns(completions, rows), scored)
+        names = dict.fromkeys(name for row in rows for name in row.fields)
+        columns = {
+            **{name: [row.fields.get(name) for row in rows] for name in names},
+            "answer": [row.answer for row in rows],
+            "prompts": [row.prompt for row in rows],
+            "completions": [  # chats where prompts are chats, as TRL has them
+                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+                for text, row in zip(completions, rows, strict=True)
+            ],
+        }
+        values = self._call(columns, scored)
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
@@ -168,24 +172,9 @@ class UserBatchScorer(UserFunction):
             )
         return [None if value is None else self._number(value, row) for value, row in zip(values, rows, strict=True)]
 
-    @staticmethod
-    def _columns(completions: Sequence[str], rows: Sequence[PromptRow]) -> dict[str, list[Any]]:
-        """Return the arguments: chats where prompts are chats, as TRL has them, and None where a row lacks a field."""
-        names = dict.fromkeys(name for row in rows for name in row.fields)
-        return {
-            **{name: [row.fields.get(name) for row in rows] for name in names},
-            "answer": [row.answer for row in rows],
-            "prompts": [row.prompt for row in rows],
-            "completions": [
-                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
-                for text, row in zip(completions, rows, strict=True)
-            ],
-        }
-
 
 def user_scorer(name: str) -> UserScorer | UserBatchScorer:
-    """Import the file, or the installed package that brings a reward of this name, and return the scorer of the form
-    that the function's signature has. Raises InputError where that fails, or there is no such function."""
+    """Import the file or the installed package, and return the scorer of the form that its signature has."""
     entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
     if entry is None:
         code = UserCode.read(name, "Reward")

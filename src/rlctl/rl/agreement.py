@@ -67,9 +67,7 @@ class Agreement:
     def from_config(cls, config: RlctlConfig, precision: str) -> Agreement:
         """Return the limits that are set, and those of the precision where none is.
 
-        Where top-p or top-k cut the distribution that is sampled, rollouts may be of older weights, or several
-        optimizer steps are taken without log-probs from before them, only limits that are set hold: log-probs then
-        differ by more than rounding.
+        Where log-probs differ by more than rounding (see below), only limits that are set hold.
         """
         checks, why = config.checks, ""
         if config.generation.top_p < 1 or config.generation.top_k > 0:
@@ -84,10 +82,7 @@ class Agreement:
         return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if why else "")
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Return what to warn about after `step` (counted from 1); None: nothing, or the step trained on nothing.
-
-        Raises DivergenceError above the error limit, and where the difference is not a number.
-        """
+        """Return what to warn about after `step`. Raises DivergenceError above the error limit, and for NaN."""
         found = metrics.get("logprob_diff")
         if found is None or found["mean"] <= self.warning:  # also False where it is not a number
             return None

@@ -47,8 +47,7 @@ class Critic:
         return step < self._config.critic.warmup_steps
 
     def train(self, step: int, minibatches: int) -> dict[str, Any]:
-        """Give the tokens of the loaded batch their advantages, and train on it, in `step` (from 0); return the
-        metrics."""
+        """Give the tokens of the loaded batch their advantages, train on it, and return the metrics."""
         options, steps = self._config.critic, self._config.run.steps
         lr = learning_rate(step, steps, options.lr, options.scheduler)
         decay = weight_decay(step, steps, options.weight_decay, options.scheduler)
@@ -70,28 +69,23 @@ class TokenAdvantages:
 
     def __call__(self, batch: ValueBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the return and the advantage of each token of a micro-batch [R]."""
-        from rlctl.rl.losses import generalized_advantages
-
-        options, values_R = self.config.critic, batch.values_R
-        rewards_R = self._token_rewards(batch)
-        advantages_R = generalized_advantages(rewards_R, values_R, batch.rollout_R, options.gamma, options.gae_lambda)
-        return advantages_R + values_R, advantages_R
-
-    def _token_rewards(self, batch: ValueBatch) -> torch.Tensor:
         import torch
 
-        from rlctl.rl.losses import kl_penalty
+        from rlctl.rl.losses import kl_penalty, sums_to_go
 
+        critic, o, values_R, rollout_R = self.config.critic, self.config.loss, batch.values_R, batch.rollout_R
         last_R = torch.ones_like(batch.counted_R)
-        last_R[:-1] = batch.rollout_R[1:] != batch.rollout_R[:-1]
+        last_R[:-1] = rollout_R[1:] != rollout_R[:-1]
         rewards_R = torch.where(last_R, batch.rewards_R, 0.0)
-        o = self.config.loss
-        if not self.config.penalty_in_reward:
-            return rewards_R
-        assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
-        assert batch.reference_logprobs_R is not None
-        penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
-        return rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)
+        if self.config.penalty_in_reward:
+            assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
+            assert batch.reference_logprobs_R is not None
+            penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
+            rewards_R = rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)
+        following_R = torch.where(last_R, 0.0, values_R.roll(-1))
+        errors_R = rewards_R + critic.gamma * following_R - values_R
+        advantages_R = sums_to_go(errors_R, rollout_R, critic.gamma * critic.gae_lambda)
+        return advantages_R + values_R, advantages_R
 
 
 @dataclass(frozen=True)
@@ -104,12 +98,14 @@ class ClippedValueLoss:
         """Return the loss of one micro-batch."""
         import torch
 
-        from rlctl.rl.losses import value_loss
-
         assert batch.old_values_R is not None  # `estimate` came before
         assert batch.returns_R is not None
         old_R, returns_R, counted_R = batch.old_values_R, batch.returns_R, batch.counted_R
-        loss_R = value_loss(batch.values_R, old_R, returns_R, self.clip)
+        loss_R = (batch.values_R - returns_R).square()
+        if self.clip is not None:  # as published implementations do (arXiv 2006.05990)
+            clipped_R = old_R + (batch.values_R - old_R).clamp(-self.clip, self.clip)
+            loss_R = torch.maximum(loss_R, (clipped_R - returns_R).square())
+        loss_R = 0.5 * loss_R
         loss = torch.where(counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
             error_R = returns_R - old_R

@@ -1,4 +1,4 @@
-"""Losses over sampled tokens and KL penalties as plain functions, each with its paper.
+"""Losses over sampled tokens, KL penalties and corrections for the engine's distribution, each with its paper.
 
 Suffixes: R response tokens, N the rollouts of a micro-batch.
 
@@ -21,54 +21,26 @@ All statements hold for tokens sampled from q itself, that is for the first opti
 next token alone. The KL divergence of whole completions also changes because a token changes what follows it, which no
 estimator's own gradient knows of (arXiv 2506.09477): `score_term` adds it, to any of the three, and a penalty in the
 reward has it by construction.
+
+Corrections: engine and trainer hold the same weights but compute with other kernels and precisions, so the engine's
+distribution mu differs a little from the trainer's pi_old. A loss over tokens of mu is unbiased for pi_old when each is
+weighted by w = pi_old / mu; the weight's variance is kept in bounds at the price of some bias.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.schema import LossConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this before exp(): float32 overflows at 88, and beyond e^20 a token says nothing more."""
-
-
-def clipped_surrogate(
-    ratio_R: torch.Tensor, advantages_R: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> torch.Tensor:
-    """Return the loss of each token [R]: the negative clipped surrogate objective of PPO.
-
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, equation 7) with separate bounds (DAPO's
-    clip-higher, arXiv 2503.14476, section 3.1). `dual_clip` c > 1 bounds the loss of a token with A < 0 at -c A
-    (dual-clip PPO, arXiv 1912.09729, equation 5), since r A has no bound there.
-    """
-    clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
-    objective_R = torch.minimum(ratio_R * advantages_R, clipped_R * advantages_R)
-    if dual_clip is not None:
-        bounded_R = torch.maximum(objective_R, dual_clip * advantages_R)
-        objective_R = torch.where(advantages_R < 0, bounded_R, objective_R)
-    return -objective_R
-
-
-def is_clipped(
-    ratio_R: torch.Tensor, advantages_R: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> torch.Tensor:
-    """Return which tokens a bound keeps from moving the policy, bool [R]: their surrogate has no gradient."""
-    above_R = (advantages_R > 0) & (ratio_R > 1 + clip_high)
-    below_R = (advantages_R < 0) & (ratio_R < 1 - clip_low)
-    clipped_R = above_R | below_R
-    if dual_clip is not None:
-        clipped_R = clipped_R | ((advantages_R < 0) & (ratio_R > dual_clip))
-    return clipped_R
-
-
-def policy_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor) -> torch.Tensor:
-    """Return pi / pi_old of each token [R], with gradient; the log-ratio is clamped to +-`LOG_RATIO_LIMIT`."""
-    return (logprobs_R - old_logprobs_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def rollout_sums(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
@@ -98,73 +70,6 @@ def sums_to_go(values_R: torch.Tensor, rollout_R: torch.Tensor, discount: float 
     return total_R.to(values_R.dtype)
 
 
-def generalized_advantages(
-    rewards_R: torch.Tensor, values_R: torch.Tensor, rollout_R: torch.Tensor, gamma: float, gae_lambda: float
-) -> torch.Tensor:
-    """Return the advantage of each token [R]: generalized advantage estimation (arXiv 1506.02438, equation 16).
-
-    A_t = d_t + gamma lambda A_(t + 1) with d_t = r_t + gamma V_(t + 1) - V_t, over the response tokens of a rollout,
-    behind whose last one nothing follows. V_t is the value before the token was chosen.
-    """
-    inside_R = torch.cat([rollout_R[1:] == rollout_R[:-1], rollout_R.new_zeros(1, dtype=torch.bool)])[: len(rollout_R)]
-    following_R = torch.where(inside_R, values_R.roll(-1), 0.0)
-    return sums_to_go(rewards_R + gamma * following_R - values_R, rollout_R, gamma * gae_lambda)
-
-
-def value_loss(
-    values_R: torch.Tensor, old_values_R: torch.Tensor, returns_R: torch.Tensor, clip: float | None
-) -> torch.Tensor:
-    """Return half of the squared error of each value [R], of the worse one of value and clipped value.
-
-    The value is clipped to within `clip` of what it was before the step, as published implementations of PPO do (arXiv
-    2006.05990): one that has moved further than that towards its return has no gradient.
-    """
-    errors_R = (values_R - returns_R).square()
-    if clip is not None:
-        clipped_R = old_values_R + (values_R - old_values_R).clamp(-clip, clip)
-        errors_R = torch.maximum(errors_R, (clipped_R - returns_R).square())
-    return 0.5 * errors_R
-
-
-def sequence_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
-    """Return sg[s] * pi / sg[pi] of each token [R], with s = (pi(y) / pi_old(y)) ** (1 / |y|) of its rollout.
-
-    Its value is the ratio of the sequences, normalised by length, and the gradient of its sum over a rollout is |y|
-    times that of s: GSPO-token (arXiv 2507.18071, equation 14), which with one advantage a rollout is GSPO.
-    """
-    log_ratio_R = (logprobs_R - old_logprobs_R).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    sequence_R = rollout_means(log_ratio_R, rollout_R).exp()[rollout_R]
-    return sequence_R * (logprobs_R - logprobs_R.detach()).exp()
-
-
-def soft_gate(
-    ratio_R: torch.Tensor, advantages_R: torch.Tensor, temperature_positive: float, temperature_negative: float
-) -> torch.Tensor:
-    """Return 4 / t * sigmoid(t (r - 1)) of each token [R], t by the sign of its advantage (SAPO, arXiv 2511.20347).
-
-    Near r = 1 it has the gradient of r, which fades on both sides."""
-    temperature_R = torch.full_like(advantages_R, temperature_negative)
-    temperature_R[advantages_R > 0] = temperature_positive
-    return torch.sigmoid(temperature_R * (ratio_R - 1)) * 4 / temperature_R
-
-
-def binary_divergence(
-    logprobs_R: torch.Tensor, rollout_logprobs_R: torch.Tensor, divergence: Literal["tv", "kl"]
-) -> torch.Tensor:
-    """Return the divergence of each token's distribution, reduced to the chosen token p and all others [R], without
-    gradient (DPPO, arXiv 2602.04879).
-
-    `tv`: |q - p|. `kl`: KL(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). p is of the engine's log-probs.
-    """
-    log_q_R, log_p_R = logprobs_R.detach(), rollout_logprobs_R
-    if divergence == "tv":
-        return (log_q_R.exp() - log_p_R.exp()).abs()
-    rest_q_R, rest_p_R = -torch.expm1(log_q_R), -torch.expm1(log_p_R)
-    tiny = torch.finfo(log_q_R.dtype).tiny
-    rest_R = torch.special.xlogy(rest_p_R, rest_p_R.clamp(min=tiny) / rest_q_R.clamp(min=tiny))
-    return log_p_R.exp() * (log_p_R - log_q_R) + rest_R
-
-
 def old_logprobs(batch: TokenBatch) -> torch.Tensor:
     """Return the log-probs of the policy before the batch's first optimizer step [R], as the trainer computes them,
     without gradient. Without lag it is the policy that sampled.
@@ -189,7 +94,15 @@ def kl_penalty(
     `logprobs_R` are the current policy's (q), with gradient; `reference_logprobs_R` the reference's (p), without. A
     token whose penalty is beyond +-`cap` has the cap and no gradient.
     """
-    penalty_R = _uncapped_penalty(logprobs_R, reference_logprobs_R, estimator)
+    log_ratio_R = reference_logprobs_R.detach() - logprobs_R
+    match estimator:
+        case "k1":
+            value_R = -log_ratio_R.detach()
+            penalty_R = value_R + value_R * (logprobs_R - logprobs_R.detach())
+        case "k2":
+            penalty_R = 0.5 * log_ratio_R.square()
+        case "k3":
+            penalty_R = k3(log_ratio_R)
     return penalty_R if cap is None else penalty_R.clamp(-cap, cap)
 
 
@@ -212,47 +125,56 @@ def score_term(
     return factor_R * (logprobs_R - logprobs_R.detach())
 
 
-def _uncapped_penalty(
-    logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator
-) -> torch.Tensor:
-    log_ratio_R = reference_logprobs_R.detach() - logprobs_R
-    match estimator:
-        case "k1":
-            value_R = -log_ratio_R.detach()
-            return value_R + value_R * (logprobs_R - logprobs_R.detach())
-        case "k2":
-            return 0.5 * log_ratio_R.square()
-        case "k3":
-            return k3(log_ratio_R)
-    raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+@dataclass(frozen=True)
+class Correction:
+    """The weight of each token in the policy loss [R], and whether a bound or a mask has changed it, bool [R]."""
+
+    weights_R: torch.Tensor
+    limited_R: torch.Tensor
 
 
-def top_divergence(
-    teacher_RK: torch.Tensor, policy_RK: torch.Tensor, forward_share: float, *, tail: bool
-) -> torch.Tensor:
-    """Return the divergence of two distributions at each position [R], over K of its tokens; differentiable in
-    `policy_RK`, the policy's log-probs of these tokens, as `teacher_RK` are the teacher's.
+def correction(batch: TokenBatch, options: LossConfig) -> Correction:
+    """Return w of each token, or with `importance_level=sequence` the product over its rollout, bounded and masked.
 
-    It is forward_share * KL(teacher || policy) + (1 - forward_share) * KL(policy || teacher): the generalised
-    distillation of arXiv 2306.13649 with both divergences mixed. `tail`: all other tokens together are one further
-    event; else both distributions are made to add up to 1 over the K tokens.
+    - `off`: 1. With `ratio` too: the surrogate's own ratio is to mu then (`PolicyGradient.ratio_to_anchor`).
+    - `untruncated`: w.
+    - `truncated`: min(w, cap). Truncated importance sampling (Ionides 2008); for engines and trainers of RL:
+      Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+    - `masked`: w inside [floor, cap], else 0, so that a token the two disagree on does not count at all (IcePop, in
+      "Every step evolves", arXiv 2510.18855, with 0.5 and 5).
+    - `sequence_mask`: 0 where the geometric mean of w over the rollout is out of bounds (Liu, Li et al., "When speed
+      kills stability: demystifying RL collapse from the training-inference mismatch", 2025). Unlike the product, the
+      mean does not grow with the length of a rollout.
+    - `off_policy_mask`: 0 where the advantage is negative and the rollout's mean of log(mu / pi) is above the limit,
+      with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556).
     """
-    made = _with_tail if tail else _renormalised
-    log_t_RK, log_p_RK = made(teacher_RK), made(policy_RK)
-    loss_R = torch.zeros_like(log_t_RK[:, 0])
-    if forward_share:
-        loss_R = loss_R + forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
-    if forward_share < 1:
-        loss_R = loss_R + (1 - forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
-    return loss_R
+    weights_R, cap = unbounded_weights(old_logprobs(batch), batch, options), options.importance_cap
+    limited_R = torch.zeros_like(batch.counted_R)
+    match options.importance_correction:
+        case "off" | "ratio":
+            weights_R = torch.ones_like(weights_R)
+        case "truncated":
+            weights_R, limited_R = weights_R.clamp(max=cap), weights_R >= cap
+        case "masked":
+            limited_R = (weights_R < (options.importance_floor or 1 / cap)) | (weights_R > cap)
+            weights_R = torch.where(limited_R, 0.0, weights_R)
+    kept_R = torch.ones_like(batch.counted_R)
+    if bounds := options.sequence_mask:
+        mean_N = rollout_means(_log_ratio(old_logprobs(batch), batch.rollout_logprobs_R), batch.rollout_R).exp()
+        kept_R = kept_R & ((mean_N >= bounds[0]) & (mean_N <= bounds[1]))[batch.rollout_R]
+    if (limit := options.off_policy_mask) is not None:
+        mean_N = rollout_means(_log_ratio(batch.rollout_logprobs_R, batch.logprobs_R), batch.rollout_R)
+        kept_R = kept_R & ((batch.advantages_R >= 0) | (mean_N <= limit)[batch.rollout_R])
+    return Correction(torch.where(kept_R, weights_R, 0.0), limited_R | ~kept_R)
 
 
-def _renormalised(logprobs_RK: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logprobs_RK, -1)
+def unbounded_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: LossConfig) -> torch.Tensor:
+    """Return w of each token, or the product over its rollout, as it is [R]."""
+    log_ratio_R = _log_ratio(old_logprobs_R, batch.rollout_logprobs_R)
+    if options.importance_level == "sequence":
+        log_ratio_R = rollout_sums(log_ratio_R, batch.rollout_R)[batch.rollout_R]
+    return log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _with_tail(logprobs_RK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs and that of all other tokens; where rounding leaves these nothing, the least that the
-    precision can tell from it."""
-    rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
-    return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
+def _log_ratio(above_R: torch.Tensor, below_R: torch.Tensor) -> torch.Tensor:
+    return (above_R - below_R).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -28,11 +28,8 @@ AT_ONCE_S = 3.0
 
 
 class Saver:
-    """Saves of one run; at most one is under way.
-
-    A save is completed as soon as it is written, by a thread that asks the policy between its other calls: whatever
-    befalls the run afterwards, the checkpoint is there.
-    """
+    """Saves of one run; at most one is under way. A thread asks the policy between its other calls and completes a save
+    as soon as it is written."""
 
     def __init__(
         self,
@@ -41,8 +38,7 @@ class Saver:
         config: RlctlConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """A save that is not written within `cluster.step_timeout_s` fails; `tell` hears of checkpoints that cannot be
-        removed."""
+        """`tell` hears of checkpoints that cannot be removed."""
         options = config.run
         self.run, self.policy, self.config = run, policy, options
         self._limit_s, self._tell = config.cluster.step_timeout_s, tell
@@ -57,13 +53,12 @@ class Saver:
     def due(self, step: int, ending: bool) -> bool:
         """Return whether to save after `step` (counted from 1), unless its save was begun already."""
         every = self.config.checkpoint_every
-        due = self._time_is_up(step) if every is None else every > 0 and step % every == 0
+        if every is None:  # by time; one that is judged by a validation comes with the next validation
+            pause_s = max(60.0 * self.config.checkpoint_minutes, self._cost_s / MOST_SHARE)
+            due = time.monotonic() - self._since >= pause_s and step % self._validated_every == 0
+        else:
+            due = every > 0 and step % every == 0
         return step != self._begun and (due or (ending and self.config.save_final))
-
-    def _time_is_up(self, step: int) -> bool:
-        """Whether a save by time comes now. One that is judged by a validation comes with the next validation."""
-        pause_s = max(60.0 * self.config.checkpoint_minutes, self._cost_s / MOST_SHARE)
-        return time.monotonic() - self._since >= pause_s and step % self._validated_every == 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -111,17 +106,15 @@ class Saver:
                         raise WorkerError("The run ended before the save was written.")
                 new.commit({**state, "files": self.policy.save_finish()})
             self.run.damaged.discard(new.step)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
-            done.set_exception(error)
-            return
-        try:
             by_time = self.config.checkpoint_every is None and self.config.keep_best is None
             keep_last = self.config.keep_last or (KEPT if by_time else None)
-            self.run.prune(keep_last, self.config.keep_best, self.config.keep_best_by)
-        except (OSError, RlctlError) as error:
-            self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
-        finally:  # whatever else it was: the run would wait for this without end
+            try:
+                self.run.prune(keep_last, self.config.keep_best, self.config.keep_best_by)
+            except (OSError, RlctlError) as error:
+                self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
             done.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
+            done.set_exception(error)
 
     def finish_if_written(self) -> None:
         """Raise what went wrong with the save under way, if it has ended."""
@@ -140,8 +133,7 @@ class Saver:
                 self._under_way = None
 
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
-        """At the end of a run, whatever ended it: wait a bounded time for the save under way (`at_once`: hardly any);
-        `tell` hears of one that is lost."""
+        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` hears of a loss."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun}"
@@ -159,13 +151,15 @@ class Saver:
 
 def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose files are as they were written; `tell` hears which were passed over, and why.
-    These are no checkpoints of `run` from here on.
 
-    Raises InputError when there are checkpoints and all of them are damaged.
+    Those are no checkpoints of `run` from here on. Raises InputError where there are some and all are damaged.
     """
     found = run.checkpoint_directories()
     for checkpoint in reversed(found):
-        problems = _damage(checkpoint, policy)
+        try:
+            problems = policy.damaged_files(checkpoint.policy, checkpoint.state()["files"])
+        except InputError as error:
+            problems = [error.message]
         if not problems:
             return checkpoint
         run.damaged.add(checkpoint.step)
@@ -177,10 +171,3 @@ def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str],
             "Restore one from a copy, or start a new run.",
         )
     return None
-
-
-def _damage(checkpoint: Checkpoint, policy: PolicyClient) -> list[str]:
-    try:
-        return policy.damaged_files(checkpoint.policy, checkpoint.state()["files"])
-    except InputError as error:
-        return [error.message]

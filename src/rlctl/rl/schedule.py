@@ -31,21 +31,13 @@ def learning_rate(step: int, total_steps: int, peak: float, scheduler: Scheduler
         part, shape = max(0.0, 1.0 - (end - step) / final), scheduler.wsd_decay
     else:
         part, shape = (step - warmup) / max(end - warmup, 1), scheduler.decay
-    return scheduler.min_lr + (peak - scheduler.min_lr) * _remaining(part, shape)
-
-
-def _remaining(progress: float, decay: str) -> float:
-    """Return part of the way from `min_lr` to the peak that is left, from 1 at `progress` 0 to 0 at 1."""
-    match decay:
-        case "linear":
-            return 1.0 - progress
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        case "exponential":
-            return 2.0 * 0.5**progress - 1.0
-        case "minus-sqrt":
-            return 1.0 - math.sqrt(progress)
-    raise ValueError(f"unknown decay {decay!r}")
+    left = {
+        "linear": 1.0 - part,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * part)),
+        "exponential": 2.0 * 0.5**part - 1.0,
+        "minus-sqrt": 1.0 - math.sqrt(part),
+    }[shape]
+    return scheduler.min_lr + (peak - scheduler.min_lr) * left
 
 
 def weight_decay(step: int, total_steps: int, constant: float, scheduler: SchedulerConfig) -> float:

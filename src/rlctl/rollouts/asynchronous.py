@@ -7,11 +7,11 @@ first, as far as every other group can still be trained on within `max_staleness
 are waited for. No rollout is thrown away. With `filter.groups=replace` a group that the algorithm does not train on
 fills no place: another one is begun, and the batch holds both.
 
-With `refit.in_flight=wait` all groups admitted under one version are dealt to the engines in turn and sampled to their
-end under it, before the next refit: what is sampled then follows from the run's seed alone. Replacements must follow
-from it too: where groups are replaced, they are admitted only while none is under way. With `keep` groups go to the
-engine with the least to do, one by one, and go on under the new weights. An order of prompts by pass rates follows from
-the batches that were returned, not from what happens to be finished.
+Groups go to the engine with the least to do. With `refit.in_flight=wait` all groups admitted under one version are
+sampled to their end under it, before the next refit: what is sampled then follows from the run's seed alone.
+Replacements must follow from it too: where groups are replaced, they are admitted only while none is under way. With
+`keep` groups go on under the new weights. An order of prompts by pass rates follows from the batches that were
+returned, not from what happens to be finished.
 
 Where policy and engines take turns on the same devices, engines sample while the loop waits for a batch, and give the
 devices back with it. Rollouts under way then pause (`keep`) or are sampled to their end first (`wait`); groups are
@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,32 +52,6 @@ SCORED_IN = 8
 GROUPS_FILE = "finished_rollouts.npz"
 
 
-@dataclass
-class GroupsUnderWay:
-    """Groups between admission and training. Guarded by the source's condition."""
-
-    admitted: dict[int, int] = field(default_factory=dict)
-    """Position -> version of the weights at its admission, until it is trained on."""
-    asked: dict[object, dict[int, GroupRequest]] = field(default_factory=dict)
-    """Engine -> the groups that it samples, by position."""
-    calls: list[PendingGroups] = field(default_factory=list)
-    """Calls of engines that have not ended."""
-    sampled: list[GroupResult] = field(default_factory=list)
-    """Groups that are not scored yet."""
-    scoring: int = 0
-    """Groups that are being scored."""
-    finished: dict[int, RolloutGroup] = field(default_factory=dict)
-    """Position -> scored group, in the order in which they finished."""
-    in_vain: set[int] = field(default_factory=set)
-    """Those of the finished that fill no place of a batch."""
-    failures: int = 0
-    """Completions on which a scorer failed, since the last batch."""
-    lost: list[tuple[object, RlctlError]] = field(default_factory=list)
-    """Engines that failed, and how."""
-    trouble: BaseException | None = None
-    """An error in a thread that ends the run."""
-
-
 class AsynchronousSource:
     """Keeps groups in flight while the policy trains; `next` waits for the rest of a batch. See the module."""
 
@@ -98,13 +71,33 @@ class AsynchronousSource:
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)
         self._ledger = Ledger()
-        self._whole_calls = config.refit.in_flight == "wait"
+        self._waits = config.refit.in_flight == "wait"
         self._replaces = config.filter.groups == "replace"
         self._fills: Callable[[RolloutGroup], bool] = trains_on if self._replaces else lambda group: True
-        self._changed = threading.Condition()
-        self._under_way = GroupsUnderWay()
         self._batches = 0
         """Batches that were returned."""
+        self._changed = threading.Condition()
+        """Guards all that follows: groups between admission and training."""
+        self._admitted: dict[int, int] = {}
+        """Position -> version of the weights at its admission, until it is trained on."""
+        self._asked: dict[object, dict[int, GroupRequest]] = {}
+        """Engine -> the groups that it samples, by position."""
+        self._calls: list[PendingGroups] = []
+        """Calls that wait for a group of an engine."""
+        self._held: list[GroupResult] = []
+        """Groups that are sampled, and that others which the scorer gets with them are not."""
+        self._sampled: list[GroupResult] = []
+        """Groups that are to be scored."""
+        self._finished: dict[int, RolloutGroup] = {}
+        """Position -> scored group, in the order in which they finished."""
+        self._unfit: set[int] = set()
+        """Those of the finished that fill no place of a batch."""
+        self._failures = 0
+        """Completions on which a scorer failed, since the last batch."""
+        self._lost: list[tuple[object, RlctlError]] = []
+        """Engines that failed, and how."""
+        self._trouble: BaseException | None = None
+        """An error in a thread that ends the run."""
         self._closed = False
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
@@ -112,7 +105,7 @@ class AsynchronousSource:
         ]
         for thread in self._threads:
             thread.start()
-        if self._whole_calls:
+        if self._waits:
             sync.before_refit = self.settle
 
     def close(self) -> None:
@@ -128,14 +121,18 @@ class AsynchronousSource:
         with self._timer(Phase.WAITING), self._sync.generating() as freed_bytes:
             self._wait(lambda: self._may_admit() or None, "the policy", version)
             self._admit(version)
-            positions = self._wait(lambda: self._batch(version) if self._may_pause() else None, "the policy", version)
+            # Where engines share the devices with the policy, they give them back with the batch.
+            pauses = self._sync.takes_turns and self._waits
+            positions = self._wait(
+                lambda: None if pauses and self._sampling() else self._batch(version), "the policy", version
+            )
         with self._changed:
-            groups = [self._under_way.finished.pop(position) for position in positions]
-            filled = len(positions) - len(self._under_way.in_vain.intersection(positions))
-            self._under_way.in_vain.difference_update(positions)
-            ages = [version - self._under_way.admitted.pop(position) for position in positions]
+            groups = [self._finished.pop(position) for position in positions]
+            filled = len(positions) - len(self._unfit.intersection(positions))
+            self._unfit.difference_update(positions)
+            ages = [version - self._admitted.pop(position) for position in positions]
             self._batches += 1
-            failures, self._under_way.failures = self._under_way.failures, 0
+            failures, self._failures = self._failures, 0
             self._ledger.hand_over(positions)
         self._prompts.observe(groups)
         measured = {"scorer_failures": failures, "offloaded_bytes": freed_bytes, "versions_since_admission": max(ages)}
@@ -147,37 +144,39 @@ class AsynchronousSource:
 
     def state(self) -> dict[str, Any]:
         """Return the ledger and what else `restore` needs; groups under way are begun again by it."""
-        if self._whole_calls:
+        if self._waits:
             # Nothing is sampled between two steps. Leave nothing unscored either: a resumed run then has the same
             # rollouts as this one.
-            self._wait(lambda: not self._unscored() or None, "the checkpoint")
+            self._wait(lambda: not self._sampled or None, "the checkpoint")
         with self._changed:
-            admitted = {str(position): self._under_way.admitted[position] for position in self._under_way.finished}
+            admitted = {str(position): self._admitted[position] for position in self._finished}
             return {**self._groups.state(self._ledger), "admitted": admitted, "batches": self._batches}
 
     def write(self, directory: Path) -> None:
         """Write the finished groups, with all their columns."""
         with self._changed:
-            groups = [self._under_way.finished[position] for position in self._under_way.finished]
+            groups = list(self._finished.values())
         save_groups(directory / GROUPS_FILE, groups)
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Go on from what `state` returned and `write` wrote.
-
-        Raises InputError where the ledger or the file cannot be read.
-        """
+        """Go on from what `state` returned and `write` wrote. Raises InputError where these cannot be read."""
         self._ledger = self._groups.restored(state)
         stored = load_groups(directory / GROUPS_FILE, self._groups.row_at) if self._ledger.finished else []
         groups = {group.position: group for group in stored if group.position in self._ledger.finished}
         if groups.keys() != self._ledger.finished:
             raise InputError(f"{directory / GROUPS_FILE} lacks groups of its ledger.", "Remove the checkpoint.")
         with self._changed:
-            self._under_way.finished = groups
-            self._under_way.in_vain = {position for position, group in groups.items() if not self._fills(group)}
+            self._finished = groups
+            self._unfit = {position for position, group in groups.items() if not self._fills(group)}
             # A run of synchronous rollouts that goes on here has neither of the two.
-            admitted = state.get("admitted", {})
-            self._under_way.admitted = {int(position): version for position, version in admitted.items()}
+            self._admitted = {int(position): version for position, version in state.get("admitted", {}).items()}
             self._batches = state.get("batches", self._ledger.first_open // self._config.batch.prompts)
+
+    def settle(self) -> None:
+        """Wait until no engine samples anything: the weights are about to change."""
+        with self._timer(Phase.WAITING):
+            # An engine that is lost is missed by the refit, which replaces it; its groups are begun again by `next`.
+            self._wait(lambda: not self._sampling() or None, "the refit")
 
     # Admission
 
@@ -185,61 +184,53 @@ class AsynchronousSource:
         """Begin the groups that may be begun under `version`."""
         with self._changed:
             positions = self._ledger.take(self._room())
-            self._under_way.admitted.update(dict.fromkeys(positions, version))
+            self._admitted.update(dict.fromkeys(positions, version))
         self._begin([self._groups.request(position, self._groups.row_at(position)) for position in positions])
+
+    def _may_admit(self) -> bool:
+        return not (self._replaces and self._waits and self._ledger.under_way)
 
     def _room(self) -> int:
         """Return how many groups may be begun; `filter.max_rounds` bounds those that fill no place."""
         size, left = self._config.batch.prompts, self._config.run.steps - self._batches - 1
         ahead = max(0, min(self._config.rollouts.max_staleness, left))  # what no step trains on is not begun
-        begun = len(self._under_way.finished) + len(self._ledger.under_way)
+        begun = len(self._finished) + len(self._ledger.under_way)
         most = ahead * size + self._most
-        return max(0, min((ahead + 1) * size - (begun - len(self._under_way.in_vain)), most - begun))
+        return max(0, min((ahead + 1) * size - (begun - len(self._unfit)), most - begun))
 
     @property
     def _most(self) -> int:
         """Groups of a batch, at most."""
         return self._config.batch.prompts * (self._config.filter.max_rounds if self._replaces else 1)
 
-    def _may_admit(self) -> bool:
-        return not (self._replaces and self._whole_calls and self._ledger.under_way)
-
-    def _may_pause(self) -> bool:
-        """Whether the engines may give the devices back, where they share them with the policy."""
-        return not (self._sync.takes_turns and self._whole_calls and self._under_way.calls)
+    def _sampling(self) -> bool:
+        """Whether an engine that is not lost samples anything."""
+        lost = [engine for engine, _ in self._lost]
+        return any(groups for engine, groups in self._asked.items() if engine not in lost)
 
     def _begin(self, requests: Sequence[GroupRequest]) -> None:
         """Ask the engines for `requests`; an engine that fails is replaced."""
         engines = self._engines.engines
         shares: dict[object, list[GroupRequest]] = {engine: [] for engine in engines}
         with self._changed:
-            asked = {engine: len(self._under_way.asked.get(engine, ())) for engine in engines}
-        for index, request in enumerate(requests):
-            engine = engines[index % len(engines)]
-            if not self._whole_calls:
-                engine = min(engines, key=lambda one: (asked[one] + len(shares[one]), engines.index(one)))
-            shares[engine].append(request)
+            asked = {engine: len(self._asked.get(engine, ())) for engine in engines}
+        for request in requests:
+            shares[min(engines, key=lambda one: asked[one] + len(shares[one]))].append(request)
         for engine, share in shares.items():
-            if share:
-                self._ask(engine, share)
-
-    def _ask(self, engine: object, share: Sequence[GroupRequest]) -> None:
-        limit_s = self._config.cluster.step_timeout_s
-        with self._changed:
-            waited_for = bool(self._under_way.asked.setdefault(engine, {}))
-            self._under_way.asked[engine].update({request.group: request for request in share})
-        try:
-            if self._whole_calls:
-                call = self._engines.begin(engine, share, self._groups.sampling, limit_s)
-            else:
+            if not share:
+                continue
+            with self._changed:
+                waited_for = bool(self._asked.setdefault(engine, {}))
+                self._asked[engine].update({request.group: request for request in share})
+            try:
                 self._engines.submit(engine, share, self._groups.sampling)
-                call = None if waited_for else self._engines.collect(engine, limit_s)
-        except (WorkerError, WaitTimeoutError) as error:
-            self._lose(engine, error)
-            return
-        with self._changed:
-            self._under_way.calls += [call] if call else []
-            self._changed.notify_all()
+                calls = [] if waited_for else [self._engines.collect(engine, self._config.cluster.step_timeout_s)]
+            except (WorkerError, WaitTimeoutError) as error:
+                self._lose(engine, error)
+                continue
+            with self._changed:
+                self._calls += calls
+                self._changed.notify_all()
 
     # Consumption
 
@@ -247,18 +238,17 @@ class AsynchronousSource:
         """Return the positions of the batch to train `version` on; None: not all of them are finished."""
         found = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
         if found is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds`: no more is to come
-            in_vain = self._under_way.in_vain
-            return sorted(self._under_way.finished, key=lambda position: position in in_vain)[: self._most]
+            return sorted(self._finished, key=lambda position: (position in self._unfit, position))[: self._most]
         return found
 
     def _by_position(self) -> list[int] | None:
         """Return the next positions, as many as fill the batch."""
         size, chosen = self._config.batch.prompts, list[int]()
-        for position in self._ledger.next_to_hand_over(len(self._under_way.finished)):
-            if position not in self._under_way.finished:
+        for position in self._ledger.next_to_hand_over(len(self._finished)):
+            if position not in self._finished:
                 return None
             chosen.append(position)
-            if len(chosen) - len(self._under_way.in_vain.intersection(chosen)) == size or len(chosen) == self._most:
+            if len(chosen) - len(self._unfit.intersection(chosen)) == size or len(chosen) == self._most:
                 return chosen
         return None
 
@@ -269,8 +259,8 @@ class AsynchronousSource:
         within some batches are in this one that the others fit into the batches that are left until then.
         """
         size, limit = self._config.batch.prompts, self._config.rollouts.max_staleness
-        versions = {p: v for p, v in self._under_way.admitted.items() if p not in self._under_way.in_vain}
-        finished = [position for position in self._under_way.finished if position in versions]
+        versions = {p: v for p, v in self._admitted.items() if p not in self._unfit}
+        finished = [position for position in self._finished if position in versions]
         chosen: list[int] = []
         for admitted in sorted(set(versions.values())):
             due = sum(one <= admitted for one in versions.values())
@@ -280,16 +270,7 @@ class AsynchronousSource:
                 return None
             chosen += ready[: max(0, needed)]
         chosen += [position for position in finished if position not in chosen]
-        return [*chosen[:size], *self._under_way.in_vain][: self._most] if len(chosen) >= size else None
-
-    def settle(self) -> None:
-        """Wait until no engine samples anything: the weights are about to change."""
-        with self._timer(Phase.WAITING):
-            # An engine that is lost is missed by the refit, which replaces it; its groups are begun again by `next`.
-            self._wait(lambda: not self._under_way.calls or None, "the refit")
-
-    def _unscored(self) -> int:
-        return len(self._under_way.sampled) + self._under_way.scoring
+        return [*chosen[:size], *self._unfit][: self._most] if len(chosen) >= size else None
 
     def _wait(self, find: Callable[[], T | None], who: str, version: int | None = None) -> T:
         """Wait until `find` returns something. With a `version` engines that fail are replaced, and groups begun where
@@ -297,17 +278,23 @@ class AsynchronousSource:
 
         Raises what ended a thread, and WaitTimeoutError where nothing was finished for `cluster.step_timeout_s`.
         """
+        # An engine and a scorer have their own limits, whose errors say more: let those come first.
+        limit_s = self._config.cluster.step_timeout_s + self._config.reward.timeout_s + 2 * MARGIN_S
         quiet, before, told = time.monotonic(), -1, 0
         while True:
             with self._changed:
-                self._raise_trouble()
-                lost = self._take_lost() if version is not None else []
+                if self._trouble is not None:
+                    raise self._trouble
+                lost: list[tuple[object, RlctlError]] = []
+                # Engines that sample under these weights alone finish before one of them is replaced.
+                if version is not None and not (self._waits and self._sampling()):
+                    lost, self._lost = self._lost, []
                 if not lost and (found := find()) is not None:
                     return found
                 more = version is not None and not lost and self._replaces and self._may_admit() and self._room()
                 if not (lost or more):
                     self._changed.wait(LOOK_S)
-                finished = len(self._under_way.finished)
+                finished = len(self._finished)
             if version is not None:
                 for engine, error in lost:
                     self._replace(engine, error, version)
@@ -315,7 +302,7 @@ class AsynchronousSource:
                     self._admit(version)
             if finished != before or lost:
                 quiet, before, told = time.monotonic(), finished, 0
-            quiet_s, limit_s = time.monotonic() - quiet, self._limit_s
+            quiet_s = time.monotonic() - quiet
             if quiet_s > limit_s:
                 raise WaitTimeoutError(
                     f"No group of rollouts was finished for {limit_s:.0f} s: {self._whereabouts()}.",
@@ -325,118 +312,100 @@ class AsynchronousSource:
                 told += 1
                 self._tell(f"{who} has waited {quiet_s:.0f} s: {self._whereabouts()}")
 
-    @property
-    def _limit_s(self) -> float:
-        """An engine and a scorer have their own limits, whose errors say more: let those come first."""
-        return self._config.cluster.step_timeout_s + self._config.reward.timeout_s + 2 * MARGIN_S
-
-    def _take_lost(self) -> list[tuple[object, RlctlError]]:
-        lost, self._under_way.lost = self._under_way.lost, []
-        return lost
-
     def _whereabouts(self) -> str:
         with self._changed:
             parts = [
-                f"engine {index} samples {len(self._under_way.asked.get(engine, ()))} group(s)"
+                f"engine {index} samples {len(self._asked.get(engine, ()))} group(s)"
                 for index, engine in enumerate(self._engines.engines)
             ]
-            return ", ".join([*parts, f"the scorer has {self._unscored()}"])
+            return ", ".join([*parts, f"the scorer has {len(self._sampled)}"])
 
     def _replace(self, engine: object, error: RlctlError, version: int) -> None:
         """Bring the engines back after `engine` failed, if a refit has not, and begin its groups again."""
-        if self._whole_calls:  # an engine that is busy answers nothing else, and would be taken for a lost one
-            self._wait(lambda: not self._under_way.calls or None, "the recovery")
         if engine in self._engines.engines:
             self._sync.recover(error, version)
         with self._changed:
-            again = list(self._under_way.asked.pop(engine, {}).values())
+            again = list(self._asked.pop(engine, {}).values())
         self._begin(again)
 
     def _lose(self, engine: object, error: RlctlError) -> None:
         with self._changed:
-            self._under_way.lost.append((engine, error))
-            self._changed.notify_all()
+            self._lost.append((engine, error))
+            self._hand_to_scorer()
 
-    def _raise_trouble(self) -> None:
-        if self._under_way.trouble is not None:
-            raise self._under_way.trouble
+    def _hand_to_scorer(self) -> None:
+        """Have scored what was sampled. Where weights wait for samples it is all of them at once, so that what a reward
+        function of many completions sees does not follow from who was quick."""
+        if not (self._waits and self._sampling()):
+            self._sampled += self._held
+            self._held = []
+        self._changed.notify_all()
 
     # Threads
 
-    def _guarded(self, work: Callable[[], bool]) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            while work():
-                pass
+            while not self._closed:
+                work()
         except BaseException as error:  # noqa: BLE001 - it is raised where the loop waits
             with self._changed:
                 if not self._closed:
-                    self._under_way.trouble = error
+                    self._trouble = error
                 self._changed.notify_all()
 
-    def _collect(self) -> bool:
-        """Take what engines have finished; return whether to go on."""
+    def _collect(self) -> None:
+        """Take what engines have finished, and ask for more."""
         with self._changed:
-            while not self._under_way.calls and not self._closed:
-                self._changed.wait()
-            calls = {id(one.call): one for one in self._under_way.calls}
+            self._changed.wait_for(lambda: self._calls or self._closed)
+            calls = {id(one.call): one for one in self._calls}
         if self._closed:
-            return False
+            return
         for call in first_done([one.call for one in calls.values()], LOOK_S):
-            pending = calls[id(call)]
-            try:
-                results = pending.results()
-            except (WorkerError, WaitTimeoutError) as error:
-                with self._changed:
-                    self._under_way.calls.remove(pending)
-                self._lose(pending.engine, error)
-                continue
-            self._took(pending, results)
-        self._lose_late()
-        return True
-
-    def _lose_late(self) -> None:
-        """Give up the calls of engines that are beyond their limit: such an engine hangs."""
+            self._take(calls[id(call)])
         with self._changed:
-            late = [pending for pending in self._under_way.calls if time.monotonic() > pending.until]
-            self._under_way.calls = [pending for pending in self._under_way.calls if pending not in late]
-        for pending in late:
+            late = [pending for pending in self._calls if time.monotonic() > pending.until]
+            self._calls = [pending for pending in self._calls if pending not in late]
+        for pending in late:  # such an engine hangs
             self._lose(pending.engine, pending.late())
 
-    def _took(self, pending: PendingGroups, results: Sequence[GroupResult]) -> None:
-        """Take what a call has returned, which is nothing where the engine fell asleep, and ask for more."""
+    def _take(self, pending: PendingGroups) -> None:
+        """Take what a call has returned, which is nothing where the engine fell asleep."""
+        try:
+            results = pending.results()
+        except (WorkerError, WaitTimeoutError) as error:
+            results, failure = [], error
+        else:
+            failure = None
         with self._changed:
-            left = self._under_way.asked.get(pending.engine, {})
+            left = self._asked.get(pending.engine, {})
             for result in results:
                 left.pop(result.group, None)
-            self._under_way.calls.remove(pending)
-            self._under_way.sampled += results
-            if left and not self._whole_calls:
+            self._calls.remove(pending)
+            self._held += results
+            if left and failure is None:
                 try:
-                    again = self._engines.collect(pending.engine, self._config.cluster.step_timeout_s)
-                    self._under_way.calls.append(again)
+                    self._calls.append(self._engines.collect(pending.engine, self._config.cluster.step_timeout_s))
                 except WorkerError as error:
-                    self._under_way.lost.append((pending.engine, error))
-            self._changed.notify_all()
+                    failure = error
+            if failure is not None:
+                self._lost.append((pending.engine, failure))
+            self._hand_to_scorer()
 
-    def _score(self) -> bool:
-        """Score what was sampled; return whether to go on."""
+    def _score(self) -> None:
+        """Score some of what was sampled."""
         with self._changed:
-            while not self._under_way.sampled and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._sampled or self._closed)
             # The oldest first, and few at a time: a group is finished when all that it was scored with are.
-            waiting = sorted(self._under_way.sampled, key=lambda result: result.group)
-            count = -(-len(waiting) // SCORED_IN)
-            results, self._under_way.sampled = waiting[:count], waiting[count:]
-            self._under_way.scoring = len(results)
+            waiting = sorted(self._sampled, key=lambda result: result.group)
+            results = waiting[: -(-len(waiting) // SCORED_IN)]
         if self._closed:
-            return False
+            return
         rows = {result.group: self._groups.row_at(result.group) for result in results}
         groups, failures = self._groups.scored(results, rows)
         with self._changed:
-            self._under_way.scoring = 0
-            self._under_way.failures += failures
-            self._under_way.finished.update({group.position: group for group in groups})
-            self._under_way.in_vain.update(group.position for group in groups if not self._fills(group))
+            self._sampled = [one for one in self._sampled if one.group not in rows]
+            self._failures += failures
+            self._finished.update({group.position: group for group in groups})
+            self._unfit.update(group.position for group in groups if not self._fills(group))
             self._ledger.finish(group.position for group in groups)
             self._changed.notify_all()
-        return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -33,8 +34,9 @@ from rlctl.backends.messages import (
 )
 from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
-from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns, TokensByVersion
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import WaitTimeoutError
+from rlctl.rollouts.source import sample_seed
 
 T = TypeVar("T")
 ONE_TURN = "rlctl.rollouts.episodes:one_turn"
@@ -64,7 +66,7 @@ class Episode:
     async def answer(self, **changes: Any) -> SampleResult:
         """Let the model go on from the tokens so far, with some fields of the sampling changed."""
         turn = len(self.answers)
-        seed = self._seed if turn == 0 else turn_seed(self._seed, turn)
+        seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
         request = SampleRequest(self._key, tuple(self.tokens), seed, replace(self._sampling, **changes))
         found = await self._engine.sampled(request)
         self.answers.append((len(self.tokens), found))
@@ -79,11 +81,6 @@ Play = Callable[[Episode], Awaitable[None]]
 async def one_turn(episode: Episode) -> None:
     """The shortest episode: one answer to the prompt."""
     await episode.answer()
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a later turn of an episode (63 bits)."""
-    return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
@@ -137,11 +134,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         deadline = time.monotonic() + timeout_s
         self.require_ready(timeout_s)
         groups = self._episodes(requests, sampling)
-
-        async def play() -> list[GroupResult]:
-            return await together(self._group(*one) for one in zip(requests, groups, strict=True))
-
-        call = self._run(play())
+        call = self._run(together(self._group(*one) for one in zip(requests, groups, strict=True)))
         try:
             return call.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
@@ -217,18 +210,18 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         return asyncio.run_coroutine_threadsafe(play, self._loop)
 
     async def _group(self, request: GroupRequest, episodes: list[Episode]) -> GroupResult:
-        await together(self._played(episode) for episode in episodes)
-        return result_of(request, episodes, self.version)
+        async def played(episode: Episode) -> None:
+            try:
+                await self._play(episode)
+            finally:
+                episode.ended = True
+                self._over += 1
+                report(self._over, self._begun)
+                if self._over == self._begun:
+                    self._over = self._begun = 0
 
-    async def _played(self, episode: Episode) -> None:
-        try:
-            await self._play(episode)
-        finally:
-            episode.ended = True
-            self._over += 1
-            report(self._over, self._begun)
-            if self._over == self._begun:
-                self._over = self._begun = 0
+        await together(map(played, episodes))
+        return result_of(request, episodes, self.version)
 
     # Samples
 
@@ -318,19 +311,13 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         tokens=tuple(lengths),
         response_tokens=tuple(map(len, sampled)),
         finish_reasons=tuple(e.stop_reason or answer.stop_reason for e, answer in zip(episodes, last, strict=True)),
-        versions=tuple(_counted(versions) or ((version, 0),) for versions in sampled),
+        versions=tuple(tuple(sorted(Counter(of.tolist()).items())) or ((version, 0),) for of in sampled),
         rewards=tuple(episode.reward for episode in episodes),
     )
 
 
-def _counted(versions: np.ndarray) -> TokensByVersion:
-    found, counts = np.unique(versions, return_counts=True)
-    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
-
-
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
-    """Return the column of the experts, where all of them are recorded. The last answer knows them for all tokens
-    before it; -1 stands for those of tokens behind it."""
+    """Return the column of the experts, where all are recorded; -1 for tokens behind the last answer."""
     known = [(len(episode.tokens), episode.answers[-1][1].routed_T) for episode in episodes]
     padded = [
         np.pad(routed, [(0, tokens - len(routed)), (0, 0), (0, 0)], constant_values=-1)

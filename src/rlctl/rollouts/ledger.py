@@ -76,10 +76,7 @@ class Ledger:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """Return the ledger that `state` describes, with positions under way waiting to be taken again.
-
-        Raises ValueError where a position is missing or is there twice.
-        """
+        """Return the ledger that `state` describes. Raises ValueError where a position is missing or there twice."""
         kinds = {
             kind: [position for first, last in state[kind] for position in range(first, last + 1)]
             for kind in ("trained", "finished", "under_way")

@@ -24,8 +24,6 @@ SCANNED_PROMPTS = 2048
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
 """Epochs whose order is kept in memory: the one under way and the one before it."""
-ROWS_KEPT = 1_000_000
-"""Rows of epochs by pass rates that are kept in memory, more than any batch has: it may span many short epochs."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,7 @@ class PromptStream:
             self._named[group.prompt.source].order.observe(group)
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return what the prompts at `since` and later positions follow from, as JSON, by source; sources without such
-        are left out."""
+        """Return what the prompts from position `since` on follow from, as JSON, by source."""
         turns = self._mixing.turns(since)
         states = ((one.label, one.order.state(turn)) for one, turn in zip(self.sources, turns, strict=True))
         return {label: state for label, state in states if state}
@@ -165,8 +162,7 @@ class PromptStream:
 class PromptOrder:
     """Epoch after epoch over `size` prompts; every epoch holds each prompt once, in an order that the seed fixes.
 
-    `number` tells the sources of a run apart, so that two of the same size are not shuffled alike. With difficulties,
-    the easy prompts of an epoch come first, and equal ones in the order that they would have without.
+    `number` tells the sources of a run apart. With difficulties, the easy prompts of an epoch come first.
     """
 
     def __init__(
@@ -202,25 +198,20 @@ class PromptOrder:
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """Return the rows of one epoch in their order, int64 [size]."""
-        rows = self._permutation(epoch) if self.shuffle else np.arange(self.size)
+        rows = np.arange(self.size)
+        if self.shuffle:
+            # numpy keeps the streams of its bit generators the same between versions, but not what
+            # `Generator.permutation` makes of them. The number of the first source, 0, changes nothing.
+            draws = np.random.PCG64(np.random.SeedSequence((self.seed, epoch, self.number))).random_raw(self.size)
+            rows = np.argsort(draws, kind="stable")
         return rows if self.difficulty is None else rows[np.argsort(self.difficulty[rows], kind="stable")]
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        """Return a shuffled order of one epoch, int64 [size].
-
-        Sorts raw 64-bit draws: numpy keeps the streams of its bit generators the same between versions, but not what
-        `Generator.permutation` makes of them. The number of the first source, 0, changes nothing.
-        """
-        draws = np.random.PCG64(np.random.SeedSequence((self.seed, epoch, self.number))).random_raw(self.size)
-        return np.argsort(draws, kind="stable")
 
 
 class PassRateOrder(PromptOrder):
     """Every epoch but the first holds those prompts first whose pass rate is nearest to one half.
 
-    A prompt's pass rate is the share of its completions that were right when it last came up. Where nothing says what
-    is right, the mean reward stands for it, taken as 0 below 0 and as 1 above 1. An epoch's order is fixed when its
-    first prompt is asked for.
+    A prompt's pass rate is the share of its completions that were right when it last came up, or without accuracy the
+    mean reward, limited to 0 to 1. An epoch's order is fixed when its first prompt is asked for.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -237,11 +228,10 @@ class PassRateOrder(PromptOrder):
             self._rates[group.prompt.index] = sum(right) / len(right)
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        kept = [epoch for epoch in sorted(self._fixed) if epoch >= since // self.size]
-        return {
-            "rates": sorted(self._rates.items()),
-            "orders": {str(epoch): self._fixed[epoch].tolist() for epoch in kept},
+        orders = {
+            str(epoch): rows.tolist() for epoch, rows in sorted(self._fixed.items()) if epoch >= since // self.size
         }
+        return {"rates": sorted(self._rates.items()), "orders": orders}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._rates = {int(row): float(rate) for row, rate in state["rates"]}
@@ -252,12 +242,7 @@ class PassRateOrder(PromptOrder):
     def at(self, turn: int) -> int:
         epoch, offset = divmod(turn, self.size)
         if epoch and epoch not in self._fixed:
-            self._fixed[epoch] = self._by_rate(epoch)
-            for old in sorted(self._fixed)[: -max(ORDERS_KEPT, ROWS_KEPT // self.size)]:
-                del self._fixed[old]
+            rows = self._epoch(epoch)
+            distance = np.array([abs(self._rates.get(row, 0.5) - 0.5) for row in range(self.size)])
+            self._fixed[epoch] = rows[np.argsort(distance[rows], kind="stable")]
         return int((self._fixed[epoch] if epoch else self._rows(0))[offset])
-
-    def _by_rate(self, epoch: int) -> np.ndarray:
-        rows = self._epoch(epoch)
-        distance = np.array([abs(self._rates.get(row, 0.5) - 0.5) for row in range(self.size)])
-        return rows[np.argsort(distance[rows], kind="stable")]

@@ -66,8 +66,7 @@ class GroupMaker:
         return tuple(sample_seed(self._config.run.seed, position, sample) for sample in samples)
 
     def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
-        """Have completions scored as the function `scored` does, with this run's seeds and scorer; `rows` has the row
-        of each position. Raises InputError where a reward function fails in the first batch."""
+        """Have completions scored. Raises InputError where a reward function fails in the first batch."""
         seeds = {result.group: self._seeds(result.group) for result in results}
         groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
         for group in groups:
@@ -76,8 +75,7 @@ class GroupMaker:
         return groups, failures
 
     def lost(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-        """Return the metrics of the rollouts that a batch lost to a failing reward function. Raises InputError where
-        the last batches lost too many."""
+        """Return the metrics of a batch's failing rewards. Raises InputError where the last batches lost too many."""
         if not self.scores:
             return {}
         why = [one for group in groups for one in group.dropped]
@@ -96,8 +94,7 @@ class GroupMaker:
         return {**ledger.state(), "dropped": list(self._dropped), **({"orders": orders} if orders else {})}
 
     def restored(self, state: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of what `state` returned, and go on from the rest of it. Raises InputError where it cannot
-        be read."""
+        """Go on from what `state` returned; return the ledger. Raises InputError where it cannot be read."""
         try:
             ledger = Ledger.restored(state)
             self._prompts.restore(state.get("orders", {}))
@@ -117,9 +114,7 @@ def scored(
     seeds: Mapping[int, Sequence[int]],
     timeout_s: float,
 ) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with their rewards, and the number of completions on which a scorer failed. A
-    group's number is its position; `rows` and `seeds` have the row and the samples' seeds of each. Without `workers`
-    there are no rewards."""
+    """Return the groups of `results` with their rewards, if there are `workers`, and the number of scorer failures."""
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if workers is not None:
         asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
@@ -128,32 +123,30 @@ def scored(
         except WaitTimeoutError as error:
             raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
     groups = []
-    for result, answer in zip(results, answers, strict=True):
-        rollouts = _rollouts(result, answer, seeds[result.group])
-        dropped = () if answer is None else answer.dropped
-        groups.append(RolloutGroup(result.group, rows[result.group], rollouts, result.columns, result.texts, dropped))
-    return groups, sum(answer.failures for answer in answers if answer is not None)
-
-
-def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[int]) -> tuple[Rollout, ...]:
-    return tuple(
-        Rollout(
-            position=result.group,
-            sample=sample,
-            seed=seed,
-            versions=result.versions[sample],
-            stop_reason=result.finish_reasons[sample],
-            prompt_tokens=result.prompt_tokens,
-            tokens=result.tokens[sample],
-            response_tokens=result.response_tokens[sample],
-            reward=result.rewards[sample] if scores is None else scores.rewards[sample],
-            terms={} if scores is None else {name: values[sample] for name, values in scores.terms.items()},
-            accuracy=None if scores is None or scores.accuracies is None else scores.accuracies[sample],
-            answered=None if scores is None or scores.answered is None else scores.answered[sample],
+    for result, scores in zip(results, answers, strict=True):
+        if scores is None:
+            scores = GroupScores(result.rewards, None, {})
+        rollouts = tuple(
+            Rollout(
+                position=result.group,
+                sample=sample,
+                seed=seed,
+                versions=result.versions[sample],
+                stop_reason=result.finish_reasons[sample],
+                prompt_tokens=result.prompt_tokens,
+                tokens=result.tokens[sample],
+                response_tokens=result.response_tokens[sample],
+                reward=scores.rewards[sample],
+                terms={name: values[sample] for name, values in scores.terms.items()},
+                accuracy=None if scores.accuracies is None else scores.accuracies[sample],
+                answered=None if scores.answered is None else scores.answered[sample],
+            )
+            for sample, seed in enumerate(seeds[result.group])
+            if workers is None or scores.rewards[sample] is not None  # else it is dropped
         )
-        for sample, seed in enumerate(seeds)
-        if scores is None or scores.rewards[sample] is not None  # else it is dropped
-    )
+        row = rows[result.group]
+        groups.append(RolloutGroup(result.group, row, rollouts, result.columns, result.texts, scores.dropped))
+    return groups, sum(scores.failures for scores in answers if scores is not None)
 
 
 def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -173,28 +166,21 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
 
 
 def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutGroup]:
-    """Return the groups that `save_groups` wrote, in their order. Raises InputError where they cannot be read; a part
-    that was changed since is noticed by its checksum."""
+    """Return the groups that `save_groups` wrote. Raises InputError where they cannot be read or were changed."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
-        found = json.loads(arrays.pop(SCALARS).tobytes())
-        return [_loaded(one, arrays, row_at) for one in found]
+        groups = []
+        for one in json.loads(arrays.pop(SCALARS).tobytes()):
+            position, extra = int(one["position"]), f"{one['position']}/extra/"
+            own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
+            further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
+            columns = put(RolloutColumns(**own, extra_T=further))
+            rollouts = (Rollout(**{**of, "versions": tuple(map(tuple, of["versions"]))}) for of in one["rollouts"])
+            texts, dropped = put(one["texts"]), tuple(one.get("dropped", ()))
+            groups.append(RolloutGroup(position, row_at(position), tuple(rollouts), columns, texts, dropped))
+        return groups
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path} cannot be read: {error}.", "Remove its checkpoint to resume from the one before."
         ) from error
-
-
-def _loaded(one: dict[str, Any], arrays: dict[str, np.ndarray], row_at: Callable[[int], PromptRow]) -> RolloutGroup:
-    position = int(one["position"])
-    extra = f"{position}/extra/"
-    own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
-    further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
-    columns = RolloutColumns(**own, extra_T=further)
-    rollouts = tuple(
-        Rollout(**{**rollout, "versions": tuple((version, tokens) for version, tokens in rollout["versions"])})
-        for rollout in one["rollouts"]
-    )
-    dropped = tuple(one.get("dropped", ()))
-    return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]), dropped)

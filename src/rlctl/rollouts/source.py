@@ -56,8 +56,7 @@ class RolloutSource(Protocol):
 
 
 def refuse_async(config: RlctlConfig) -> None:
-    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains. The plan says whether
-    the engines have the devices for it."""
+    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
     rollouts = config.rollouts
     if rollouts.mode == "sync":
         return
@@ -81,7 +80,7 @@ def refuse_async(config: RlctlConfig) -> None:
         )
 
 
-def sample_seed(run_seed: int, position: int, sample: int) -> int:
-    """Return the seed of one rollout's random stream (63 bits)."""
-    state = np.random.SeedSequence((run_seed, position, sample)).generate_state(1, np.uint64)
+def sample_seed(*of: int) -> int:
+    """Return the seed (63 bits) of a random stream: of (run seed, position, sample), or of (that seed, later turn)."""
+    state = np.random.SeedSequence(of).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))

@@ -27,8 +27,7 @@ from rlctl.telemetry.phases import Phase, StepTimer
 
 
 class SynchronousSource:
-    """Samples and scores `batch.prompts` groups of `batch.generations` rollouts in each call of `next`, or more with
-    `filter.groups=replace`."""
+    """Samples and scores `batch.prompts` groups in each call of `next`, or more with `filter.groups=replace`."""
 
     def __init__(
         self,
@@ -49,13 +48,26 @@ class SynchronousSource:
 
     def next(self, version: int) -> RolloutBatch:
         """Return the groups of the next positions; they are the same for any number of engines."""
-        config = self._config
-        replaces = config.filter.groups == "replace"
+        config, replaces = self._config, self._config.filter.groups == "replace"
         groups: list[RolloutGroup] = []
         measured = {"scorer_failures": 0, "offloaded_bytes": 0}
         missing, rounds = config.batch.prompts, 0
         while missing and rounds < (config.filter.max_rounds if replaces else 1):
-            found, failures, freed_bytes = self._round(missing, version)
+            positions = self._ledger.take(missing)
+            rows = {position: self._prompts.prompt_at(position) for position in positions}
+            requests = [self._groups.request(position, row) for position, row in rows.items()]
+            with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
+                results = generate_groups(
+                    self._engines,
+                    requests,
+                    self._groups.sampling,
+                    config.cluster.step_timeout_s,
+                    lambda error: self._sync.recover(error, version),
+                )
+            with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
+                found, failures = self._groups.scored(results, rows)
+            self._ledger.finish(positions)
+            self._prompts.observe(found)
             groups += found
             measured["scorer_failures"] += failures
             measured["offloaded_bytes"] = max(measured["offloaded_bytes"], freed_bytes)
@@ -67,26 +79,6 @@ class SynchronousSource:
         self._ledger.hand_over(group.position for group in groups)
         return RolloutBatch(tuple(groups), measured)
 
-    def _round(self, prompts: int, version: int) -> tuple[list[RolloutGroup], int, int]:
-        """Sample and score the groups of the next `prompts` positions; return them, the number of completions on which
-        a scorer failed, and the bytes that the policy made free for the engines."""
-        positions = self._ledger.take(prompts)
-        rows = {position: self._prompts.prompt_at(position) for position in positions}
-        requests = [self._groups.request(position, row) for position, row in rows.items()]
-        with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
-            results = generate_groups(
-                self._engines,
-                requests,
-                self._groups.sampling,
-                self._config.cluster.step_timeout_s,
-                lambda error: self._sync.recover(error, version),
-            )
-        with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
-            groups, failures = self._groups.scored(results, rows)
-        self._ledger.finish(positions)
-        self._prompts.observe(groups)
-        return groups, failures, freed_bytes
-
     def state(self) -> dict[str, Any]:
         """Return what the next batches follow from. Between two calls of `next` nothing is under way or finished."""
         return self._groups.state(self._ledger)
@@ -95,10 +87,7 @@ class SynchronousSource:
         """There is nothing to write: no group is finished and not trained on."""
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Go on after the trained positions of `state`; positions that were under way are begun again.
-
-        Raises InputError where it is not the state of synchronous rollouts.
-        """
+        """Go on after the trained positions of `state`. Raises InputError where another source's groups are in it."""
         self._ledger = self._groups.restored(state)
         if self._ledger.finished:
             raise InputError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import RolloutGroup
+from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
@@ -53,8 +53,7 @@ class ValidationSet:
 
     @classmethod
     def open(cls, config: RlctlConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
-        """Open what a run validates on; None where it does not. Raises ConfigError or InputError for what is wrong with
-        it."""
+        """Open what a run validates on; None where it does not. Raises ConfigError or InputError."""
         wanted = config.validation
         if not wanted.wanted:
             return None
@@ -96,10 +95,9 @@ class ValidationSet:
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, when and how."""
         wanted = config.validation
-        at = [f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"] * (wanted.every > 0) + [
-            "before the first"
-        ] * wanted.at_start
-        at += ["after the last"] * wanted.at_end
+        every = f"every {wanted.every} steps" if wanted.every > 1 else "every step"
+        times = ((every, wanted.every > 0), ("before the first", wanted.at_start), ("after the last", wanted.at_end))
+        at = [when for when, applies in times if applies]
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
         return (
@@ -145,19 +143,13 @@ class Validation:
         return (wanted.every > 0 and step % wanted.every == 0) or (wanted.at_end and step == self._config.run.steps)
 
     def measure(self, version: int) -> Validated:
-        """Validate the weights of `version`, which the engines hold; the policy has its devices back afterwards."""
+        """Validate the weights of `version`, which engines hold. Raises InputError where scoring fails too often."""
         config, data = self._config, self._data
-        requests = [
-            GroupRequest(
-                FIRST_POSITION + place,
-                tokens,
-                tuple(
-                    sample_seed(config.run.seed, FIRST_POSITION + row.index, sample)
-                    for sample in range(config.validation.samples)
-                ),
-            )
-            for place, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True))
-        ]
+        requests, rows, samples = [], {}, range(config.validation.samples)
+        for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):
+            seeds = (sample_seed(config.run.seed, FIRST_POSITION + row.index, sample) for sample in samples)
+            requests.append(GroupRequest(position, tokens, tuple(seeds)))
+            rows[position] = row
         with self._sync.generating():
             results = generate_groups(
                 self._engines,
@@ -167,25 +159,16 @@ class Validation:
                 lambda error: self._sync.recover(error, version),
             )
             self._engines.forget_prompts()
-        rows = {request.group: row for request, row in zip(requests, data.rows, strict=True)}
-        seeds = {request.group: request.seeds for request in requests}
-        groups, failures = scored(self._rewards, results, rows, seeds, data.rewards.timeout_s)
-        self._refuse_failures(groups)
-        found = Validated(metrics_of(groups, failures), tuple(groups))
-        self._compare(found.metrics[self.metric])
-        return found
-
-    def _refuse_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise InputError where a reward function fails in the first validation, or on too many completions of a later
-        one."""
-        why, samples = [one for group in groups for one in group.dropped], self._config.validation.samples
-        if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples * len(groups)):
-            said = f"validation: a reward function failed on {len(why)} of {samples * len(groups)} completions."
-            raise InputError(f"{said} {why[0]}", "Mend it, or set reward.on_error=zero, which gives 0 there.")
-
-    def _compare(self, value: float) -> None:
-        better = value > self._best
-        self._best, self._since = (value, 0) if better else (self._best, self._since + 1)
+        seeds_of = {request.group: request.seeds for request in requests}
+        groups, failures = scored(self._rewards, results, rows, seeds_of, data.rewards.timeout_s)
+        why, samples = [one for group in groups for one in group.dropped], config.validation.samples * len(groups)
+        if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples):
+            said = f"validation: a reward function failed on {len(why)} of {samples} completions. {why[0]}"
+            raise InputError(said, "Mend it, or set reward.on_error=zero, which gives 0 there.")
+        metrics = metrics_of(groups, failures)
+        value = metrics[self.metric]
+        self._best, self._since = (value, 0) if value > self._best else (self._best, self._since + 1)
+        return Validated(metrics, tuple(groups))
 
     @property
     def plateau(self) -> str | None:
@@ -203,9 +186,7 @@ class Validation:
         return {"best": self._best if math.isfinite(self._best) else None, "since": self._since, "of": self._of}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; a checkpoint of a run that did not validate has none. Values of other
-        prompts, scorers or sampling, which a resume may change, cannot be compared: the best one is then looked for
-        anew."""
+        """Go on from what `state` returned, unless another set, scorer or sampling has been measured since."""
         if state.get("of", self._of) != self._of:
             return
         best, since = state.get("best"), state.get("since")
@@ -224,22 +205,21 @@ def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
     dropped = sum(len(group.dropped) for group in groups)
     groups = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = Estimate.of([float(group.rewards_G.mean()) for group in groups])
-    found = {"reward_mean": rewards.value}
-    if rewards.stderr is not None:
-        found["reward_stderr"] = rewards.stderr
-    right_PG = [[one.accuracy for one in group.rollouts if one.accuracy is not None] for group in groups]
-    if sum(map(len, right_PG)) == len(rollouts):
-        right = Estimate.of([float(np.mean(right_G)) for right_G in right_PG])
-        found["accuracy"] = right.value
-        if right.stderr is not None:
-            found["accuracy_stderr"] = right.stderr
-        found[f"pass@{max(map(len, right_PG))}"] = float(np.mean([max(right_G) for right_G in right_PG]))
-    for name, of in (("response_tokens_mean", "response_tokens"), ("truncated_fraction", "truncated")):
-        values = Estimate.of([float(np.mean([getattr(one, of) for one in group.rollouts])) for group in groups])
-        found[name] = values.value
-        if values.stderr is not None:
-            found[error_of(name)] = values.stderr
+    found: dict[str, float] = {}
+
+    def estimate(name: str, value: Callable[[Rollout], float | None]) -> None:
+        mean = Estimate.of([float(np.mean([value(one) or 0.0 for one in group.rollouts])) for group in groups])
+        found[name] = mean.value
+        if mean.stderr is not None:
+            found[error_of(name)] = mean.stderr
+
+    estimate("reward_mean", lambda one: one.reward)
+    if all(one.accuracy is not None for one in rollouts):
+        estimate("accuracy", lambda one: one.accuracy)
+        most = max(len(group.rollouts) for group in groups)
+        found[f"pass@{most}"] = float(np.mean([max(one.accuracy or 0.0 for one in g.rollouts) for g in groups]))
+    estimate("response_tokens_mean", lambda one: one.response_tokens)
+    estimate("truncated_fraction", lambda one: one.truncated)
     found["scorer_failures"] = float(failures)
     if dropped:
         found["dropped_rollouts"] = float(dropped)

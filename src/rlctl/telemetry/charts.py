@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 Point = tuple[float, float]
 
@@ -36,24 +36,12 @@ class Series:
     """(x, lowest, highest) of the runs whose mean the points are."""
 
 
-@dataclass(frozen=True)
-class Thinned:
-    """One point in place of several: their means, and the lowest and highest of their values."""
-
-    x: float
-    mean: float
-    low: float
-    high: float
-
-
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Thinned]:
-    """Return at most `most` points, each the mean of its neighbours."""
-    size = max(1, math.ceil(len(points) / most))
+def thinned(points: Sequence[Point], size: int) -> list[tuple[float, float, float, float]]:
+    """Return one point in place of each `size` neighbours: the means of x and value, the lowest and highest value."""
     found = []
     for first in range(0, len(points), size):
-        part = points[first : first + size]
-        values = [value for _, value in part]
-        found.append(Thinned(sum(x for x, _ in part) / len(part), sum(values) / len(part), min(values), max(values)))
+        xs, ys = zip(*points[first : first + size], strict=True)
+        found.append((fmean(xs), fmean(ys), min(ys), max(ys)))
     return found
 
 
@@ -119,9 +107,9 @@ class Axes:
         value = math.log10(value) if self.log else value
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    def path(self, points: Sequence[Point]) -> str:
-        """Return the points as an SVG path."""
-        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
+    def path(self, points: Iterable[tuple[float, ...]]) -> str:
+        """Return the points, whatever comes after their x and y, as an SVG path."""
+        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y, *_ in points]
         return "M" + "L".join(places)
 
     def frame(self, unit: str) -> str:
@@ -170,29 +158,22 @@ def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "
 
 def _line(axes: Axes, one: Series) -> str:
     colour, size = f"c{one.colour % COLOURS}", max(1, math.ceil(len(one.points) / MOST_POINTS))
-    parts = [thinned(part, math.ceil(len(part) / size)) for part in segments(one.points)]
-    courses = [[(point.x, point.mean) for point in part] for part in parts]
-    bands = [[(point.x, point.low, point.high) for point in part] for part in parts] if size > 1 else []
-    shapes = [_band(axes, colour, band) for band in ([one.band] if one.band else bands)]
+    parts = segments(one.points)
+    courses = [thinned(part, size) for part in parts]
+    bands = [[(x, low, high) for x, _, low, high in course] for course in courses] if size > 1 else []
+    shapes = []
+    for band in [one.band[::size]] if one.band else bands:
+        outline = [*((x, high) for x, _, high in band), *((x, low) for x, low, _ in reversed(band))]
+        shapes.append(f'<path class="{colour} band" d="{axes.path(outline)}Z"/>')
     few = len(one.points) < SMOOTH_FROM
     dotted = [point for course in courses if few or len(course) == 1 for point in course]
     if not few:
         shapes += [f'<path class="{colour} faint" d="{axes.path(course)}"/>' for course in courses]
         smooth = dict(smoothed(one.points))
-        parts = [
-            thinned([(x, smooth[x]) for x, _ in part], math.ceil(len(part) / size)) for part in segments(one.points)
-        ]
-        courses = [[(point.x, point.mean) for point in part] for part in parts]
+        courses = [thinned([(x, smooth[x]) for x, _ in part], size) for part in parts]
     shapes += [f'<path class="{colour}" d="{axes.path(course)}"/>' for course in courses]
-    shapes += [f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{colour} dot"/>' for x, y in dotted]
+    shapes += [f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{colour} dot"/>' for x, y, *_ in dotted]
     return f"<g><title>{html.escape(one.name)}</title>{''.join(shapes)}</g>"
-
-
-def _band(axes: Axes, colour: str, band: Sequence[tuple[float, float, float]]) -> str:
-    size = max(1, math.ceil(len(band) / MOST_POINTS))
-    shown = [band[first] for first in range(0, len(band), size)]
-    upper, lower = [(x, high) for x, _, high in shown], [(x, low) for x, low, _ in reversed(shown)]
-    return f'<path class="{colour} band" d="{axes.path([*upper, *lower])}Z"/>'
 
 
 def bar_chart(steps: Sequence[tuple[float, Mapping[str, float]]], parts: Sequence[str], label: str) -> str:

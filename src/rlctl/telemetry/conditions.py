@@ -5,6 +5,7 @@ The step line, the summary at the end and the report all read this list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,16 +34,6 @@ class Condition:
         return (self.share(metrics) or 0.0) > self.above
 
 
-def _cut_off(metrics: Metrics) -> float | None:
-    reasons, completions = metrics.get("stop_reasons"), metrics.get("sampled_rollouts")
-    return reasons.get("length", 0) / completions if reasons and completions else None
-
-
-def _without_answer(metrics: Metrics) -> float | None:
-    found = metrics.get("answered_fraction")
-    return None if found is None else 1 - found
-
-
 NO_SIGNAL = Condition(
     lambda metrics: metrics.get("groups_without_signal"),
     0.999,
@@ -53,14 +44,14 @@ NO_SIGNAL = Condition(
 )
 CONDITIONS = (
     Condition(
-        _cut_off,
+        lambda metrics: metrics.get("stop_reasons", {}).get("length", 0) / metrics.get("sampled_rollouts", math.inf),
         0.25,
         "{:.0%} cut off",
         "more than a quarter of the completions ended at the token limit ({:.0%} on average)",
         "Raise --max-new-tokens, and --max-length where that is the nearer limit.",
     ),
     Condition(
-        _without_answer,
+        lambda metrics: 1 - metrics.get("answered_fraction", 1),
         0.9,
         "{:.0%} without an answer",
         "nearly all completions ({:.0%}) had no answer that the reward could read",

@@ -15,8 +15,7 @@ class Said(NamedTuple):
 
 
 def conversation(sample: Mapping[str, Any]) -> list[Said]:
-    """Return the messages of a sample in order, the policy's completion last. Where the sample has the transcript of
-    several turns (`messages`), it is that."""
+    """Return the messages of a sample in order (`messages`: those of several turns), the completion last."""
     if isinstance(whole := sample.get("messages"), list):
         return [_said(message) for message in whole]
     prompt, completion = sample.get("prompt"), as_text(sample.get("completion"))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, TextIO, cast
@@ -66,28 +66,19 @@ LAST_COLUMNS = (
     Column("total", "seconds/total", ".1f", 7, 7),
 )
 DECLARED_WIDTH = 9
-PHASE_LABELS = {
-    Phase.GENERATION: "gen",
-    Phase.REWARD: "rew",
-    Phase.WAITING: "wait",
-    Phase.LOGPROBS: "logp",
-    Phase.CRITIC: "critic",
-    Phase.TRAINING: "train",
-    Phase.REFIT: "refit",
-    Phase.VALIDATION: "valid",
-    Phase.CHECKPOINT: "save",
-    Phase.OTHER: "other",
+PHASES = {
+    Phase.GENERATION: ("gen", "generating"),
+    Phase.REWARD: ("rew", "scoring"),
+    Phase.WAITING: ("wait", "waiting for rollouts"),
+    Phase.LOGPROBS: ("logp", "computing log-probs"),
+    Phase.CRITIC: ("critic", "training the critic"),
+    Phase.TRAINING: ("train", "training"),
+    Phase.REFIT: ("refit", "refitting the engines"),
+    Phase.VALIDATION: ("valid", ""),
+    Phase.CHECKPOINT: ("save", "saving"),
+    Phase.OTHER: ("other", ""),
 }
-PHASE_WORDS = {
-    Phase.GENERATION: "generating",
-    Phase.REWARD: "scoring",
-    Phase.WAITING: "waiting for rollouts",
-    Phase.LOGPROBS: "computing log-probs",
-    Phase.CRITIC: "training the critic",
-    Phase.TRAINING: "training",
-    Phase.REFIT: "refitting the engines",
-    Phase.CHECKPOINT: "saving",
-}
+"""The label of each phase in the line of a step, and what the last line says while it is under way."""
 PHASES_WIDTH = 44
 """Columns that the seconds of the phases of a usual step take."""
 
@@ -96,10 +87,7 @@ Progress = Callable[[Phase], tuple[int, int] | None]
 
 
 class Display:
-    """Messages, phases and step lines on stderr, and messages and step lines in the run's log file.
-
-    A stderr that cannot be written is told there, and nothing else comes of it.
-    """
+    """Messages, phases and step lines on stderr, and messages and step lines in the run's log file."""
 
     def __init__(self, *, steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         # soft_wrap: a line of a log file is one line, however narrow the terminal it is read in.
@@ -113,15 +101,22 @@ class Display:
         """Metrics that the run does not have, and that have no column."""
         self.progress: Progress = lambda phase: None
         """Asked every now and then while a phase of a step is under way."""
-        self._live: Live | None = None
-        self._now = _Now(steps)
+        self._what, self._since = "", 0.0
+        """The phase or work under way, and its start."""
+        self._phase: Phase | None = None
+        self._step: int | None = None
+        self._step_since = 0.0
+        self._took: deque[float] = deque(maxlen=RECENT)
+        """Seconds of the last steps."""
+        self._seen: dict[Phase, tuple[int, int] | None] = {}
+        """How far the phase has come; another thread writes it, and each phase has one of its own."""
         self._start: dict[str, float] = {}
         """Seconds of the phases of the start."""
-        self._started = False
         self._lines = 0
-        self._log: int | None = None
-        self._unlogged: list[str] = []
+        self._log: Path | None = None
+        self._unlogged = ""
         self._loss_told = False
+        self._live: Live | None = None
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -142,43 +137,49 @@ class Display:
 
     def note(self, text: str) -> None:
         """Write a message to the log file alone; one that comes before `log_to` is kept until then."""
-        line = f"{_time()} {text}\n"
-        if self._log is None:
-            self._unlogged.append(line)
-            return
-        with contextlib.suppress(OSError):  # a full disk shows where something is written that matters
-            os.write(self._log, line.encode(errors="backslashreplace"))  # at once: a signal may come in the midst of it
+        self._unlogged += f"{_time()} {text}\n"
+        if self._log is not None:
+            with contextlib.suppress(OSError), self._log.open("a", errors="backslashreplace") as file:
+                line, self._unlogged = self._unlogged, ""
+                file.write(line)  # a full disk shows where something is written that matters
 
     def log_to(self, path: Path) -> None:
         """Append messages to `path` from here on, those so far included."""
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            self._log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.write(self._log, "".join(self._unlogged).encode(errors="backslashreplace"))
-            self._unlogged = []
+            with path.open("a", errors="backslashreplace") as file:
+                file.write(self._unlogged)
+            self._log, self._unlogged = path, ""
 
     def doing(self, what: str, *, own_bar: bool = False) -> None:
         """Begin a phase, of the start or within a step. `own_bar`: it draws in the terminal itself."""
         self._finish_phase()
-        self._now = self._now.turned_to(what)
+        self._turn_to(what)
         if own_bar:
             self._stop_live()
         else:
             self._show_live()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, counted from 1."""
+        """Begin a step, counted from 1. Before the first, one line says how long the start took."""
         self._finish_phase()
-        if self._start and not self._started:
-            self._sum_up_start()
-        self._started = True
-        self._now = self._now.in_step(step)
+        if self._start:
+            line = f"started in {clock(sum(self._start.values()))}"
+            for number, what in enumerate(sorted(self._start, key=lambda what: -self._start[what])):
+                longer = f"{line}{', ' if number else ': '}{what.partition(',')[0]} {self._start[what]:.0f} s"
+                if self._start[what] < LEAST_SHOWN_S or len(longer) > self.width:
+                    break
+                line = longer
+            self._print(line)
+            self._start = {}
+        self._turn_to("")
+        self._step, self._step_since = step, self._since
         self._show_live()
 
     def phase(self, phase: Phase) -> None:
         """Begin a phase of the step; `StepTimer` calls this."""
-        if self._now.step is not None:
-            self._now = self._now.turned_to(PHASE_WORDS.get(phase, ""), phase)
+        if self._step is not None:
+            self._turn_to(PHASES[phase][1], phase)
             if self._live is not None:
                 self._live.refresh()
 
@@ -186,7 +187,10 @@ class Display:
         """Show the line of a finished step."""
         plain = step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without)
         self.note(plain)
-        self._now = self._now.finished(metrics["seconds"]["total"])
+        self._took.append(metrics["seconds"]["total"])
+        self._what, self._phase = "", None
+        if self._step == self.steps:
+            self._step = None
         if not self.in_terminal:
             self._print(plain)
             return
@@ -202,25 +206,29 @@ class Display:
             self._loss_told = True
             self.note(f"stderr cannot be written ({self._stream.lost}): the run goes on, and its messages are here")
 
+    def _turn_to(self, what: str, phase: Phase | None = None) -> None:
+        self._what, self._since, self._phase, self._seen = what, time.monotonic(), phase, {}
+
     def _finish_phase(self) -> None:
         """Keep how long a phase of the start took, for the log and for the line that sums the start up."""
-        if self._now.step is None and self._now.what and self._now.waits:
-            seconds = time.monotonic() - self._now.since
-            self.note(f"{self._now.what}: {seconds:.1f} s")
-            self._start[self._now.what] = self._start.get(self._now.what, 0.0) + seconds
-            self._now = self._now._replace(waits=False)
+        if self._step is None and self._what:
+            seconds = time.monotonic() - self._since
+            self.note(f"{self._what}: {seconds:.1f} s")
+            self._start[self._what] = self._start.get(self._what, 0.0) + seconds
+            self._what = ""
 
-    def _sum_up_start(self) -> None:
-        """Show in one line how long the start took, and its longest phases as far as they fit."""
-        longest = sorted(self._start, key=lambda what: -self._start[what])
-        line = f"started in {clock(sum(self._start.values()))}"
-        for number, what in enumerate(longest):
-            share = f"{what.partition(',')[0]} {self._start[what]:.0f} s"
-            longer = f"{line}{', ' if number else ': '}{share}"
-            if self._start[what] < LEAST_SHOWN_S or len(longer) > self.width:
-                break
-            line = longer
-        self._print(line)
+    def line(self) -> str:
+        """Return the line at the foot of a terminal: `step 3/12 · generating 18/32 · 00:07 · 1:40 left`."""
+        now = time.monotonic()
+        if self._step is None:
+            return f"{self._what} · {clock(now - self._since)}" if self._what else ""
+        done = self._seen.get(self._phase) if self._phase is not None else None
+        what = self._what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
+        inside, left = now - self._step_since, ""
+        if self._took:
+            usual = sum(self._took) / len(self._took)
+            left = f"{clock(max(0.0, usual - inside) + usual * (self.steps - self._step))} left"
+        return " · ".join(filter(None, (f"step {self._step}/{self.steps}", what, clock(inside), left)))
 
     def _show_live(self) -> None:
         """Keep a line with a spinner at the foot of a terminal; in a log, a reminder of what takes long."""
@@ -233,7 +241,7 @@ class Display:
             spinner = Spinner("dots")
 
             def line() -> Spinner:
-                spinner.update(text=Text(self._now.line(), no_wrap=True, overflow="ellipsis"))
+                spinner.update(text=Text(self.line(), no_wrap=True, overflow="ellipsis"))
                 return spinner
 
             self._live = Live(get_renderable=line, console=self.console, transient=True, refresh_per_second=4)
@@ -244,75 +252,31 @@ class Display:
     def _watch(self) -> None:
         """Look how far phases have come. It may wait for a store that does not answer: nobody waits for this thread."""
         while not self._closed.wait(LOOK_S if self.in_terminal else REMIND_S):
-            before = self._now
-            if before.phase is not None:
-                self._now.seen[before.phase] = self.progress(before.phase)
-            if not self.in_terminal and before.what and time.monotonic() - before.since >= REMIND_S:
-                self._print(before.line())
+            phase, seen, since = self._phase, self._seen, self._since
+            if phase is not None:
+                seen[phase] = self.progress(phase)
+            if not self.in_terminal and self._what and time.monotonic() - since >= REMIND_S:
+                self._print(self.line())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:  # the phase under way was not finished
-            self._now = _Now(self.steps)
+            self._what = ""
         self.close()
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
 
     def close(self) -> None:
         """End the phase under way, take the last line away and give the terminal its cursor back."""
         self._closed.set()
         self._finish_phase()
-        self._now = _Now(self.steps)
+        self._what, self._step = "", None
         self._stop_live()
 
     def _stop_live(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-class _Now(NamedTuple):
-    """The run at this moment: the step and phase under way, and since when."""
-
-    steps: int
-    what: str = ""
-    since: float = 0.0
-    waits: bool = False
-    """Whether the phase's seconds are still to be shown."""
-    step: int | None = None
-    step_since: float = 0.0
-    phase: Phase | None = None
-    took: tuple[float, ...] = ()
-    """Seconds of the last steps."""
-    seen: dict[Phase, tuple[int, int] | None] = {}  # noqa: RUF012 - each phase begins with one of its own
-    """How far each phase has come; another thread writes it."""
-
-    def turned_to(self, what: str, phase: Phase | None = None) -> _Now:
-        return self._replace(what=what, since=time.monotonic(), waits=self.step is None, phase=phase, seen={})
-
-    def in_step(self, step: int) -> _Now:
-        now = time.monotonic()
-        return self._replace(what="", since=now, waits=False, step=step, step_since=now, phase=None, seen={})
-
-    def finished(self, seconds: float) -> _Now:
-        step = None if self.step == self.steps else self.step
-        return self._replace(what="", waits=False, step=step, phase=None, took=(*self.took, seconds)[-RECENT:])
-
-    def line(self) -> str:
-        """Return the line at the foot of a terminal: `step 3/12 · generating 18/32 · 00:07 · 1:40 left`."""
-        now = time.monotonic()
-        if self.step is None:
-            return f"{self.what} · {clock(now - self.since)}" if self.what else ""
-        done = self.seen.get(self.phase) if self.phase is not None else None
-        what = self.what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
-        inside, left = now - self.step_since, ""
-        if self.took:
-            usual = sum(self.took) / len(self.took)
-            left = f"{clock(max(0.0, usual - inside) + usual * (self.steps - self.step))} left"
-        return " · ".join(filter(None, (f"step {self.step}/{self.steps}", what, clock(inside), left)))
 
 
 def clock(seconds: float) -> str:
@@ -327,8 +291,7 @@ def _time() -> str:
 
 
 def _columns(declared: Sequence[Metric], width: int | None, without: Sequence[str]) -> tuple[list[Column], bool]:
-    """Return the columns of a step line, and whether the seconds of its phases find room behind them. Less
-    important columns are left out where not all fit `width`."""
+    """Return the columns of a step line that fit, and whether the seconds of its phases find room behind them."""
     shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
     columns = [column for column in (*COLUMNS, *shown, *LAST_COLUMNS) if column.name not in without]
     room = math.inf if width is None else width
@@ -359,7 +322,7 @@ def step_line(
     room. `without` names metrics that have no column."""
     found = dict(flatten(metrics))
     seconds = {Phase(name): value for name, value in metrics["seconds"].items() if name != "total"}
-    phases = " ".join(f"{PHASE_LABELS[phase]} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
+    phases = " ".join(f"{PHASES[phase][0]} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
     columns, has_phases = _columns(declared, width, without)
     shown, marked = list[str](), marks(metrics)
     for column in columns:
@@ -378,8 +341,7 @@ def step_line(
 
 
 class WorkProgress:
-    """Counts pieces of work of one kind, with their rate and the time that is left, on stderr. Use it in a `with`
-    block."""
+    """Counts pieces of work, with their rate and the time that is left, on stderr; for a `with` block."""
 
     def __init__(self, unit: str, total: int, done: int = 0) -> None:
         """`done`: pieces that were there before this process began, and say nothing about its rate."""

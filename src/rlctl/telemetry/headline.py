@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
 
 from rlctl.telemetry.metrics import Metrics, flatten
 
@@ -57,14 +56,6 @@ class Change:
         began = f"{self.first} {self.began}, " if self.first else ""
         return f"{self.source} {HEADLINES.get(self.metric, self.metric)}: {began}{self.last} {self.ended}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the change as benchmarks print it."""
-        return {
-            "metric": self.metric, "source": self.source,
-            "first": vars(self.first) | {"when": self.began} if self.first else None,
-            "last": vars(self.last) | {"when": self.ended},
-        }  # fmt: skip
-
 
 def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> Change | None:
     """Return how a metric of a run has changed; None where the run has none of that name.
@@ -98,8 +89,7 @@ def error_of(metric: str) -> str:
 
 
 def columns(lines: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
-    """Return every metric as (step, value), in the order of the steps. A validation before the first step is one of
-    step 0."""
+    """Return every metric as (step, value). A validation before the first step is one of step 0."""
     found: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         for name, value in flatten(line):

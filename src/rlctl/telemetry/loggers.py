@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,15 +50,14 @@ MOST_PARAMS = 100
 
 def logged_values(metrics: Metrics) -> dict[str, float]:
     """Return every number of a metrics line under its name in loggers."""
-    return {logged_name(name): value for name, value in flatten(metrics) if name != "step"}
-
-
-def logged_name(name: str) -> str:
-    """Return the name in loggers of a value of metrics.jsonl, whose nested names are joined by slashes."""
-    section, slash, rest = name.partition("/")
-    if slash and section in SECTIONS:
-        return f"{SECTIONS[section]}/{rest}"
-    return NAMES.get(name) or f"train/{name}"
+    found = {}
+    for name, value in flatten(metrics):
+        section, slash, rest = name.partition("/")
+        if slash and section in SECTIONS:
+            found[f"{SECTIONS[section]}/{rest}"] = value
+        elif name != "step":
+            found[NAMES.get(name) or f"train/{name}"] = value
+    return found
 
 
 class Logger(Protocol):
@@ -175,7 +174,16 @@ class MlflowLogger:
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         created = self._client.create_run(experiment, run_name=run.name)
         self._run = run.remember("mlflow", created.info.run_id)
-        params = [Param(name, str(value)) for name, value in _leaves(run.config)]
+        params: list[Param] = []
+
+        def add(section: Mapping[str, Any], prefix: str = "") -> None:
+            for name, value in section.items():
+                if isinstance(value, Mapping) and value:
+                    add(value, f"{prefix}{name}.")
+                else:
+                    params.append(Param(prefix + name, str(value)))
+
+        add(run.config)
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
 
@@ -275,38 +283,24 @@ def wanted_loggers(
 
     Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` hears.
     """
-    if config.loggers is not None:
-        for name in (missing := [name for name in config.loggers if not _installed(name)]):
-            problem = f"run.loggers names {name}, and the package `{name}` is not installed."
-            install = f"Install it with `pip install 'rlctl[{name}]'`"
-            if not optional:
-                raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
+    default = ("tensorboard", *(("wandb",) if os.environ.get("WANDB_API_KEY") else ()))
+    found: list[LoggerName] = []
+    for name in default if config.loggers is None else config.loggers:
+        problem = f"run.loggers names {name}, and the package `{name}` is not installed."
+        install = f"Install it with `pip install 'rlctl[{name}]'`"
+        # A folder `wandb` that an earlier run left here is a package without an origin.
+        if (spec := find_spec(name)) is not None and spec.origin is not None:
+            found.append(name)
+        elif config.loggers is None:
+            if name == "wandb":
+                tell(f"WANDB_API_KEY is set, but nothing goes to Weights & Biases. {install}.")
+        elif optional:
             tell(f"{problem} The run goes without it. {install}.")
-        return tuple(name for name in config.loggers if name not in missing)
-    found: list[LoggerName] = ["tensorboard"]
-    if os.environ.get("WANDB_API_KEY"):
-        if _installed("wandb"):
-            found.append("wandb")
         else:
-            tell(
-                "WANDB_API_KEY is set, but nothing goes to Weights & Biases: `pip install 'rlctl[wandb]'` installs it."
-            )
-    return tuple(name for name in found if _installed(name))
-
-
-def _installed(name: LoggerName) -> bool:
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None  # a folder `wandb` that an earlier run left here is none
+            raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
+    return tuple(found)
 
 
 def start_loggers(names: Sequence[LoggerName], run: LoggedRun, tell: Callable[[str], None]) -> list[LoggerThread]:
     """Start loggers of a run; returns at once."""
     return [LoggerThread(name, lambda kind=KINDS[name]: kind(run), tell) for name in names]
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -34,8 +34,7 @@ class Metric:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on. Steps count from
-    1. It is opened for each line: somebody may have removed it, or an editor have put another one in its place."""
+    """`metrics.jsonl`, opened and flushed to the disk for each line: an editor may have put another file there."""
 
     def __init__(self, path: Path, *, finished: int) -> None:
         """Open `path`, dropping the lines of steps after step `finished` (a killed run is ahead of its checkpoint)."""
@@ -77,10 +76,7 @@ def nested(values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl`; a last line cut off by a killed process is left out.
-
-    Raises InputError when another line is not what a step wrote.
-    """
+    """Return the lines of a `metrics.jsonl` but a last one that was cut off. Raises InputError for other damage."""
     try:
         lines = written_text(path, errors="replace").splitlines()
     except OSError as error:

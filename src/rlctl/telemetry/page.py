@@ -91,16 +91,14 @@ MOST_MESSAGES = 200
 
 
 def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
-    """Replace `path` by the report of one run, or of several next to each other: a reader sees the old or the new page,
-    never a part."""
+    """Replace `path` by the report of one or several runs; a reader never sees a part of the page."""
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(page(runs), encoding="utf-8", errors="replace")
     os.replace(aside, path)
 
 
 def page(runs: Sequence[ReportedRun], script: str = "") -> str:
-    """Return the report of one run, or of several next to each other. `script` keeps a page that is served up to
-    date."""
+    """Return the report of one or several runs. `script` keeps a page that is served up to date."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = _one(runs[0]) if len(runs) == 1 else _several(arms(runs))
@@ -113,11 +111,10 @@ def page(runs: Sequence[ReportedRun], script: str = "") -> str:
 
 
 def _one(run: ReportedRun) -> str:
-    done = f"{int(run.lines[-1]['step']):,}" if run.lines else ""
     state = f"{run.state}, no step finished yet"
-    if done:
-        of = f" of {run.steps:,}" if run.steps else ""
-        state = f"{run.state or 'step'}{', step' if run.state else ''} {done}{of}"
+    if run.lines:
+        done = f"step {int(run.lines[-1]['step']):,}" + (f" of {run.steps:,}" if run.steps else "")
+        state = f"{run.state}, {done}" if run.state else done
     state += f"; written {run.updated}" if run.updated else ""
     head = f"<h1>{_text(run.name)}</h1><p class=state role=status>{_text(state)}</p>"
     identity = _facts(run.identity)
@@ -158,11 +155,8 @@ def _several(found: Sequence[Arm]) -> str:
 
 
 def _side_by_side(found: Sequence[Arm]) -> str:
-    """Return the figures of each run; those that were not measured in the same way have rows of their own. Where some
-    runs validate and others do not, the steps of all are compared too."""
-    changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
-    if all(_same(*pair) for pair in zip(changes["reward_mean"], changes["accuracy"], strict=True)):
-        del changes["accuracy"]
+    """Return the figures of each run; those that were not measured in the same way have rows of their own."""
+    changes = _changes(found)
     rows, apart = [], dict[str, None]()
     for metric, ones in changes.items():
         ways: dict[str, dict[int, Change]] = {}
@@ -194,11 +188,8 @@ def _side_by_side(found: Sequence[Arm]) -> str:
 
 
 def _tiles(run: ReportedRun) -> str:
-    changes = {metric: Arm((run,)).change(metric) for metric in TILES}
-    if _same(changes["reward_mean"], changes["accuracy"]):
-        del changes["accuracy"]
     tiles = []
-    for name, one in changes.items():
+    for name, (one,) in _changes([Arm((run,))]).items():
         if one:
             before = f"; {one.first} {one.began}" if one.first else ""
             tiles.append((f"{one.source} {TILES[name]}", (str(one.last), one.ended + before)))
@@ -209,8 +200,15 @@ def _tiles(run: ReportedRun) -> str:
     return f"<dl class=tiles id=tiles>{''.join(shown)}</dl>"
 
 
-def _same(one: Change | None, other: Change | None) -> bool:
-    return (one and (one.first, one.last)) == (other and (other.first, other.last))
+def _changes(found: Sequence[Arm]) -> dict[str, list[Change | None]]:
+    """Return how each metric of `TILES` has changed in each arm; the accuracy only where it is not the reward too."""
+    changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
+    reward, accuracy = (
+        [one and (one.first, one.last) for one in changes[name]] for name in ("reward_mean", "accuracy")
+    )
+    if reward == accuracy:
+        del changes["accuracy"]
+    return changes
 
 
 def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
@@ -277,8 +275,7 @@ def _curves(found: Sequence[Arm]) -> str:
 
 
 def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -> list[str]:
-    """Return the names without those of the same values as an earlier one, which then has their titles too: where the
-    reward is that of the task alone, the accuracy is the same curve."""
+    """Return the names without those of the same values as an earlier one, which then has their titles too."""
     first: dict[Any, str] = {}
     for name in names:
         values: Any = tuple(tuple(arm.columns.get(name, ())) for arm in found)
@@ -333,13 +330,15 @@ def _times(run: ReportedRun) -> str:
 
 
 def _forecasts(forecasts: Sequence[Forecast]) -> str:
+    if not forecasts:
+        return ""
     rows = []
     for one in forecasts:
         ratio = f"{one.measured / one.predicted:.2f}" if one.predicted else "-"
         rows.append([one.name, f"{one.predicted:.2f} {one.unit}", f"{one.measured:.2f} {one.unit}", ratio])
     told = "<p>Seconds of a step are medians, and memory is the most of any process. Where the last column is above 1, "
     told += "more was taken than planned.</p>"
-    return told + _table(["", "planned", "measured", "measured / planned"], rows) if rows else ""
+    return told + _table(["", "planned", "measured", "measured / planned"], rows)
 
 
 def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], heading: str) -> str:

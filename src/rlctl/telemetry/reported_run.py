@@ -82,8 +82,7 @@ class ReportedRun:
         return columns(self.lines)
 
     def way(self, metric: str) -> dict[str, str]:
-        """Return what the values of a metric follow from, apart from the weights and the seed: values of two runs can
-        be compared where these are the same. Empty: every run measures the metric in the same way."""
+        """Return what the values of a metric follow from, apart from weights and seed; empty: the same in every run."""
         validated = metric.startswith(VALIDATION)
         if not (validated or metric in ("reward_mean", "accuracy") or metric.startswith("reward_")):
             return {"run.algorithm": self.config.get("run.algorithm", "")} if metric == "loss" else {}

@@ -296,6 +296,6 @@ def test_a_users_loss_is_called_once_for_its_loss_and_its_metrics(losses: Path) 
     algorithm = configured(loss={"function": f"{losses}:own"})
     batch = token_batch()
     RunLoss(algorithm)(batch).loss.backward()
-    assert len(algorithm.code.load().__globals__["calls"]) == 1
+    assert len(algorithm.user_loss.code.load().__globals__["calls"]) == 1
     assert batch.logprobs_R.grad is not None
     assert torch.isfinite(batch.logprobs_R.grad).all()

@@ -14,8 +14,9 @@ from rlctl.config.load import resolve
 from rlctl.envs.user_function import UserCode
 from rlctl.errors import ConfigError
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
-from rlctl.rl.algorithms.available import UserLoss, algorithm_from_config, trial
+from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.rl.algorithms.user_loss import UserLoss, trial
 from rlctl.rl.loop import make_batch
 from support.groups import group
 from support.token_batches import token_batch
@@ -180,4 +181,5 @@ def test_a_loss_of_the_user_s_own_sees_the_teacher(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("def own(batch):\n    return (batch.logprobs_R - batch.teacher_logprobs_R) ** 2\n")
     config = resolve(flags={"teacher.model": "big"}, environment={}).config
-    assert trial(UserLoss(Grpo(config), UserCode.read(f"{file}:own", "Loss"))) == ()
+    loss = UserLoss(UserCode.read(f"{file}:own", "Loss"))
+    assert trial(loss, config.loss, Grpo(config).needs) == ()

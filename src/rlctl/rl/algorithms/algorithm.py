@@ -1,15 +1,12 @@
 """The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `available.py`.
 
-Its options are the sections `advantage`, `loss` and `filter` of the configuration. Others read of them only what is
-not its own: which log-probs are computed and whether there is a critic (`RlctlConfig`, also for the planner), whether
-sampling that cuts the distribution or lags behind can be trained on (`rl/agreement.py`, `rollouts/source.py`), whether
-groups are replaced (`rollouts/`), and which rollouts are left out (`rl/loop.py`). An
-algorithm's object lives in the driver, where torch is not imported, and is pickled to the policy's ranks, where
-`token_loss` and `measure` run: a file of an algorithm imports torch inside of those two only. Suffixes: G the rollouts
-of a group, N those of an optimizer mini-batch, R response tokens.
+Its options are the sections `advantage`, `loss` and `filter` of the configuration. An algorithm's object lives in the
+driver, where torch is not imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a file
+of an algorithm imports torch inside of those two only. Suffixes: G the rollouts of a group, N those of an optimizer
+mini-batch, R response tokens.
 
-`RunLoss` makes of it what a policy trains on, and metrics of the ranks' sums. It measures what every algorithm has: the
-entropy of the policy, and how far the engine's log-probs are from the trainer's.
+`RunLoss` is what a policy trains on. It also measures what every algorithm has: the entropy of the policy, and how far
+the engine's log-probs are from the trainer's.
 """
 
 from __future__ import annotations
@@ -17,16 +14,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
-from rlctl.config.schema import LossConfig, RewardTerm, RlctlConfig
+from rlctl.config.schema import RlctlConfig
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
+from rlctl.rl.algorithms.user_loss import UserLoss
 from rlctl.telemetry.metrics import Metric, nested
 
 if TYPE_CHECKING:
@@ -72,12 +69,19 @@ class Algorithm(ABC):
     """Log-probs without which it cannot run, whatever the configuration says."""
     metrics: Sequence[Metric] = ()
     """The metrics that `measure` computes."""
+    user_loss: UserLoss | None = None
+    """A loss of the user's that is computed in place of `token_loss`."""
 
     def __init__(self, config: RlctlConfig) -> None:
         """`config` is what the user set; values that the planner decides are not in it yet."""
         self.config = config
         self.made_by: Callable[[RlctlConfig], Algorithm] = type(self)
         """Factory that makes the same algorithm in another process."""
+
+    def use(self, loss: UserLoss) -> None:
+        """Take a user's loss and its metrics in place of the algorithm's own."""
+        self.user_loss = loss
+        self.metrics = tuple(Metric(name, "mean", curve=name) for name in loss.names or ())
 
     @property
     def needs(self) -> frozenset[LogprobColumn]:
@@ -95,13 +99,11 @@ class Algorithm(ABC):
         return True
 
     def keeps(self, rewards_G: np.ndarray) -> bool:
-        """Return whether a group with these rewards is trained on. `filter.groups` says what becomes of one that is
-        not, and with `keep` an algorithm that does not decide for itself trains on all."""
+        """Return whether a group with these rewards is trained on; `filter.groups` says what becomes of others."""
         return self.config.filter.groups == "keep" or np.ptp(rewards_G) > 0
 
     def trains_on(self, group: RolloutGroup) -> bool:
-        """Return whether the algorithm keeps a group for any of what it compares the rollouts by. One that lost
-        rollouts to a failing reward function needs enough of them."""
+        """Return whether a group, which may have lost rollouts to a failing reward function, is trained on."""
         least = 1 + (self.config.advantage.compares and self.config.learns_from_rewards)
         if group.dropped and len(group.rollouts) < least:
             return False
@@ -115,8 +117,16 @@ class Algorithm(ABC):
         """Return the advantages [G] of each group of a step's batch. An algorithm that compares rollouts of several
         prompts replaces this; here it is `advantages` of each group, and what the section `advantage` says of terms
         and of the batch."""
+
+        def among_applying(values_G: np.ndarray) -> np.ndarray:
+            """Others than the rollouts that a term applies to have no advantage by it, nor has one that is alone."""
+            applies_G, found_G = ~np.isnan(values_G), np.zeros(len(values_G))
+            if applies_G.sum() > self.config.advantage.compares:
+                found_G[applies_G] = self.advantages(values_G[applies_G])
+            return found_G
+
         found = [
-            np.sum([weight * self._of_applying(values_G) for weight, values_G in self.compared(group)], axis=0)
+            np.sum([weight * among_applying(values_G) for weight, values_G in self.compared(group)], axis=0)
             for group in groups
         ]
         if not self.config.advantage.whiten or self.config.has_critic or not groups:
@@ -135,23 +145,11 @@ class Algorithm(ABC):
         # They are in the order of the configured ones, or the task's own scorer is there alone. Rollouts from before a
         # resume that changed the terms may have more or fewer.
         names = group.rollouts[0].terms
-        weights = [term.weight for term in self._terms[group.prompt.source]] or [1.0]
+        terms = {source.label: source.reward.terms for source in source_settings(self.config)}
+        weights = [term.weight for term in terms[group.prompt.source]] or [1.0]
         values_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
         found = [pair for pair in zip(weights, values_G, strict=False) if not np.isnan(pair[1]).all()]
         return [*found, (1.0, penalties_G)] if penalties_G.any() else found
-
-    def _of_applying(self, values_G: np.ndarray) -> np.ndarray:
-        """Return the advantages among the rollouts that a term applies to; the others have none, nor has one alone that
-        is to be compared."""
-        applies_G, found_G = ~np.isnan(values_G), np.zeros(len(values_G))
-        if applies_G.sum() > self.config.advantage.compares:
-            found_G[applies_G] = self.advantages(values_G[applies_G])
-        return found_G
-
-    @cached_property
-    def _terms(self) -> dict[str, tuple[RewardTerm, ...]]:
-        """The reward terms of each source of prompts, by its label."""
-        return {source.label: source.reward.terms for source in source_settings(self.config)}
 
     def length_penalties(self, group: RolloutGroup) -> np.ndarray:
         """Return what the length of each rollout costs, float64 [G], at most 0."""
@@ -183,15 +181,18 @@ class Algorithm(ABC):
         """Return what the run's manifest keeps of it, and a resume compares."""
         code, package = getattr(self.made_by, "code", None), getattr(self.made_by, "package", None)
         made_of = {"file": code.fingerprint} if code else {"package": package} if package else {}
-        return {"name": self.config.run.algorithm} | made_of
+        own_loss = {"loss": self.user_loss.code.fingerprint} if self.user_loss else {}
+        return {"name": self.config.run.algorithm} | made_of | own_loss
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.made_by, self.config)
+        return _made, (self.made_by, self.config, self.user_loss)
 
 
-def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig) -> Algorithm:
+def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig, loss: UserLoss | None) -> Algorithm:
     algorithm = make(config)
     algorithm.made_by = make
+    if loss is not None:
+        algorithm.use(loss)
     return algorithm
 
 
@@ -210,13 +211,28 @@ class RunLoss:
         """Return the loss and metrics of one micro-batch."""
         import torch
 
-        found = self.algorithm.token_loss(batch)
+        from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
+
+        algorithm, own = self.algorithm, self.algorithm.user_loss
+        found = algorithm.token_loss(batch) if own is None else own(batch, algorithm.config.loss)
         loss_R, measured = found if isinstance(found, tuple) else (found, None)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
-            measured = self.algorithm.measure(batch) if measured is None else measured
-            values = {**_measured_always(batch, self.algorithm.config.loss), **measured}
+            log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
+            difference_R = log_ratio_R.abs()
+            weights_R = unbounded_weights(old_logprobs(batch), batch, algorithm.config.loss)
+            values = {
+                "entropy": batch.entropy_R,
+                "logprob_diff/mean": difference_R,
+                "logprob_diff/max": difference_R,
+                "logprob_diff/kl": k3(log_ratio_R),
+                "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
+                "importance/mean": weights_R,
+                "importance/max": weights_R,
+                "importance/effective": weights_R,
+                **(algorithm.measure(batch) if measured is None else measured),
+            }
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
@@ -255,24 +271,3 @@ class RunLoss:
                 squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
                 found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0
         return nested(found)
-
-
-def _measured_always(batch: TokenBatch, options: LossConfig) -> dict[str, torch.Tensor]:
-    import torch
-
-    from rlctl.rl.corrections import unbounded_weights
-    from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs
-
-    log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
-    difference_R = log_ratio_R.abs()
-    weights_R = unbounded_weights(old_logprobs(batch), batch, options)
-    return {
-        "entropy": batch.entropy_R,
-        "logprob_diff/mean": difference_R,
-        "logprob_diff/max": difference_R,
-        "logprob_diff/kl": k3(log_ratio_R),
-        "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
-        "importance/mean": weights_R,
-        "importance/max": weights_R,
-        "importance/effective": weights_R,
-    }

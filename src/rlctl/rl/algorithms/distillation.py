@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 TEACHER_KL = Metric("teacher_kl", "mean", curve="KL(policy || teacher)", column="teach", form=".3f")
 """The mean of log pi - log teacher over the sampled tokens, which is unbiased for that divergence of the next token."""
-TOP_KL = Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f")
-TOP_MASS = Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f")
+OF_TOP = (
+    Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f"),
+    Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f"),
+)
 
 
 class Distillation(Grpo):
@@ -43,7 +45,7 @@ class Distillation(Grpo):
 
     def __init__(self, config: RlctlConfig) -> None:
         super().__init__(config)
-        self.metrics = (TEACHER_KL, *((TOP_KL, TOP_MASS) if self.teacher_top else ()), *self.metrics)
+        self.metrics = (TEACHER_KL, *(OF_TOP if self.teacher_top else ()), *self.metrics)
 
     @property
     def teacher_top(self) -> int:
@@ -86,12 +88,26 @@ class Distillation(Grpo):
         return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
 
     def _top_kl(self, batch: TokenBatch) -> torch.Tensor:
-        from rlctl.rl.losses import top_divergence
+        import torch
 
         if batch.teacher_top_RK is None or batch.top_logprobs_RK is None:
             raise ValueError("the loss needs the teacher's most likely tokens, and the batch has none")
         o = self.config.distillation
-        return top_divergence(batch.teacher_top_RK, batch.top_logprobs_RK, o.forward_share, tail=o.outside == "tail")
+
+        def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
+            if o.outside != "tail":
+                return torch.log_softmax(logprobs_RK, -1)
+            # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
+            rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+            return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
+
+        log_t_RK, log_p_RK = completed(batch.teacher_top_RK), completed(batch.top_logprobs_RK)
+        loss_R = torch.zeros_like(log_t_RK[:, 0])
+        if o.forward_share:
+            loss_R = loss_R + o.forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
+        if o.forward_share < 1:
+            loss_R = loss_R + (1 - o.forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
+        return loss_R
 
 
 def _of_teacher(batch: TokenBatch) -> torch.Tensor:

@@ -30,11 +30,20 @@ class Dppo(PolicyGradient):
         return torch.where(self.is_bounded(ratio_R, batch), 0.0, loss_R)
 
     def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        from rlctl.rl.losses import binary_divergence
-
-        o, advantages_R = self.config.loss, batch.advantages_R
-        divergence_R = binary_divergence(batch.logprobs_R, batch.rollout_logprobs_R, o.divergence)
+        o, advantages_R, divergence_R = self.config.loss, batch.advantages_R, self.divergence(batch)
         more_likely_R = batch.logprobs_R.detach() > batch.rollout_logprobs_R
         above_R = (advantages_R > 0) & more_likely_R & (divergence_R > o.clip_high)
         below_R = (advantages_R < 0) & ~more_likely_R & (divergence_R > o.clip_low)
         return above_R | below_R
+
+    def divergence(self, batch: TokenBatch) -> torch.Tensor:
+        """Return D of each token [R]: |pi - mu|, or mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))."""
+        import torch
+
+        log_q_R, log_p_R = batch.logprobs_R.detach(), batch.rollout_logprobs_R
+        if self.config.loss.divergence == "tv":
+            return (log_q_R.exp() - log_p_R.exp()).abs()
+        rest_q_R, rest_p_R = -torch.expm1(log_q_R), -torch.expm1(log_p_R)
+        tiny = torch.finfo(log_q_R.dtype).tiny
+        rest_R = torch.special.xlogy(rest_p_R, rest_p_R.clamp(min=tiny) / rest_q_R.clamp(min=tiny))
+        return log_p_R.exp() * (log_p_R - log_q_R) + rest_R

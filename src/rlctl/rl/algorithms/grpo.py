@@ -26,16 +26,25 @@ if TYPE_CHECKING:
 
 
 class Grpo(PolicyGradient):
-    """The clipped surrogate of PPO (arXiv 1707.06347) with the ratio of each token."""
+    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7) with the ratio of each token and separate bounds."""
 
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        from rlctl.rl.losses import clipped_surrogate
+        """Return -min(q A, clip(q) A); `loss.dual_clip` c > 1 bounds the loss of a token with A < 0 at -c A, since q A
+        has no bound there (dual-clip PPO, arXiv 1912.09729, equation 5)."""
+        import torch
 
-        o = self.config.loss
-        return clipped_surrogate(ratio_R, batch.advantages_R, o.clip_low, o.clip_high, o.dual_clip)
+        o, advantages_R = self.config.loss, batch.advantages_R
+        clipped_R = ratio_R.clamp(1 - o.clip_low, 1 + o.clip_high)
+        objective_R = torch.minimum(ratio_R * advantages_R, clipped_R * advantages_R)
+        if o.dual_clip is not None:
+            bounded_R = torch.maximum(objective_R, o.dual_clip * advantages_R)
+            objective_R = torch.where(advantages_R < 0, bounded_R, objective_R)
+        return -objective_R
 
     def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        from rlctl.rl.losses import is_clipped
-
-        o = self.config.loss
-        return is_clipped(ratio_R, batch.advantages_R, o.clip_low, o.clip_high, o.dual_clip)
+        o, advantages_R = self.config.loss, batch.advantages_R
+        above_R = (advantages_R > 0) & (ratio_R > 1 + o.clip_high)
+        outside_R = ratio_R < 1 - o.clip_low
+        if o.dual_clip is not None:
+            outside_R = outside_R | (ratio_R > o.dual_clip)
+        return above_R | ((advantages_R < 0) & outside_R)

@@ -23,6 +23,8 @@ class Gspo(Grpo):
     """GRPO's surrogate with the ratio of the sequence."""
 
     def ratio(self, batch: TokenBatch) -> torch.Tensor:
-        from rlctl.rl.losses import old_logprobs, sequence_ratio
+        from rlctl.rl.losses import LOG_RATIO_LIMIT, old_logprobs, rollout_means
 
-        return sequence_ratio(batch.logprobs_R, old_logprobs(batch), batch.rollout_R)
+        log_ratio_R = (batch.logprobs_R - old_logprobs(batch)).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        sequence_R = rollout_means(log_ratio_R, batch.rollout_R).exp()[batch.rollout_R]
+        return sequence_R * (batch.logprobs_R - batch.logprobs_R.detach()).exp()

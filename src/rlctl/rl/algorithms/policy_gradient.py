@@ -2,7 +2,7 @@
 
     loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
 
-A is the advantage of the token's rollout, w corrects for the engine's distribution (`rl/corrections.py`), and the ratio
+A is the advantage of the token's rollout, w corrects for the engine's distribution (`rl/losses.py`), and the ratio
 is that of the policy to pi_old, the policy before the batch's first optimizer step as the trainer computes it, so that
 the clipping bounds what this batch does (the decoupled objective of arXiv 2110.00641, with pi_old as its proximal
 policy; arXiv 2505.24298, section 5.2). With `loss.importance_correction=ratio` there is no w, and the ratio is to the
@@ -35,8 +35,7 @@ KL = Metric("kl", "mean", curve="KL(policy || reference)", column="kl", form=".2
 
 
 class PolicyGradient(Algorithm):
-    """An algorithm with the options of the sections `advantage` and `loss`; a subclass gives `surrogate` and
-    `is_bounded`."""
+    """An algorithm with the options of `advantage` and `loss`; a subclass gives `surrogate` and `is_bounded`."""
 
     metrics = (
         Metric("clip_fraction", "mean", column="clip"),
@@ -54,10 +53,10 @@ class PolicyGradient(Algorithm):
     @property
     def learns_without_advantage(self) -> bool:
         """Whether there is a term next to the surrogate, which is 0 where the advantage is."""
-        own = type(self).token_loss is not PolicyGradient.token_loss
-        if self.config.has_critic:
-            return True  # what the driver has is a reward, which the critic may have expected or not
-        return own or self.config.loss.kl_coefficient > 0 or self.config.loss.entropy_coefficient > 0
+        own_loss = self.user_loss is not None or type(self).token_loss is not PolicyGradient.token_loss
+        if own_loss or self.config.has_critic:
+            return True  # with a critic, the driver has rewards, which the critic may have expected or not
+        return self.config.loss.kl_coefficient > 0 or self.config.loss.entropy_coefficient > 0
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return the rewards compared with those of the group."""
@@ -72,9 +71,9 @@ class PolicyGradient(Algorithm):
 
     def ratio(self, batch: TokenBatch) -> torch.Tensor:
         """Return the ratio of the policy to the old one of `batch`, of each token [R], with gradient."""
-        from rlctl.rl.losses import old_logprobs, policy_ratio
+        from rlctl.rl.losses import LOG_RATIO_LIMIT, old_logprobs
 
-        return policy_ratio(batch.logprobs_R, old_logprobs(batch))
+        return (batch.logprobs_R - old_logprobs(batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
     @abstractmethod
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -86,23 +85,27 @@ class PolicyGradient(Algorithm):
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         """Return the corrected surrogate with the KL penalty and the entropy bonus."""
-        from rlctl.rl.corrections import correction
+        import torch
+
+        from rlctl.rl.losses import correction, kl_penalty, score_term
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio_to_anchor(batch), batch)
         if o.kl_coefficient and o.kl_in == "loss":
-            loss_R = loss_R + o.kl_coefficient * self._penalty(batch)
+            penalty_R = kl_penalty(batch.logprobs_R, _reference(batch), o.kl_estimator, o.kl_cap)
+            if o.kl_score_term:  # a sum over the tokens that follow passes on what is in tokens that are left out
+                reference_R = torch.where(batch.counted_R, _reference(batch), batch.logprobs_R.detach())
+                penalty_R = penalty_R + score_term(
+                    batch.logprobs_R, reference_R, batch.rollout_R, o.kl_estimator, o.kl_cap
+                )
+            loss_R = loss_R + o.kl_coefficient * penalty_R
         if o.entropy_coefficient:
             loss_R = loss_R - o.entropy_coefficient * batch.entropy_R
         return loss_R
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
-        """Return how far the policy is from the one that sampled, and what the bounds of the loss held back.
-
-        `kl` estimates KL(policy || reference) by the penalty's estimator, where a reference policy is held.
-        """
-        from rlctl.rl.corrections import correction
-        from rlctl.rl.losses import kl_penalty
+        """Return how far the policy is from the one that sampled, and what the bounds of the loss held back."""
+        from rlctl.rl.losses import correction, kl_penalty
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         ratio_R, corrected = self.ratio_to_anchor(batch), correction(batch, o)
@@ -117,20 +120,6 @@ class PolicyGradient(Algorithm):
             "importance_weight": corrected.weights_R,
             "importance_limited": corrected.limited_R,
         }
-
-    def _penalty(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the KL penalty of each token [R], with the gradient that the configuration asks for."""
-        import torch
-
-        from rlctl.rl.losses import kl_penalty, score_term
-
-        o = self.config.loss
-        penalty_R = kl_penalty(batch.logprobs_R, _reference(batch), o.kl_estimator, o.kl_cap)
-        if not o.kl_score_term:
-            return penalty_R
-        # A sum over the tokens that follow passes on what is in tokens that are left out.
-        reference_R = torch.where(batch.counted_R, _reference(batch), batch.logprobs_R.detach())
-        return penalty_R + score_term(batch.logprobs_R, reference_R, batch.rollout_R, o.kl_estimator, o.kl_cap)
 
     def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with the KL divergence of the policy that sampled in its advantages, where it is there."""

@@ -21,11 +21,13 @@ class Sapo(PolicyGradient):
     """A surrogate with a soft gate in place of the clip."""
 
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        from rlctl.rl.losses import soft_gate
+        import torch
 
-        o = self.config.loss
-        gate_R = soft_gate(ratio_R, batch.advantages_R, o.sapo_temperature_positive, o.sapo_temperature_negative)
-        return -gate_R * batch.advantages_R
+        o, positive_R = self.config.loss, batch.advantages_R > 0
+        # Of the advantages' dtype: where() of two numbers alone would be float32.
+        temperature_R = torch.full_like(batch.advantages_R, o.sapo_temperature_negative)
+        temperature_R[positive_R] = o.sapo_temperature_positive
+        return -torch.sigmoid(temperature_R * (ratio_R - 1)) * 4 / temperature_R * batch.advantages_R
 
     def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         import torch
