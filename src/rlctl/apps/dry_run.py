@@ -116,8 +116,9 @@ class FirstLook:
     def of(cls, job: Job) -> FirstLook:
         prompts = []
         for source in job.prompts.sources:
-            row, plan = source.prompts[0], job.rewards.part(source.label)[0] if job.rewards else None
-            tokens = source.encoder.encode(row)
+            row = replace(source.prompts[0], source=source.label)
+            plan = job.rewards.part(source.label)[0] if job.rewards else None
+            tokens = job.prompts.tokens(row)
             text = cast(str, source.encoder.tokenizer.decode(list(tokens), skip_special_tokens=False))
             prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else ()))
         return cls(tuple(prompts), job.prompt_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import platform
 import sys
@@ -46,6 +47,7 @@ from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rl.critic import METRICS as CRITIC_METRICS
+from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
@@ -75,7 +77,7 @@ class Job:
     rewards: Rewards | None
     """None: nothing is scored."""
     algorithm: Algorithm
-    validation: ValidationSet | None = None
+    validation: ValidationSet | HeldOutTexts | None = None
     """None: the run does not validate."""
     teacher: NamedModel | None = None
     """None: nothing is learned from another model."""
@@ -218,21 +220,26 @@ def prepare_job(
     source, facts = model.source, model.facts
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
         tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
-    prompts = PromptStream.open(config, source.directory)
+    prompts = (PromptStream if config.makes_rollouts else TextStream).open(config, source.directory)
+    resolved = _with_epochs(resolved, prompts)
+    config = resolved.config
     if teacher:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
     rewards = mixed_rewards(listed, completion) if config.learns_from_rewards or any_reward(listed) else None
-    validation = ValidationSet.open(config, prompts, source.directory)
+    if isinstance(prompts, TextStream):
+        validation = HeldOutTexts.open(config, prompts, source.directory)
+    else:
+        validation = ValidationSet.open(config, prompts, source.directory)
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
-    length, new = resolved.config.model.max_length, config.generation.max_new_tokens
+    length, new = resolved.config.model.max_length, _new_tokens(config)
     assert length is not None  # it was just filled in
-    prompts.limit = length - 1
+    prompts.limit = length - 1 if new else length
     prompts.require_fit()
     if validation:
         validation.require_fit(prompts.limit)
-    if tight := sum(tokens + new > length for tokens in prompt_tokens):
+    if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
     learned_from = teacher.facts if teacher else None
@@ -277,7 +284,8 @@ def check_plan(
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
     _check_stop_tokens(resolved.config, facts)
-    refuse_cut_sampling(resolved.config)
+    if resolved.config.makes_rollouts:
+        refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
     config = planned.config
     refuse_async(config)
@@ -337,9 +345,14 @@ def _require_refit_directory(directory: str | None) -> None:
         )
 
 
+def _new_tokens(config: RlctlConfig) -> int:
+    """The most tokens that are sampled behind a prompt."""
+    return config.generation.max_new_tokens if config.makes_rollouts else 0
+
+
 def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
     """Raises InputError for lengths that the model does not take or that leave no prompt."""
-    new, length = config.generation.max_new_tokens, config.model.max_length
+    new, length = _new_tokens(config), config.model.max_length
     if length is not None and length > facts.max_length:
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
     if new >= (length or facts.max_length):
@@ -360,12 +373,21 @@ def _check_stop_tokens(config: RlctlConfig, facts: ModelFacts) -> None:
 
 def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int) -> Resolved:
     """The configuration with `model.max_length`; unset, it leaves room for prompts twice as long as those seen."""
-    config = resolved.config
-    new = config.generation.max_new_tokens
-    if config.model.max_length:
+    if resolved.config.model.max_length:
         return resolved
-    max_length = min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + new)
+    max_length = min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + _new_tokens(resolved.config))
     return resolved.with_values({"model.max_length": max_length}, "prompts")
+
+
+def _with_epochs(resolved: Resolved, prompts: PromptStream) -> Resolved:
+    """The configuration with the steps that `run.epochs` takes, unless the user has given `run.steps` too."""
+    epochs, given = resolved.config.run.epochs, resolved.origin["run.steps"]
+    if epochs is None or given.startswith(("flag", "--set")):
+        return resolved
+    rows = sum(len(source.prompts) for source in prompts.sources)
+    steps = max(1, math.ceil(epochs * rows / resolved.config.batch.prompts))
+    prompts.planned = resolved.config.batch.prompts * steps
+    return resolved.replacing({"run.steps": steps}, "run.epochs")
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:

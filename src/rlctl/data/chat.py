@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -83,21 +84,25 @@ class PromptEncoder:
 
     def text(self, row: PromptRow) -> str:
         """Return the whole prompt as the model reads it."""
-        return self._render(self._messages(row), row.where)
+        return self.render(self.messages(row), row.where)
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
         """Return token ids of the prompt."""
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
         tokens = tuple(self.tokenizer.encode(self.text(row), add_special_tokens=self.template is None))
+        self.require_known(tokens, row.where)
+        return tokens
+
+    def require_known(self, tokens: Sequence[int], where: str) -> None:
+        """Raise InputError for a token that the model does not have."""
         if self.vocab is not None and (beyond := [token for token in tokens if token >= self.vocab]):
             written = repr(self.tokenizer.convert_ids_to_tokens(beyond[0]))
             raise InputError(
-                f"{row.where}: the prompt becomes token {beyond[0]:,} ({written}), and the model has {self.vocab:,}.",
+                f"{where}: the prompt becomes token {beyond[0]:,} ({written}), and the model has {self.vocab:,}.",
                 "The tokenizer belongs to another model: name the right one with --tokenizer.",
             )
-        return tokens
 
-    def _messages(self, row: PromptRow) -> Messages:
+    def messages(self, row: PromptRow) -> Messages:
         """Return the row's messages, the last one by the template and with the suffix, and the system prompt where the
         row has none."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
@@ -110,7 +115,9 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    def _render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
+    def render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
+        """Return messages as the model reads them, up to where the next answer begins, or `answered` up to the end of
+        the last one."""
         if self.template is None:
             return _plain(messages)
         from jinja2 import TemplateError
@@ -132,7 +139,7 @@ class PromptEncoder:
 
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
-        if len({self._render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
+        if len({self.render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
             if self.in_parts:
                 why = "The chat template leaves out what the user says: all prompts would be the same."
                 raise InputError(why, "Give another with --chat-template.")
@@ -141,8 +148,8 @@ class PromptEncoder:
         if self.system_prompt is None:
             return encoder
         user = {"role": "user", "content": "?"}
-        text = self._render([user])
-        with_system = self._render([{"role": "system", "content": self.system_prompt}, user])
+        text = self.render([user])
+        with_system = self.render([{"role": "system", "content": self.system_prompt}, user])
         # An empty system message is there to displace the template's own; where there is none it only costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder
@@ -150,7 +157,7 @@ class PromptEncoder:
     def _with_end_of_turn(self) -> PromptEncoder:
         """Adds the special token that the template writes after an answer; it need not be the tokenizer's end token."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-        _, found, tail = self._render(turn, "an answer", answered=True).rpartition(_MARKER)
+        _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
         ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
         special = set(self.tokenizer.all_special_ids) | {
             token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special

@@ -148,8 +148,6 @@ def _require_field(name: str, flag: str, present: Sequence[str], where: str) -> 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
-    if not isinstance(value, str) and isinstance(value, Sequence):
-        value = [_with_text(message, field_name, where) for message in value]
     if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: field {field_name!r} holds {len(value):,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
@@ -158,7 +156,13 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
-        return _checked_messages(value, field_name, where)
+        messages = checked_messages(value, field_name, where)
+        if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
+            raise InputError(
+                f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
+                "Leave that message out; a reference answer has a field of its own (--answer-field).",
+            )
+        return messages
     found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
     raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
 
@@ -167,17 +171,16 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Messages:
+def checked_messages(value: Any, field_name: str, where: str) -> Messages:
+    """Return a list of chat messages with their texts. Raises InputError naming row and field for anything else."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise InputError(f"{where}: field {field_name!r} is no list of chat messages.", "It has at least one message.")
+    value = [_with_text(message, field_name, where) for message in value]
     if wrong := [one for one in value if not _is_message(one)]:
         has = f"; this one has {', '.join(map(str, wrong[0]))}" if isinstance(wrong[0], Mapping) else ""
         raise InputError(
             f"{where}: field {field_name!r} is a list, but not of chat messages.",
             f"A message is an object with the texts `role` and `content`{has}.",
-        )
-    if value[-1]["role"] == "assistant":  # a chat template would begin another answer after it
-        raise InputError(
-            f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
-            "Leave that message out; a reference answer has a field of its own (--answer-field).",
         )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import open_gym
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
+from rlctl.data.texts import pair_from_record, text_from_record
 from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ OTHER_SUFFIXES = {
 }
 """How files of other kinds become data."""
 ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
+ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record}
+"""What makes a row of a record, by `data.rows`."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -87,7 +90,7 @@ def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
     with path.open("rb") as file:
         filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         rows = [
-            row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
+            ROWS[data.rows](_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
         ]
     return FilePrompts(path, rows, data)
@@ -127,7 +130,7 @@ def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
         with pyarrow.parquet.ParquetFile(path) as table:
             records = (record for batch in table.iter_batches() for record in batch.to_pylist())
             rows = [
-                row_from_record(record, index, f"{path}, row {index}", data)
+                ROWS[data.rows](record, index, f"{path}, row {index}", data)
                 for index, record in enumerate(islice(records, data.size))
             ]
     except pyarrow.ArrowException as error:
@@ -143,7 +146,8 @@ class HubPrompts:
     def __init__(self, label: str, dataset: Dataset, data: DataConfig) -> None:
         if len(dataset) == 0:
             raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
-        require_fields(dataset.column_names, data, f"Dataset {label}")
+        if data.rows == "prompts":
+            require_fields(dataset.column_names, data, f"Dataset {label}")
         for column, feature in dataset.features.items():
             if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
                 raise InputError(
@@ -163,7 +167,7 @@ class HubPrompts:
         if not 0 <= index < len(self):
             raise IndexError(index)
         where = f"dataset {self.label} ({self._data.split}), row {index}"
-        return row_from_record(self._dataset[index], index, where, self._data)
+        return ROWS[self._data.rows](self._dataset[index], index, where, self._data)
 
     def fingerprint(self) -> dict[str, Any]:
         # `datasets` hashes the files of the dataset and every operation on it into this.

@@ -77,7 +77,7 @@ class Health:
 
 
 def _cut_off(step: int, metrics: Mapping[str, Any]) -> list[str]:
-    if not (ended := metrics["stop_reasons"].get(TIMEOUT)):
+    if not (ended := metrics.get("stop_reasons", {}).get(TIMEOUT)):
         return []
     return [f"step {step}: {ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had"]
 

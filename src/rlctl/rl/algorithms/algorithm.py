@@ -9,7 +9,7 @@ algorithm's object lives in the driver, where torch is not imported, and is pick
 of a group, N those of an optimizer mini-batch, R response tokens.
 
 `RunLoss` makes of it what a policy trains on, and metrics of the ranks' sums. It measures what every algorithm has: the
-entropy of the policy, and how far the engine's log-probs are from the trainer's.
+entropy of the policy and, where engines sample, how far their log-probs are from the trainer's.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
-from rlctl.config.schema import LossConfig, RewardTerm, RlctlConfig
+from rlctl.config.schema import RewardTerm, RlctlConfig
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
-from rlctl.telemetry.metrics import Metric, nested
+from rlctl.telemetry.metrics import TOKENS, Metric, nested
 
 if TYPE_CHECKING:
     import torch
 
-TOKENS = "tokens"
-"""Name of the sum that counts response tokens."""
-MEASURED_ALWAYS = (
+ENTROPY = Metric("entropy", "mean", "entropy (nats)", "entropy")
+MEASURED_OF_ROLLOUTS = (
     Metric("logprob_diff/mean", "mean", "log-prob difference of engine and trainer, mean", "diff", ".1e"),
     Metric("logprob_diff/max", "max", "log-prob difference, max"),
     Metric("logprob_diff/kl", "mean", "KL(engine || trainer)"),
     Metric("logprob_diff/prob_error", "mean", "multiplicative probability error"),
-    Metric("entropy", "mean", "entropy (nats)", "entropy"),
+    ENTROPY,
     Metric("importance/mean", "mean"),
     Metric("importance/max", "max"),
     Metric("importance/effective", "effective"),
@@ -70,6 +69,8 @@ class Algorithm(ABC):
 
     requires: frozenset[LogprobColumn] = frozenset()
     """Log-probs without which it cannot run, whatever the configuration says."""
+    rows: ClassVar[Literal["prompts", "texts", "pairs"]] = "prompts"
+    """What it learns from, as `data.rows` has it."""
     metrics: Sequence[Metric] = ()
     """The metrics that `measure` computes."""
 
@@ -197,7 +198,8 @@ def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig) -> Algo
 
 def declared(algorithm: Algorithm) -> tuple[Metric, ...]:
     """Return the metrics of a run of `algorithm` that are computed while it trains."""
-    return (*MEASURED_ALWAYS, *algorithm.metrics)
+    always = MEASURED_OF_ROLLOUTS if algorithm.config.makes_rollouts else (ENTROPY,)
+    return (*always, *algorithm.metrics)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class RunLoss:
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
             measured = self.algorithm.measure(batch) if measured is None else measured
-            values = {**_measured_always(batch, self.algorithm.config.loss), **measured}
+            values = {**_measured_always(batch, self.algorithm.config), **measured}
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
@@ -244,20 +246,25 @@ class RunLoss:
         tokens = sum(result.sums.get(TOKENS, 0.0) for result in results)
         if not tokens:
             return {}
-        found = {}
+        found, flat = {}, {}
         for metric in declared(self.algorithm):
             if metric.reduce == "max":
                 found[metric.name] = max(result.maxima.get(metric.name, 0.0) for result in results)
             else:
                 total = sum(result.sums.get(metric.name, 0.0) for result in results)
-                found[metric.name] = total / tokens if metric.reduce == "mean" else total
+                count = sum(result.sums.get(metric.per, 0.0) for result in results)
+                found[metric.name] = total / count if metric.reduce == "mean" else total
             if metric.reduce == "effective":
                 squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
                 found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0
-        return nested(found)
+            if metric.flat:
+                flat[metric.name] = found.pop(metric.name)
+        return nested(found) | flat
 
 
-def _measured_always(batch: TokenBatch, options: LossConfig) -> dict[str, torch.Tensor]:
+def _measured_always(batch: TokenBatch, config: RlctlConfig) -> dict[str, torch.Tensor]:
+    if not config.makes_rollouts:
+        return {"entropy": batch.entropy_R}
     import torch
 
     from rlctl.rl.corrections import unbounded_weights
@@ -265,7 +272,7 @@ def _measured_always(batch: TokenBatch, options: LossConfig) -> dict[str, torch.
 
     log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
     difference_R = log_ratio_R.abs()
-    weights_R = unbounded_weights(old_logprobs(batch), batch, options)
+    weights_R = unbounded_weights(old_logprobs(batch), batch, config.loss)
     return {
         "entropy": batch.entropy_R,
         "logprob_diff/mean": difference_R,

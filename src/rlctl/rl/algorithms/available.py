@@ -45,6 +45,8 @@ BUILT_IN = {
     "dppo": "rlctl.rl.algorithms.dppo:Dppo",
     "sapo": "rlctl.rl.algorithms.sapo:Sapo",
     "distillation": "rlctl.rl.algorithms.distillation:Distillation",
+    "sft": "rlctl.rl.algorithms.sft:Sft",
+    "dpo": "rlctl.rl.algorithms.dpo:Dpo",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
 _registered: dict[str, Factory] = {}
@@ -79,6 +81,11 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
     log-probs that the configuration does not have computed.
     """
     algorithm = _factory(config.run.algorithm)(config)
+    if config.run.algorithm in BUILT_IN and config.data.rows != algorithm.rows:
+        raise ConfigError(
+            f"The algorithm {config.run.algorithm} learns from {algorithm.rows}, and data.rows = {config.data.rows}.",
+            "Leave data.rows out: the algorithm sets it.",
+        )
     _require_fitting_teacher(config, algorithm)
     if missing := sorted(algorithm.requires - config.logprobs_needed):
         needs = ",".join(sorted(algorithm.requires | config.logprobs_needed))
