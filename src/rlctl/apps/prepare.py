@@ -226,7 +226,8 @@ def prepare_job(
     if teacher:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed, completion) if config.learns_from_rewards or any_reward(listed) else None
+    scored = config.makes_rollouts and (config.learns_from_rewards or any_reward(listed))
+    rewards = mixed_rewards(listed, completion) if scored else None
     if isinstance(prompts, TextStream):
         validation = HeldOutTexts.open(config, prompts, source.directory)
     else:

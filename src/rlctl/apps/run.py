@@ -72,12 +72,12 @@ class RunSummary:
     """Sentences on what kept steps from teaching much, with what to do about it."""
     seconds: float
     checkpoint: str | None
-    command: str = "train grpo"
-    """The command that goes on with it."""
     dropped_rollouts: int = 0
     """Rollouts that were left out because a reward function failed on them."""
     stopped_by: str | None = None
     """The signal that stopped it; None: none did."""
+    command: str = "train grpo"
+    """The command that goes on with it."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -119,11 +119,11 @@ def run_training(
             steps, interrupted = _train(job, run, display, stop, resume, loop)
     except RlctlError as error:
         _report(run, display, "stopped")
-        raise _with_resume_hint(error, run) from error
+        raise _with_resume_hint(error, run, command_of(job.config.run.algorithm)) from error
     except KeyboardInterrupt:
         _report(run, display, "stopped")
         if run.has_steps():
-            display.say(f"Stopped by {stop.by}. {how_to_resume(run)}")
+            display.say(f"Stopped by {stop.by}. {how_to_resume(run, command_of(job.config.run.algorithm))}")
         raise
     lines = _report(run, display, "stopped" if interrupted else "finished")
     checkpoints = run.checkpoints()
@@ -455,20 +455,20 @@ def _loggers(
     return loggers
 
 
-def _with_resume_hint(error: RlctlError, run: RunDirectory) -> RlctlError:
+def _with_resume_hint(error: RlctlError, run: RunDirectory, command: str) -> RlctlError:
     """Return an error of the same kind that also tells how to go on, once there is something to go on from."""
     if not run.has_steps():
         return error
-    hints = [error.hint, how_to_resume(run)]
+    hints = [error.hint, how_to_resume(run, command)]
     return type(error)(error.message, " ".join(hint for hint in hints if hint))
 
 
-def how_to_resume(run: RunDirectory) -> str:
+def how_to_resume(run: RunDirectory, command: str = "train grpo") -> str:
     """Say which checkpoint the run can be gone on from, and how."""
     checkpoints = run.checkpoints()
     if not checkpoints and run.damaged:
         return "No checkpoint is left to resume from."
     if not checkpoints:
         return "There is no checkpoint yet to resume from (run.checkpoint_minutes says when they are saved)."
-    place, algorithm = shlex.quote(str(run.path)), run.manifest()["config"]["run.algorithm"]["value"]
-    return f"Resume from step {checkpoints[-1].step} with: rlctl {command_of(algorithm)} --resume --run-dir {place}"
+    place = shlex.quote(str(run.path))
+    return f"Resume from step {checkpoints[-1].step} with: rlctl {command} --resume --run-dir {place}"

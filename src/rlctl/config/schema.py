@@ -843,6 +843,11 @@ class RlctlConfig(Section):
     def validate_metric_of_the_best(self) -> RlctlConfig:
         by, every, saves = self.run.keep_best_by, self.validation.every, self.run.checkpoint_every
         if by == "reward_mean":
+            if self.run.keep_best is not None and not self.makes_rollouts:
+                raise ValueError(
+                    f"run.keep_best = {self.run.keep_best} needs run.keep_best_by = {VALIDATION_PREFIX}loss: a run on "
+                    "texts has no rewards"
+                )
             return self
         if not by.startswith(VALIDATION_PREFIX) or by == VALIDATION_PREFIX:
             raise ValueError(f"run.keep_best_by = {by} is neither reward_mean nor {VALIDATION_PREFIX}<name>")
@@ -871,6 +876,12 @@ class RlctlConfig(Section):
                     f"{prefix}scheduler.decay_steps = {one.decay_steps} is not above {prefix}scheduler.warmup_steps = "
                     f"{one.warmup_steps}: the decay begins after the warm-up and ends at step decay_steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def validate_texts_are_not_sampled(self) -> RlctlConfig:
+        if not self.makes_rollouts and self.rollouts.mode == "async":
+            raise ValueError(f"rollouts.mode = async makes rollouts, and data.rows = {self.data.rows} needs none")
         return self
 
     @model_validator(mode="after")
@@ -949,6 +960,10 @@ class RlctlConfig(Section):
     def validate_filter_has_rewards(self) -> RlctlConfig:
         if self.has_critic and self.run.algorithm == "distillation":
             raise ValueError("advantage.baseline = critic is for rewards, and distillation has the teacher's word")
+        if self.filter.groups != "keep" and not self.makes_rollouts:
+            raise ValueError(
+                f"filter.groups = {self.filter.groups} chooses by rewards, and data.rows = {self.data.rows} has none"
+            )
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "

@@ -45,10 +45,11 @@ BUILT_IN = {
     "dppo": "rlctl.rl.algorithms.dppo:Dppo",
     "sapo": "rlctl.rl.algorithms.sapo:Sapo",
     "distillation": "rlctl.rl.algorithms.distillation:Distillation",
-    "sft": "rlctl.rl.algorithms.sft:Sft",
-    "dpo": "rlctl.rl.algorithms.dpo:Dpo",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
+OF_TEXTS = {"sft": "rlctl.rl.algorithms.sft:Sft", "dpo": "rlctl.rl.algorithms.dpo:Dpo"}
+"""Classes of those that learn from a dataset, each of which is a command of `train`."""
+OWN = BUILT_IN | OF_TEXTS
 _registered: dict[str, Factory] = {}
 
 FORM = "Its form is `def loss(batch)` or `def loss(batch, options)`: see docs/training.md."
@@ -61,7 +62,7 @@ def register(name: str, factory: Factory) -> None:
 
     Raises ValueError where the name is taken by another.
     """
-    if name in BUILT_IN or _registered.get(name, factory) is not factory:
+    if name in OWN or _registered.get(name, factory) is not factory:
         raise ValueError(f"there is an algorithm {name!r} already")
     _registered[name] = factory
 
@@ -70,7 +71,7 @@ def require_algorithm(config: RlctlConfig) -> None:
     """Raise InputError or ConfigError where `run.algorithm` names none, or one of rlctl's own that goes with a teacher
     and has none, or the other way round; nothing of a user's is made."""
     factory = _factory(config.run.algorithm)
-    if config.run.algorithm in BUILT_IN:
+    if config.run.algorithm in OWN:
         _require_fitting_teacher(config, factory(config))
 
 
@@ -81,7 +82,7 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
     log-probs that the configuration does not have computed.
     """
     algorithm = _factory(config.run.algorithm)(config)
-    if config.run.algorithm in BUILT_IN and config.data.rows != algorithm.rows:
+    if config.run.algorithm in OWN and config.data.rows != algorithm.rows:
         raise ConfigError(
             f"The algorithm {config.run.algorithm} learns from {algorithm.rows}, and data.rows = {config.data.rows}.",
             "Leave data.rows out: the algorithm sets it.",
@@ -122,7 +123,7 @@ def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
     if not teacher and column in algorithm.requires | config.logprobs_needed:
         what = f"The algorithm {name}" if column in algorithm.requires else "loss.needs = teacher_logprobs"
         raise ConfigError(f"{what} needs a teacher, and there is none.", "Name one: --teacher NAME (teacher.model).")
-    if teacher and name in BUILT_IN and column not in algorithm.requires and not config.loss.function:
+    if teacher and name in OWN and column not in algorithm.requires and not config.loss.function:
         raise ConfigError(
             f"teacher.model = {teacher}, but the algorithm {name} learns nothing from a teacher.",
             "Add --algorithm distillation, or leave the teacher out.",
@@ -132,14 +133,14 @@ def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
 def _factory(name: str) -> Factory:
     if name in _registered:
         return _registered[name]
-    if name in BUILT_IN:
-        module, _, factory = BUILT_IN[name].partition(":")
+    if name in OWN:
+        module, _, factory = OWN[name].partition(":")
         return getattr(importlib.import_module(module), factory)
     if is_reference(name):
         return UserAlgorithm(UserCode.read(name, "Algorithm"))
     if entry := find_plugin("rlctl.algorithms", name):
         return PluginAlgorithm(name, origin(entry))
-    known = (*BUILT_IN, *_registered, *plugin_names("rlctl.algorithms"))
+    known = (*OWN, *_registered, *plugin_names("rlctl.algorithms"))
     raise ConfigError(
         f"Unknown algorithm {name!r} (run.algorithm).",
         " ".join(filter(None, [_meant(name, known), f"There are {', '.join(known)} and path/to/file.py:Class."])),
