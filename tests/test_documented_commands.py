@@ -43,6 +43,8 @@ COMMANDS = {
     "rlctl doctor": "quick",
     "rlctl train grpo --resume": "needs a run",
     "rlctl train grpo": "dry run",
+    "rlctl train sft": "dry run",
+    "rlctl train dpo": "dry run",
     "rlctl generate --run-dir": "needs a run",
     "rlctl generate": "dry run",
     "rlctl refit-test": "dry run",
@@ -124,6 +126,8 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "my_reward.py").write_text(SHORT)
     for name in ("questions.jsonl", "gsm8k.jsonl"):
         (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7"}\n' * 4)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}\n' * 4)
     (tmp_path / "run.yaml").write_text(
         "extends: laptop\ndata: { name: questions.jsonl }\nreward: { terms: [{ name: exact-match }] }\n"
     )

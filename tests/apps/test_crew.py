@@ -57,8 +57,12 @@ def crew_of(**generation: object) -> CrewSpec:
 
 def test_nothing_sleeps_where_engines_have_devices_of_their_own() -> None:
     together, apart, near = crew_of(), crew_of(devices=8), crew_of(devices=4)
-    assert [one.engine.sleeps for one in (together, apart, near)] == [True, False, False]
+    assert [one.engines.engine.sleeps for one in (together, apart, near) if one.engines] == [True, False, False]
     assert [one.colocated for one in (together, apart, near)] == [True, False, False]
     assert [one.own_nodes for one in (together, apart, near)] == [False, True, False]
     assert [apart.policy.parallel.world_size, near.policy.parallel.world_size] == [8, 12]
-    assert apart.engine.arguments["gpu_memory_utilization"] > together.engine.arguments["gpu_memory_utilization"]
+    apart_engines, shared_engines = apart.engines, together.engines
+    assert apart_engines is not None
+    assert shared_engines is not None
+    used = [one.engine.arguments["gpu_memory_utilization"] for one in (apart_engines, shared_engines)]
+    assert used[0] > used[1]

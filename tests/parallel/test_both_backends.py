@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlctl.backends.clients import only_result
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config
+from rlctl.rl.algorithms.available import OWN, algorithm_from_config
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pool
 from support.reference import hf_model, make_batch, megatron_weights
@@ -34,7 +35,7 @@ def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list
     worker.hold_reference()
     found = []
     for loss in losses:
-        load_batch(worker, rank, case, make_batch())
+        load_batch(worker, rank, case, make_batch(generations=2))
         worker.add_logprobs("old_logprobs")
         worker.add_logprobs("reference_logprobs")
         for row in worker._rows[0]:
@@ -46,13 +47,15 @@ def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list
 
 @pytest.mark.parametrize("name", ["alone", pytest.param("cp2-dp2", marks=pytest.mark.slow)])
 def test_every_algorithm_is_the_same_on_both_backends(pools: Pools, name: str, tmp_path: Path) -> None:
-    model, losses = hf_model("qwen3"), [loss_of(name) for name in BUILT_IN]
+    model, losses = hf_model("qwen3"), [loss_of(name) for name in OWN]
     model.save_pretrained(tmp_path)
     weights = megatron_weights("qwen3", model.state_dict())
     modules, megatron = LAYOUTS[name]
-    of_modules = pools(modules.world_size).run(run_losses, Case("qwen3", modules, backend="dtensor"), tmp_path, losses)
-    of_megatron = pools(megatron.world_size).run(run_losses, Case("qwen3", megatron), weights, losses)
-    for index, algorithm in enumerate(BUILT_IN):
+    case = Case("qwen3", whole_groups=True)  # dpo compares the rollouts of a group
+    by_modules, by_megatron = replace(case, parallel=modules, backend="dtensor"), replace(case, parallel=megatron)
+    of_modules = pools(modules.world_size).run(run_losses, by_modules, tmp_path, losses)
+    of_megatron = pools(megatron.world_size).run(run_losses, by_megatron, weights, losses)
+    for index, algorithm in enumerate(OWN):
         ours, theirs = (only_result([rank[index] for rank in ranks]) for ranks in (of_modules, of_megatron))
         assert ours.grad_norm > 0, algorithm
         for key in ("loss", "grad_norm"):

@@ -131,7 +131,9 @@ def loop(recorder: Any, steps: int, *, step: int = 0, version: int = 0, **sectio
     config = RlctlConfig.model_validate({"run": {"steps": steps}, **sections})
     agreement = Agreement.from_config(RlctlConfig(), "float32")
     health = Health(config.checks)
-    parts = Parts(recorder, Plain(config), recorder, recorder, recorder, recorder, agreement, health, StepTimer())
+    parts = Parts(
+        recorder, Plain(config), recorder, recorder, recorder, health, StepTimer(), sync=recorder, agreement=agreement
+    )
     return Loop(config, parts, step=step, version=version)
 
 

@@ -19,7 +19,7 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts import validation
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import sample_seed
-from rlctl.rollouts.validation import FIRST_POSITION, Validation, ValidationSet
+from rlctl.rollouts.validation import FIRST_POSITION, SampledValidation, ValidationSet
 
 ROWS = tuple(PromptRow(index, f"row {index}", f"question {index}", "7") for index in (4, 2, 9))
 
@@ -82,11 +82,11 @@ class Scorer:
 
 def validating(
     asked: RlctlConfig, rewards: Sequence[tuple[float | None, ...]], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Validation, Engines]:
+) -> tuple[SampledValidation, Engines]:
     engines, plan = Engines(), SimpleNamespace(timeout_s=1.0, terms=())
     monkeypatch.setattr(validation, "generate_groups", engines.generate)
     data = ValidationSet("d", ROWS, ((1, 2), (3,), (4,)), Sampling(8, temperature=0.0), plan, {})  # type: ignore[arg-type]
-    return Validation(asked, data, engines, Scorer(rewards), engines), engines  # type: ignore[arg-type]
+    return SampledValidation(asked, data, engines, Scorer(rewards), engines), engines  # type: ignore[arg-type]
 
 
 def test_it_is_due_at_its_interval_and_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

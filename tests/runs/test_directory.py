@@ -36,7 +36,7 @@ def test_checkpoints_come_back_in_order_with_their_state(run):
         save(run, step)
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 9, 10]
     newest = run.checkpoints()[-1]
-    assert (newest.state()["version"], newest.state()["step"], newest.metric("reward_mean")) == (100, 10, 0.0)
+    assert (newest.state()["version"], newest.state()["step"], newest.goodness("reward_mean")) == (100, 10, 0.0)
     assert (newest.policy / "weights").read_bytes() == b"w" * 100
 
 

@@ -56,6 +56,7 @@ class Case:
     packing: bool = True
     dynamic: bool = False
     share_prompts: bool = True
+    whole_groups: bool = False
     micro_batch_tokens: int = 64
     temperature: float = 1.0
     chunk: int = 1024
@@ -138,6 +139,7 @@ def plan_of(case: Case, batch: Batch, rows: list[WeightedRollout] | None = None)
         packing=case.packing,
         dynamic=case.dynamic,
         share_prompts=case.share_prompts,
+        whole_groups=case.whole_groups,
         multiple=case.parallel.row_multiple,
         micro_batch_multiple=case.parallel.micro_batch_multiple,
     )

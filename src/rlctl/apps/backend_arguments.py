@@ -29,7 +29,8 @@ class BackendArguments:
         """The arguments of a policy and its engines, or of engines alone."""
         if isinstance(spec, EnginesSpec):
             return cls(tuple(spec.backend.arguments(spec.engine)))
-        return cls((*spec.backend.arguments(spec.policy), *cls.of(spec.engines).classes))
+        of_engines = cls.of(spec.engines).classes if spec.engines is not None else ()
+        return cls((*spec.backend.arguments(spec.policy), *of_engines))
 
     def pinned(self, resolved: Resolved) -> list[str]:
         """A line for each value that the user passes through, with the value that it would have otherwise."""

@@ -59,7 +59,8 @@ class CrewSpec:
     training: TrainingConfig
     micro_batch_tokens: int
     """Most tokens of a packed row."""
-    engines: EnginesSpec
+    engines: EnginesSpec | None
+    """None: nothing is sampled."""
     reward: Rewards | None
     """None: there is no scorer."""
     limits: ClusterConfig
@@ -72,10 +73,8 @@ class CrewSpec:
     """False: the engines have devices of their own."""
     own_nodes: bool = False
     """The engines' devices are on nodes without the policy."""
-
-    @property
-    def engine(self) -> EngineSpec:
-        return self.engines.engine
+    whole_groups: bool = False
+    """The loss compares the rollouts of a group, which are trained on in one row."""
 
     @property
     def policy_devices(self) -> int:
@@ -89,11 +88,17 @@ class Crew:
 
     spec: CrewSpec
     policy: PolicyClient[SendingPolicy]
-    engines: EngineClient
+    engines: EngineClient | None
     reward: WorkerGroup[RewardWorker] | None
     validation: WorkerGroup[RewardWorker] | None = None
     """The scorer of validation."""
     teacher: PolicyClient[PolicyWorker] | None = None
+
+    @property
+    def groups(self) -> dict[str, WorkerGroup[Any]]:
+        """The processes that compute, by the name of their kind."""
+        clients = {"policy": self.policy, "engine": self.engines, "teacher": self.teacher}
+        return {name: client.group for name, client in clients.items() if client is not None}
 
     def weight_sync(
         self,
@@ -114,14 +119,17 @@ class Crew:
         from rlctl.refit.decoding import DecodeCheck
         from rlctl.refit.sync import WeightSync
 
-        policy, sleeps = self.spec.policy, self.spec.engine.sleeps
+        assert self.engines is not None  # without engines there is no refit
+        assert self.spec.engines is not None
+        policy, engine = self.spec.policy, self.spec.engines.engine
         if source is not None:
             options["converted"] = fingerprints_of(source, policy.dtype)
             options["converted_at"] = source.megatron and source.megatron.parent
         if decode_limit is not None:
-            length = self.spec.engine.max_length
-            options["decode_check"] = DecodeCheck(decode_limit, policy.facts.vocab, length, policy.temperature)
-        options |= {"dtype": policy.dtype, "engines_sleep": sleeps, "offload": sleeps if offload is None else offload}
+            vocab, length = policy.facts.vocab, engine.max_length
+            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, policy.temperature)
+        options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
+        options["offload"] = engine.sleeps if offload is None else offload
         return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)
 
 
@@ -132,24 +140,23 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
     with _placed(_places(spec), spec.limits, log_dir) as start:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
         taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
-        engines = start.engines(spec.engines)
+        engines = start.engines(spec.engines) if spec.engines is not None else None
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
         doing("starting processes")
         start.ready()
         start_s = spec.limits.start_timeout_s
-        ranks_starting, engines_starting = ranks.within(start_s), engines.within(start_s)
-        if spec.engine.sleeps:  # vLLM measures what is free on the device: alone, and gives it back before others come
+        engines_sleep = spec.engines is not None and spec.engines.engine.sleeps
+        loading = engines.within(start_s).submit(EngineWorker.start) if engines is not None else None
+        if engines is not None and loading is not None and engines_sleep:
+            # vLLM measures what is free on the device: alone, and gives it back before others come
             doing("starting engines")
-            engines_starting.call(EngineWorker.start)
+            loading.results()
             engines.call(EngineWorker.sleep)
-            doing("starting policy")
-            ranks_starting.call(PolicyWorker.setup, _meeting_port(ranks))
-        else:
-            setup = ranks_starting.submit(PolicyWorker.setup, _meeting_port(ranks))
-            loading = engines_starting.submit(EngineWorker.start)
-            doing("starting policy")
-            setup.results()
+            loading = None
+        doing("starting policy")
+        ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(ranks))
+        if loading is not None:
             doing("starting engines")
             loading.results()
         if taught is not None:
@@ -158,11 +165,13 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
         for scorer in filter(None, (reward, validation)):
             doing("starting scorer")
             scorer.within(start_s).call(RewardWorker.setup)
-        policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
+        rows = {"micro_batch_tokens": spec.micro_batch_tokens, "whole_groups": spec.whole_groups}
+        policy = PolicyClient(ranks, spec.policy, spec.training, **rows)
         teacher = None
         if taught is not None and spec.teacher is not None:
-            teacher = PolicyClient(taught, spec.teacher, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines, keeps=spec.own_nodes), reward, validation, teacher)
+            teacher = PolicyClient(taught, spec.teacher, spec.training, **rows)
+        client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
+        yield Crew(spec, policy, client, reward, validation, teacher)
 
 
 @contextlib.contextmanager
@@ -193,8 +202,8 @@ def _one_place(devices: int, device: Device, limits: ClusterConfig) -> Iterator[
 def _places(spec: CrewSpec) -> Iterator[tuple[Placement, Placement]]:
     """Reserve the devices of policy and engines, and give them back at the end."""
     ranks, device = spec.policy_devices, spec.policy.device
-    if spec.colocated:
-        with _one_place(max(ranks, spec.engines.devices), device, spec.limits) as both:
+    if spec.engines is None or spec.colocated:
+        with _one_place(max(ranks, spec.engines.devices if spec.engines else 0), device, spec.limits) as both:
             yield both
         return
     with _one_place(ranks, device, spec.limits) as (policy, _):

@@ -27,6 +27,7 @@ from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
+from rlctl.rollouts.dataset import TextStream
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
 DECIDED = (DEFAULT, PLANNER, "prompts")
@@ -105,7 +106,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The first prompt of each source as the model reads it, the lengths of the prompts, and what the rewards give."""
+    """The first prompt, or text, of each source as the model reads it, all lengths, and what the rewards give."""
 
     prompts: tuple[FirstPrompt, ...]
     prompt_tokens: tuple[int, ...]
@@ -115,17 +116,24 @@ class FirstLook:
     def of(cls, job: Job) -> FirstLook:
         prompts = []
         for source in job.prompts.sources:
-            row, plan = source.prompts[0], job.rewards.of(source.label) if job.rewards else None
-            tokens = source.encoder.encode(row)
+            row = replace(source.prompts[0], source=source.label)
+            plan = job.rewards.of(source.label) if job.rewards else None
+            tokens = job.prompts.tokens(row)
             text = cast(str, source.encoder.tokenizer.decode(list(tokens), skip_special_tokens=False))
-            prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else ()))
+            trained = None
+            if isinstance(job.prompts, TextStream):
+                trained = max((int(one.mask_T.sum()) for one in job.prompts.texts(row)), default=0)
+            prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else (), trained))
         return cls(tuple(prompts), job.prompt_tokens)
 
     def text(self) -> list[str]:
         """Return lines with all of it; a long prompt is shown by its beginning and its end."""
         lines = []
         for prompt in self.prompts:
-            lines += [f"  first prompt  {prompt.where}, {prompt.tokens:,} tokens", *_shown(prompt.text)]
+            kind = "prompt" if prompt.trained is None else "text"
+            trained = "" if prompt.trained is None else f", {prompt.trained:,} of them with a loss"
+            lines += [f"  {f'first {kind}':<12}  {prompt.where}, {prompt.tokens:,} tokens{trained}"]
+            lines += _shown(prompt.text)
             lines += [line for trial in prompt.trials for line in _given(trial)]
         ordered = sorted(self.prompt_tokens)
         shares = {"shortest": 0.0, "median": 0.5, "95%": 0.95, "longest": 1.0}
@@ -143,6 +151,8 @@ class FirstPrompt:
     """The prompt with its special tokens."""
     trials: tuple[Trial, ...]
     """Its reference answer, and the completion that the user gave if there is one."""
+    trained: int | None = None
+    """Tokens with a loss, where it is a text to train on."""
 
 
 def _shown(text: str) -> list[str]:

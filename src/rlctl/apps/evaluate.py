@@ -179,7 +179,7 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
     if name.startswith(GYM_PREFIX):
         same = name.split(":")[1:2] == (config.data.name or "").removeprefix(GYM_PREFIX).split(":")[:1]
         params = {k: v for k, v in config.data.params.items() if same and k not in ("seed", "size")}
-        data = config.data.model_copy(update={"name": name, "params": params, "size": None})
+        data = config.data.model_copy(update={"name": name, "rows": "prompts", "params": params, "size": None})
         source = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
         reward = RewardConfig(extract=reward.extract, timeout_s=reward.timeout_s)
     elif known is not None:
@@ -196,7 +196,7 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
         reward = benchmark.reward.model_copy(update={"timeout_s": reward.timeout_s})
     else:
         _require_source(name)
-        data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
+        data = config.data.model_copy(update={"name": name, "rows": "prompts", "params": {}, "size": None})
         source = open_prompts(data)
         # A run's terms may have the scorer of its own task among others.
         named = ("exact-match" if term.name == "task" else term.name for term in reward.terms)

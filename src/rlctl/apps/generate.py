@@ -88,7 +88,9 @@ class CompletionJob:
     def engines(self, plan: Plan) -> EnginesSpec:
         """The engines of a plan; the configuration holds the plan's values."""
         if plan.training is not None:
-            return self.crew(plan).engines
+            engines = self.crew(plan).engines
+            assert engines is not None  # a plan of completions has them
+            return engines
         directory = self.model.source.directory
         return planned_engines(self.config, self.facts, plan, directory, plan.workload.max_length, colocated=False)
 
@@ -263,4 +265,4 @@ def _refitted(job: CompletionJob, spec: CrewSpec, weights: Path, logs: Path, tel
             for share in sync.refit(job.checkpoint.step if job.checkpoint else 0).shares:
                 tell(f"weights: {share}")
             with sync.generating():
-                yield crew.engines
+                yield sync.engines

@@ -43,7 +43,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         dtype=resolve_dtype(config.model.dtype, device_of(plan)),
         device=device_of(plan),
         optimizer=config.optimizer,
-        temperature=config.generation.temperature if trains else 1.0,
+        temperature=config.generation.temperature if trains and config.makes_rollouts else 1.0,
         threads=training.threads,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,
@@ -135,18 +135,22 @@ def planned_crew(
     """
     policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
+    engines, pairs = None, config.data.rows == "pairs"
+    if plan.generation is not None:
+        engines = planned_engines(
+            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
+        )
     return CrewSpec(
         backend=policy_backend(plan.backend),
         policy=policy,
         training=config.training,
-        micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),
-        engines=planned_engines(
-            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
-        ),
+        micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length * (2 if pairs else 1)),
+        engines=engines,
         reward=rewards,
         limits=config.cluster,
         colocated=plan.colocated,
         own_nodes=plan.engines_have_nodes,
+        whole_groups=pairs,
     )
 
 
@@ -163,7 +167,7 @@ def planned_engines(
     """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
     themselves, and never sleep."""
     backend, generation = engine_backend(), plan.generation
-    assert generation is not None  # only a plan for training without rollouts has none, and nothing starts one
+    assert generation is not None  # a plan without engines starts none
     sizes = {key: getattr(generation, key) for key in ("pp", "dp", "ep")}
     config = config.model_copy(update={"generation": config.generation.model_copy(update=sizes)})
     spec = backend.spec(

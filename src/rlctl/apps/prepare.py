@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import platform
 import sys
@@ -47,6 +48,7 @@ from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rl.critic import METRICS as CRITIC_METRICS
+from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
@@ -74,7 +76,7 @@ class Job:
     rewards: Rewards | None
     """None: nothing is scored."""
     algorithm: Algorithm
-    validation: ValidationSet | None = None
+    validation: ValidationSet | HeldOutTexts | None = None
     """None: the run does not validate."""
     teacher: NamedModel | None = None
     """None: nothing is learned from another model."""
@@ -218,17 +220,22 @@ def prepare_job(
     source, facts = model.source, model.facts
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
         tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
-    prompts = PromptStream.open(config, source.directory)
+    prompts = _opened(config, source.directory)
+    resolved = _with_epochs(resolved, prompts)
+    config = resolved.config
     if teacher:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
     rewards = mixed_rewards(listed, completion) if _scores(config, prompts) else None
-    validation = ValidationSet.open(config, prompts, source.directory)
+    if isinstance(prompts, TextStream):
+        validation = HeldOutTexts.open(config, prompts, source.directory)
+    else:
+        validation = ValidationSet.open(config, prompts, source.directory)
     resolved, length = _with_max_length(resolved, facts, prompts)
-    prompt_tokens, new = prompts.lengths(), config.generation.max_new_tokens
+    prompt_tokens, new = prompts.lengths(), _new_tokens(config)
     if validation:
-        validation.require_fit(length - 1)
-    if tight := sum(tokens + new > length for tokens in prompt_tokens):
+        validation.require_fit(length - 1 if new else length)
+    if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
     plan = step_plan(resolved.config, facts, prompts, teacher.facts if teacher else None, assume)
@@ -264,7 +271,8 @@ def check_plan(
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
     _check_stop_tokens(resolved.config, facts)
-    refuse_cut_sampling(resolved.config)
+    if resolved.config.makes_rollouts:
+        refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
     config = planned.config
     refuse_async(config)
@@ -317,13 +325,17 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     teacher = published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
     prompts = _prompts_here(resolved, tell)
     planned, length = _with_max_length(resolved, facts, prompts)
-    if config.generation.max_new_tokens >= length:
-        raise _no_room(config.generation.max_new_tokens, length)
+    if (new := _new_tokens(config)) >= length:
+        raise _no_room(new, length)
     plan = step_plan(planned.config, facts, prompts, teacher, ASSUMED_GPU, top)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
     too_long = [f"model.max_length = {length}: the model takes {facts.max_length}"] if length > facts.max_length else []
     return replace(plan, blocked=(*plan.blocked, *resolved.refusals, *too_long))
+
+
+def _opened(config: RlctlConfig, model_dir: Path) -> PromptStream:
+    return (PromptStream if config.makes_rollouts else TextStream).open(config, model_dir)
 
 
 def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
@@ -338,7 +350,7 @@ def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
         tell(f"The tokenizer of {config.model.name} is not on this machine, so the lengths of prompts are assumed.")
         return None
     try:
-        return PromptStream.open(config, source.directory)
+        return _opened(config, source.directory)
     except InputError as error:
         if not resolved.origin["data.name"].startswith("preset"):
             raise
@@ -369,9 +381,14 @@ def _require_refit_directory(directory: str | None) -> None:
         )
 
 
+def _new_tokens(config: RlctlConfig) -> int:
+    """The most tokens that are sampled behind a prompt."""
+    return config.generation.max_new_tokens if config.makes_rollouts else 0
+
+
 def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
     """Raises InputError for lengths that the model does not take or that leave no prompt."""
-    new, length = config.generation.max_new_tokens, config.model.max_length
+    new, length = _new_tokens(config), config.model.max_length
     if length is not None and length > facts.max_length:
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
     if new >= (length or facts.max_length):
@@ -394,14 +411,25 @@ def _check_stop_tokens(config: RlctlConfig, facts: ModelFacts) -> None:
 
 def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStream | None) -> tuple[Resolved, int]:
     """The configuration with `model.max_length`, and the value. Raises InputError for a prompt that is too long."""
-    length = resolved.config.model.max_length
+    length, new = resolved.config.model.max_length, _new_tokens(resolved.config)
     if length is None:
         longest = max(prompts.lengths()) if prompts else PROMPT_TOKENS
-        length = room_for(facts, longest, resolved.config.generation.max_new_tokens)
+        length = room_for(facts, longest, new)
     if prompts:
-        prompts.limit = length - 1
+        prompts.limit = length - 1 if new else length
         prompts.require_fit()
     return resolved.with_values({"model.max_length": length}, "prompts"), length
+
+
+def _with_epochs(resolved: Resolved, prompts: PromptStream) -> Resolved:
+    """The configuration with the steps that `run.epochs` takes, unless the user has given `run.steps` too."""
+    epochs, given = resolved.config.run.epochs, resolved.origin["run.steps"]
+    if epochs is None or given.startswith(("flag", "--set")):
+        return resolved
+    rows = sum(len(source.prompts) for source in prompts.sources)
+    steps = max(1, math.ceil(epochs * rows / resolved.config.batch.prompts))
+    prompts.planned = resolved.config.batch.prompts * steps
+    return resolved.replacing({"run.steps": steps}, "run.epochs")
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:

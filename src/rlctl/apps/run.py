@@ -15,10 +15,12 @@ from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
+from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import telling_waits
+from rlctl.config.algorithm_settings import command_of
 from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
@@ -31,10 +33,12 @@ from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
+from rlctl.rl.text_validation import TextValidation
 from rlctl.rollouts.asynchronous import AsynchronousSource
+from rlctl.rollouts.dataset import DatasetSource, HeldOutTexts, TextStream
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.synchronous import SynchronousSource
-from rlctl.rollouts.validation import Validated, Validation
+from rlctl.rollouts.validation import SampledValidation, Validated
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
@@ -42,12 +46,14 @@ from rlctl.telemetry.conditions import findings
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.headline import Change, Mean, error_of, headline
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
-from rlctl.telemetry.metrics import MetricsFile
+from rlctl.telemetry.metrics import LOSS, Metric, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.terminal import coloured
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
-"""Metrics of validation that a line of the terminal has."""
+"""Metrics of rewards, which a run without them does not have."""
+LOSS_COLUMN = Metric(LOSS, "sum", column="loss", form=".4f")
+"""Shown where a run has no rewards to be judged by."""
 SAMPLES_EVERY = 10
 """Steps between two looks at samples in a terminal, where run.show_samples is unset."""
 
@@ -70,6 +76,8 @@ class RunSummary:
     """Rollouts that were left out because a reward function failed on them."""
     stopped_by: str | None = None
     """The signal that stopped it; None: none did."""
+    command: str = "train grpo"
+    """The command that goes on with it."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -88,7 +96,7 @@ class RunSummary:
         if self.checkpoint:
             lines.append(f"try it: rlctl generate --run-dir {shlex.quote(self.directory)} --prompt '...'")
         if self.interrupted:
-            lines.append(f"go on with: rlctl train grpo --resume --run-dir {shlex.quote(self.directory)}")
+            lines.append(f"go on with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
         return "\n".join(lines)
 
 
@@ -103,18 +111,19 @@ def run_training(
     """
     started = time.perf_counter()
     stop.limit_s = job.config.run.stop_within_s
-    display.metrics = (*job.metrics, *filtered(job.config.filter))
+    losses = () if job.config.makes_rollouts else (LOSS_COLUMN,)
+    display.metrics = (*losses, *job.metrics, *filtered(job.config.filter))
     display.without = SHOWN_METRICS if job.rewards is None else ()
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume, loop)
     except RlctlError as error:
         _report(run, display, "stopped")
-        raise _with_resume_hint(error, run) from error
+        raise _with_resume_hint(error, run, command_of(job.config.run.algorithm)) from error
     except KeyboardInterrupt:
         _report(run, display, "stopped")
         if run.has_steps():
-            display.say(f"Stopped by {stop.by}. {how_to_resume(run)}")
+            display.say(f"Stopped by {stop.by}. {how_to_resume(run, command_of(job.config.run.algorithm))}")
         raise
     lines = _report(run, display, "stopped" if interrupted else "finished")
     checkpoints = run.checkpoints()
@@ -127,6 +136,7 @@ def run_training(
         stopped_by=stop.by if interrupted else None,
         seconds=time.perf_counter() - started,
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
+        command=command_of(job.config.run.algorithm),
         dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),
     )
 
@@ -149,21 +159,23 @@ def _train(
         policy = _load_policy(job, crew, display)
         resume_from = _load_newest(run, policy, display, manifest) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
-        sync = crew.weight_sync(
-            job.config.refit, None if resume_from else job.source, offload=job.offload, tell=display.say,
-            restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
-        )  # fmt: skip
-        sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used)) else None
-        stack.enter_context(sync)
+        sync = agreement = None
+        if crew.engines is not None:
+            sync = _weight_sync(job, crew, None if resume_from else job.source, display, stack)
+            agreement = Agreement.from_config(job.config, precision_of(job.config, job.dtype))
+            if agreement.note:
+                display.say(agreement.note)
         saver = Saver(run, policy, job.config, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
         timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
         rollouts = stack.enter_context(_rollouts(job, crew, sync, timer, display))
         validation = None
-        if job.validation is not None:
+        if isinstance(job.validation, HeldOutTexts):
+            validation = TextValidation(job.config, job.validation, policy, job.algorithm)
+        elif job.validation is not None and sync is not None:
             assert crew.validation is not None  # its scorer was started with the others
-            validation = Validation(job.config, job.validation, crew.engines, crew.validation, sync)
+            validation = SampledValidation(job.config, job.validation, sync.engines, crew.validation, sync)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
@@ -177,7 +189,7 @@ def _train(
             sync=sync,
             saver=saver,
             journal=RunJournal(job, run, display, loggers, Machine(crew)),
-            agreement=Agreement.from_config(job.config, precision_of(job.config, job.dtype)),
+            agreement=agreement,
             health=Health(job.config.checks),
             timer=timer,
             validation=validation,
@@ -190,6 +202,19 @@ def _train(
         display.doing("stopping the processes")
         _keep_memory(run, crew, display)
         return steps.step, interrupted
+
+
+def _weight_sync(
+    job: Job, crew: Crew, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
+) -> WeightSync:
+    """Return the synchronisation of a run's weights, closed by `stack`. `source` None: they are those of a
+    checkpoint."""
+    sync = crew.weight_sync(
+        job.config.refit, source, offload=job.offload, tell=display.say,
+        restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
+    )  # fmt: skip
+    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used)) else None
+    return stack.enter_context(sync)
 
 
 def crowded(plan: Plan, used: tuple[int, int]) -> str:
@@ -229,7 +254,7 @@ def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int,
     """Return how far a phase of a step has come: completions of all engines, or micro-batches of a rank."""
 
     def progress(phase: Phase) -> tuple[int, int] | None:
-        if phase is Phase.GENERATION:
+        if phase is Phase.GENERATION and crew.engines is not None:
             told = crew.engines.group.progress()
             return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
         if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
@@ -240,10 +265,13 @@ def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int,
 
 
 def _rollouts(
-    job: Job, crew: Crew, sync: WeightSync, timer: StepTimer, display: Display
+    job: Job, crew: Crew, sync: WeightSync | None, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
     """Return the source that `rollouts.mode` asks for."""
-    parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
+    if isinstance(job.prompts, TextStream):
+        return contextlib.nullcontext(DatasetSource(job.config, job.prompts))
+    assert sync is not None  # prompts are answered by engines
+    parts = (job.config, job.prompts, sync.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
         return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
@@ -252,9 +280,7 @@ def _rollouts(
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
     """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
     try:
-        groups = {"policy": crew.policy.group, "engine": crew.engines.group}
-        groups |= {"teacher": crew.teacher.group} if crew.teacher is not None else {}
-        write_json(run.memory, {name: group.peak_memory() for name, group in groups.items()})
+        write_json(run.memory, {name: group.peak_memory() for name, group in crew.groups.items()})
     except (WorkerError, OSError) as error:
         display.say(f"The processes' memory was not recorded: {error}")
 
@@ -352,18 +378,22 @@ class RunJournal:
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
         shows = self._show_every > 0 and (step - 1) % self._show_every == 0
-        pairs = chosen(batch.groups, max(self._kept, 2 * shows))
+        if not (sampled := _sampled(batch.groups)):
+            return
+        pairs = chosen(sampled, max(self._kept, 2 * shows))
         samples = [self._sample(step, group, rollout) for group, rollout in pairs]
         self._examples = samples[:2] if shows else []
         if self._kept:
             self._run.write_rollouts(step, samples[: self._kept])
 
     def validated(self, step: int, found: Validated) -> None:
-        shown = [name for name in SHOWN_METRICS if name in found.metrics]
+        shown = [name for name in (*SHOWN_METRICS, LOSS) if name in found.metrics]
         metrics = ", ".join(f"{name} {Mean(found.metrics[name], found.metrics.get(error_of(name)))}" for name in shown)
         when = f"after step {step}" if step else "before step 1"
-        self.say(f"validation {when}: {metrics} ({len(found.groups)} prompts)")
-        pairs = chosen(found.groups, max(self._kept, 2))
+        self.say(f"validation {when}: {metrics} ({len(found.groups)} {self._prompts.kind}s)")
+        if not (sampled := _sampled(found.groups)):
+            return
+        pairs = chosen(sampled, max(self._kept, 2))
         samples = [self._sample(step, group, rollout, trained=False) for group, rollout in pairs]
         self._run.write_rollouts(step, samples[: self._kept], "validation")
         for name, example in zip(("best", "worst"), samples, strict=False):
@@ -389,6 +419,11 @@ class RunJournal:
         }
 
 
+def _sampled(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups that engines sampled; nobody needs to see again what a dataset holds."""
+    return [group for group in groups if group.texts is not None]
+
+
 class Machine:
     """Asks once a step for the memory and processors that driver, ranks and engines use."""
 
@@ -400,10 +435,8 @@ class Machine:
         """Return `system` of a metrics line. Processes that are gone are left out."""
         driver = self._driver.sample()
         try:
-            ranks = self._crew.policy.group.usage()
-            if self._crew.teacher is not None:
-                ranks += self._crew.teacher.group.usage()
-            return system_metrics(driver, ranks, self._crew.engines.group.usage())
+            used = {name: group.usage() for name, group in self._crew.groups.items()}
+            return system_metrics(driver, [*used["policy"], *used.get("teacher", [])], used.get("engine", []))
         except RlctlError:  # Ray is broken, which the step that needs it tells
             return system_metrics(driver, [], [])
 
@@ -422,15 +455,15 @@ def _loggers(
     return loggers
 
 
-def _with_resume_hint(error: RlctlError, run: RunDirectory) -> RlctlError:
+def _with_resume_hint(error: RlctlError, run: RunDirectory, command: str) -> RlctlError:
     """Return an error of the same kind that also tells how to go on, once there is something to go on from."""
     if not run.has_steps():
         return error
-    hints = [error.hint, how_to_resume(run)]
+    hints = [error.hint, how_to_resume(run, command)]
     return type(error)(error.message, " ".join(hint for hint in hints if hint))
 
 
-def how_to_resume(run: RunDirectory) -> str:
+def how_to_resume(run: RunDirectory, command: str = "train grpo") -> str:
     """Say which checkpoint the run can be gone on from, and how."""
     checkpoints = run.checkpoints()
     if not checkpoints and run.damaged:
@@ -438,4 +471,4 @@ def how_to_resume(run: RunDirectory) -> str:
     if not checkpoints:
         return "There is no checkpoint yet to resume from (run.checkpoint_minutes says when they are saved)."
     place = shlex.quote(str(run.path))
-    return f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {place}"
+    return f"Resume from step {checkpoints[-1].step} with: rlctl {command} --resume --run-dir {place}"

@@ -64,6 +64,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[L
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     job = prepare_job(resolved, display.say, starts=True)
+    display.steps = job.config.run.steps
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
     with _locked(run, run.create):
         try:

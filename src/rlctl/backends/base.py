@@ -226,6 +226,10 @@ class PolicyWorker(Protocol):
         is used."""
         ...
 
+    def evaluate_minibatch(self, index: int, loss: MicroBatchLoss) -> MinibatchResult | None:
+        """Compute the loss of mini-batch `index` of the loaded batch, and change nothing."""
+        ...
+
     def sleep(self, keep_weights: bool = False) -> int:
         """Move weights, optimizer and reference to host memory until `wake`; return the bytes that this rank's device
         got back. May be collective, as `parameters`. Nothing else may be called before `wake`; with `keep_weights` the

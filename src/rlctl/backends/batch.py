@@ -5,7 +5,7 @@ Suffix R: the response tokens of one micro-batch (those that the policy chose), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,6 +97,9 @@ class TokenBatch:
     teacher_logprobs_R: torch.Tensor | None = None  # float32; None: no teacher
     teacher_top_RK: torch.Tensor | None = None  # float32, a teacher's log-probs of its most likely tokens
     top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
+    extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """float32: further columns of the rollouts by their names (`RolloutColumns.extra_T`), 0 where a rollout of the
+    micro-batch has none. A loss may treat each token by what stands there."""
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,16 @@ class PolicyClient(Generic[W_co]):
     """Asks all ranks of a policy, as `PolicyWorker` says, and returns when all have answered."""
 
     def __init__(
-        self, group: WorkerGroup[W_co], spec: PolicySpec, training: TrainingConfig, *, micro_batch_tokens: int
+        self,
+        group: WorkerGroup[W_co],
+        spec: PolicySpec,
+        training: TrainingConfig,
+        *,
+        micro_batch_tokens: int,
+        whole_groups: bool = False,
     ) -> None:
-        """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout."""
+        """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout, or with `whole_groups` of
+        the rollouts of a group together, which then share a row."""
         self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
         self.teacher: Teacher | None = None
@@ -53,6 +60,7 @@ class PolicyClient(Generic[W_co]):
             "packing": training.packing and packs,
             "dynamic": training.dynamic_batching or (training.packing and not packs),
             "share_prompts": training.share_prompts and packs,
+            "whole_groups": whole_groups,
         }
 
     def load_model(self, directory: Path) -> None:
@@ -108,6 +116,12 @@ class PolicyClient(Generic[W_co]):
         return [
             only_result(self.group.call(PolicyWorker.train_minibatch, index, loss, lr, weight_decay))
             for index in range(minibatches)
+        ]
+
+    def evaluate(self, minibatches: int, loss: MicroBatchLoss) -> list[MinibatchResult]:
+        """Compute the loss of each mini-batch of the loaded batch, and change nothing."""
+        return [
+            only_result(self.group.call(PolicyWorker.evaluate_minibatch, index, loss)) for index in range(minibatches)
         ]
 
     def sleep(self, keep_weights: bool = False) -> int:

@@ -65,6 +65,7 @@ def plan_batch(
     packing: bool = True,
     dynamic: bool = False,
     share_prompts: bool = True,
+    whole_groups: bool = False,
     multiple: int = 1,
     micro_batch_multiple: int = 1,
 ) -> BatchPlan:
@@ -77,6 +78,7 @@ def plan_batch(
         packing: False gives each rollout a row of its own.
         dynamic: without packing, rows of rollouts of like length, padded to the longest of them.
         share_prompts: rollouts of a group in one row stand behind one copy of their prompt; needs packing.
+        whole_groups: all rollouts of a group are in one row, whose loss compares them.
         multiple: rows are padded to a multiple of this many tokens (tp x 2 cp under sequence and context parallelism).
         micro_batch_multiple: each rank gets a multiple of this many rows, empty ones where rollouts do not suffice.
 
@@ -91,7 +93,7 @@ def plan_batch(
     bins_of = _packed if packing else _rectangles if dynamic else _single
     ranks = []
     for rollouts in minibatches:
-        units = _units(rollouts, micro_batch_tokens, share)
+        units = _units(rollouts, micro_batch_tokens, share, whole_groups)
         units.sort(key=lambda u: (-u.cost, u.rollouts[0].position, u.rollouts[0].sample))
         ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
     shards = []
@@ -113,19 +115,34 @@ def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> i
     return total - sum(rollout.prompt_tokens for rollout in rollouts) + sum(prompts.values())
 
 
-def _units(rollouts: Sequence[WeightedRollout], limit: int, share: bool) -> list[PackingUnit]:
+def _units(
+    rollouts: Sequence[WeightedRollout], limit: int, share: bool, whole_groups: bool = False
+) -> list[PackingUnit]:
     for rollout in rollouts:
         if rollout.tokens > limit:
             raise ConfigError(
                 f"A rollout of {rollout.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
                 "Set that to at least model.max_length.",
             )
-    if not share:
+    if not share and not whole_groups:
         return [_unit((rollout,)) for rollout in rollouts]
     groups: dict[int, list[WeightedRollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.position].append(rollout)
+    if whole_groups:
+        return [_whole_group(group, limit, share) for group in groups.values()]
     return [_unit(part) for group in groups.values() for part in _split_group(group, limit)]
+
+
+def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> PackingUnit:
+    unit = _unit(tuple(sorted(group, key=lambda rollout: rollout.sample)), share)
+    if unit.tokens > limit:
+        raise ConfigError(
+            f"The {len(group)} texts of a group, {unit.tokens} tokens together, do not fit "
+            f"training.micro_batch_tokens = {limit}.",
+            f"Set that to at least {len(group)} x model.max_length.",
+        )
+    return unit
 
 
 def _split_group(group: list[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
@@ -141,9 +158,9 @@ def _split_group(group: list[WeightedRollout], limit: int) -> list[tuple[Weighte
     return [tuple(sorted(part, key=lambda r: r.sample)) for part in parts]
 
 
-def _unit(rollouts: tuple[WeightedRollout, ...]) -> PackingUnit:
-    prompt = rollouts[0].prompt_tokens
-    tokens = row_tokens(rollouts, share_prompts=True)
+def _unit(rollouts: tuple[WeightedRollout, ...], share: bool = True) -> PackingUnit:
+    prompt = rollouts[0].prompt_tokens if share else 0
+    tokens = row_tokens(rollouts, share)
     attention = prompt**2 / 2 + sum((rollout.tokens**2 - prompt**2) / 2 for rollout in rollouts)
     return PackingUnit(rollouts, tokens, tokens + attention / ATTENTION_TOKENS * 2)
 

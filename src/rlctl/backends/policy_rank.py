@@ -348,6 +348,16 @@ class PolicyRank(ABC):
     ) -> MinibatchResult | None:
         return self.train_on(index, loss, PackedRow.token_batch, lr, weight_decay)
 
+    @torch.no_grad()
+    def evaluate_minibatch(self, index: int, loss: MicroBatchLoss) -> MinibatchResult | None:
+        rows = self._rows[index]
+        found = self.run_rows(
+            rows, lambda row, out: micro_batch_loss(loss, PackedRow.token_batch, row, out), forward_only=True
+        )
+        report(len(rows), len(rows))
+        unchanged = StepOutcome(grad_norm=0.0, skipped=False)
+        return self._result(minibatch_result(found, unchanged, self.data_group) if found else None)
+
     def train_on(
         self,
         index: int,

@@ -26,7 +26,7 @@ from rlctl.backends.batch import (
     ValueBatch,
     WeightedRollout,
 )
-from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
+from rlctl.data.rollouts import LOSS_WEIGHTS, ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import InputError
 
 FILLER = 1
@@ -65,6 +65,8 @@ class PackedRow:
     critic values, rewards and returns; with a teacher teacher_logprobs and teacher_top."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
+    extra_R: dict[str, torch.Tensor] = field(default_factory=dict)
+    """float32: further columns of the rollouts."""
     further_RK: torch.Tensor | None = None
     """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
 
@@ -84,6 +86,7 @@ class PackedRow:
             teacher_logprobs_R=columns.get("teacher_logprobs"),
             teacher_top_RK=columns.get("teacher_top"),
             top_logprobs_RK=None if self.further_RK is None else out[2:].T,
+            extra_R=self.extra_R,
         )
 
     def value_batch(self, out_1R: torch.Tensor) -> ValueBatch:
@@ -163,7 +166,29 @@ def build_row(
         lengths = tuple(len(part[0]) for part in parts)
         units.append(RowUnit(start, len(prompt), lengths) if share else RowUnit(start, offset - start))
         start = offset
-    return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
+    row = _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
+    row.extra_R = _extra_columns(micro_batch, columns, row)
+    if LOSS_WEIGHTS in row.extra_R:
+        row.columns_R["token_weights"] *= row.extra_R.pop(LOSS_WEIGHTS)
+    return row
+
+
+def _extra_columns(
+    micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], row: PackedRow
+) -> dict[str, torch.Tensor]:
+    """Return the further columns [R] that any of the rollouts has; for the others 0, or 1 as the weight of a loss."""
+    found: dict[str, torch.Tensor] = {}
+    groups = {rollout.position: columns[rollout.position] for rollout in micro_batch}.values()
+    for name in sorted({name for group in groups for name, values in group.extra_T.items() if values.ndim == 1}):
+        missing, parts = float(name == LOSS_WEIGHTS), []
+        for rollout in micro_batch:
+            group = columns[rollout.position]
+            span = group.slice(rollout.sample)
+            mask = group.loss_mask_T[span]
+            own = group.extra_T.get(name)
+            parts.append(np.full(int(mask.sum()), missing) if own is None else own[span][mask])
+        found[name] = _joined(row, parts).float()
+    return found
 
 
 def taught_by_group(

@@ -68,6 +68,9 @@ FLAGS = {
     "teacher": Flag(str, "teacher.model", "Model to learn from, with --algorithm distillation.", "NAME|DIR"),
     "steps": Flag(int, "run.steps", "Number of training steps."),
     "prompts": Flag(int, "batch.prompts", "Number of prompts in each step."),
+    "batch_size": Flag(int, "batch.prompts", "Number of texts, or of pairs, in each step."),
+    "epochs": Flag(float, "run.epochs", "Number of times that each row is trained on, in place of --steps."),
+    "beta": Flag(float, "preference.beta", "Weight of the distance to the model that the run began with."),
     "generations": Flag(int, "batch.generations", "Number of rollouts of each prompt."),
     "temperature": Flag(float, "generation.temperature", "Temperature of sampling; 0 takes the most likely token."),
     "top_p": Flag(float, "generation.top_p", "Sample among the most likely tokens whose probabilities add up to this."),
@@ -192,13 +195,17 @@ def resolve_config(
     config: Sequence[str] | None = None,
     set_: Sequence[str] | None = None,
     overrides: Sequence[str] | None = None,
+    command: str | None = None,
     **params: Any,
 ) -> Resolved:
-    """Return the configuration of this command line; of `params`, those in `KEYS` are flags that set a key. Raises
-    ConfigError for a key or value that is wrong, naming it, where it came from and the nearest known one."""
+    """Return the configuration of this command line; of `params`, those in `KEYS` are flags that set a key. `command`
+    is the algorithm where a command of `train` is one. Raises ConfigError for a key or value that is wrong, naming it,
+    where it came from and the nearest known one."""
     from rlctl.config.load import resolve
     from rlctl.config.sources import Flag as Given
 
+    if params.get("steps") is not None and params.get("epochs") is not None:
+        raise InputError("--steps and --epochs both say how long the run is.", "Give one of them.")
     stored = None
     if params.get("resume"):
         from rlctl.apps.train import values_of_run as stored
@@ -210,6 +217,8 @@ def resolve_config(
         params["loggers"] = asked
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Given(flag(name), value) for name, value in given.items()}
+    if command is not None:
+        flags["run.algorithm"] = Given(f"train {command}", command)
     if several := flags.pop("data.name", None):
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
@@ -219,7 +228,8 @@ def resolve_config(
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )
-    if length := given.get("max_length"):  # unsaid, completions take what a prompt of 256 tokens (or an eighth) leaves
+    if (length := given.get("max_length")) and resolved.config.makes_rollouts:
+        # Where nobody says it, completions take what a prompt of 256 tokens, or of an eighth, leaves.
         new = max(1, length - min(256, length // 8))
         resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")
     if resolved.config.data.name and resolved.config.data.name.startswith(GYM_PREFIX):

@@ -47,7 +47,7 @@ Run = Annotated[
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
-@options.taking(options.TRAINING)
+@options.taking(f"{options.TRAINING} epochs batch_size beta")
 def plan(
     context: typer.Context,
     preset: str | None,

@@ -1,4 +1,4 @@
-"""`rlctl train`: reinforcement-learning runs."""
+"""`rlctl train`: reinforcement learning, and training on texts and preferences."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ AllowDifferences = Annotated[
 
 @app.callback(invoke_without_command=True, epilog=examples("rlctl train grpo --preset laptop"))
 def train(context: typer.Context) -> None:
-    """Train a model with reinforcement learning."""
+    """Train a model with reinforcement learning, or on texts or preferences."""
     if context.invoked_subcommand is None:
         from rlctl.apps.open_model import what_there_is
 
-        raise InputError(
-            "`rlctl train` needs an algorithm and a model.", what_there_is(options.resolve_config().config)
-        )
+        there_is = what_there_is(options.resolve_config().config)
+        raise InputError("`rlctl train` needs a command (grpo, sft or dpo) and a model.", there_is)
 
 
 @app.command(
@@ -77,14 +76,92 @@ def grpo(
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
+    if completion is not None and not dry_run:
+        raise InputError("--completion is for --dry-run, which shows its rewards.", "Add --dry-run.")
     resolved = options.resolve_config(**context.params)
-    if allow_differences:
-        resolved = resolved.allowing_differences()
+    resolved = resolved.allowing_differences() if allow_differences else resolved
+    _train(resolved, dry_run, explain, resume, allow_changes, json_, completion)
+
+
+TEXT_FLAGS = (
+    "lr lora seed run_dir wandb tensorboard tokenizer chat_template backend nodes gpus_per_node gpu ray_address config "
+    "set_ dry_run explain"
+)
+"""Flags of the commands that train on a dataset."""
+
+
+@app.command(
+    "sft",
+    epilog=examples(
+        "rlctl train sft --preset laptop-sft",
+        "rlctl train sft --model Qwen/Qwen3-1.7B --data texts.jsonl --epochs 2 --lr 1e-5 --preset 1gpu",
+        "rlctl train sft --model ./my-model --data chats.jsonl --set data.train_on=last --lora",
+        "rlctl train sft --resume --run-dir runs/my-run",
+    ),
+)
+@options.taking(
+    f"overrides preset model data prompt_field answer_field val_data steps epochs batch_size max_length {TEXT_FLAGS}"
+)
+def sft(
+    context: typer.Context,
+    dry_run: bool,
+    explain: bool,
+    resume: Resume = False,
+    allow_changes: AllowChanges = False,
+    allow_differences: AllowDifferences = False,
+    json_: options.Json = False,
+) -> None:
+    """Supervised fine-tuning on texts: `prompt` and `completion`, chat `messages`, or `text`.
+
+    The loss is on completions, on messages of the assistant, or on all tokens (data.train_on).
+    """
+    resolved = options.resolve_config(**context.params, command="sft")
+    resolved = resolved.allowing_differences() if allow_differences else resolved
+    _train(resolved, dry_run, explain, resume, allow_changes, json_)
+
+
+@app.command(
+    "dpo",
+    epilog=examples(
+        "rlctl train dpo --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
+        "rlctl train dpo --model ./my-model --data pairs.jsonl --beta 0.3 --lora",
+        "rlctl train dpo --resume --run-dir runs/my-run",
+    ),
+)
+@options.taking(
+    f"overrides preset model data prompt_field val_data steps epochs batch_size max_length beta {TEXT_FLAGS}"
+)
+def dpo(
+    context: typer.Context,
+    dry_run: bool,
+    explain: bool,
+    resume: Resume = False,
+    allow_changes: AllowChanges = False,
+    allow_differences: AllowDifferences = False,
+    json_: options.Json = False,
+) -> None:
+    """Direct preference optimization on rows with `prompt`, `chosen` and `rejected`.
+
+    The reference is the model that the run begins with.
+    """
+    resolved = options.resolve_config(**context.params, command="dpo")
+    resolved = resolved.allowing_differences() if allow_differences else resolved
+    _train(resolved, dry_run, explain, resume, allow_changes, json_)
+
+
+def _train(
+    resolved: Resolved,
+    dry_run: bool,
+    explain: bool,
+    resume: bool,
+    allow_changes: bool,
+    json_: bool,
+    completion: str | None = None,
+) -> None:
+    """Begin or continue a run, or show what it would be."""
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
-    if completion is not None and not dry_run:
-        raise InputError("--completion is for --dry-run, which shows its rewards.", "Add --dry-run.")
     if dry_run:
         show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
         return

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+OWN_COMMANDS = ("sft", "dpo")
+"""Algorithms that are a command of `train`; all others are a flag of `train grpo`."""
+
 ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "dr-grpo": {"advantage.normalize_std": False, "loss.level": "constant"},
     "dapo": {
@@ -46,6 +49,20 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "loss.kl_in": "reward",
         "loss.kl_estimator": "k1",
     },
+    "sft": {
+        "data.rows": "texts",
+        "batch.generations": 1,
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "loss.needs": (),
+    },
+    "dpo": {
+        "data.rows": "pairs",
+        "batch.generations": 2,
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "loss.needs": ("reference_logprobs",),
+    },
     "gspo": {"loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.level": "sequence"},
     "cispo": {"loss.clip_low": 1.0, "loss.clip_high": 4.0},
     "dppo": {
@@ -60,3 +77,8 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "loss.level": "sequence",
     },
 }
+
+
+def command_of(algorithm: str) -> str:
+    """Return the command that trains with an algorithm."""
+    return f"train {algorithm}" if algorithm in OWN_COMMANDS else "train grpo"

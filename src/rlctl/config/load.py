@@ -56,6 +56,13 @@ class Resolved:
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         return from_sources([below, Source(given, self.notes, refusals)])
 
+    def replacing(self, values: Mapping[str, Any], origin: str) -> Resolved:
+        """Return the configuration with `values` (by dotted key), whatever was set there."""
+        given = [value for value in self.given() if value.key not in values]
+        refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
+        new = Source(Value(key, value, origin) for key, value in values.items())
+        return from_sources([Source(given, self.notes, refusals), new])
+
     def require_supported(self) -> None:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
         if self.final:

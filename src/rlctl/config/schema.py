@@ -83,12 +83,22 @@ DataOrder = Literal["shuffled", "as-written", "difficulty", "pass-rate"]
 
 
 class DataConfig(Section):
-    """The prompts: where they come from, and how they are put to the model."""
+    """The prompts, or the texts to train on: where they come from, and how they are put to the model."""
 
     name: PathText | None = None
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
     """Sources instead of `data.name`: each with `name`, `weight`, and keys of `data` and a `reward` of its own."""
+    rows: Literal["prompts", "texts", "pairs"] = "prompts"
+    """Contents of a row: a prompt, whose completions are sampled; a text to train on, as `prompt` and `completion`, as
+    chat `messages` or as `text`; or a `prompt` with completions `chosen` and `rejected`. The algorithms sft and dpo set
+    it. With texts and pairs there are no engines and no rewards."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, or all tokens. Of
+    rows with a `prompt` it is the completion, or with `all` all tokens too; of a `text` all tokens."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, or leave the
+    text out of its batch."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
@@ -418,6 +428,16 @@ class DistillationConfig(Section):
     one further event."""
 
 
+class PreferenceConfig(Section):
+    """The loss of `train dpo`."""
+
+    beta: PositiveNumber = 0.1
+    """Weight of the distance to the reference model: the reward of a completion is beta times the log-prob that it has
+    more under the policy than under the model that the run began with."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Part of the pairs whose labels are taken to be wrong (cDPO)."""
+
+
 class FilterConfig(Section):
     """Groups and rollouts that are not learned from."""
 
@@ -743,6 +763,8 @@ class RunConfig(Section):
     lists for it, and any other source can set them differently."""
     steps: Positive = 100
     """Number of steps of the run; each trains on one batch."""
+    epochs: PositiveNumber | None = None
+    """Number of times that each row of the data is trained on, in place of `run.steps`."""
     goal: Literal["fast", "safe", "frugal"] = "fast"
     """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (frugal)."""
     dir: PathText | None = None
@@ -804,6 +826,7 @@ class RlctlConfig(Section):
     filter: FilterConfig = FilterConfig()
     teacher: TeacherConfig = TeacherConfig()
     distillation: DistillationConfig = DistillationConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     refit: RefitConfig = RefitConfig()
@@ -820,6 +843,11 @@ class RlctlConfig(Section):
     def validate_metric_of_the_best(self) -> RlctlConfig:
         by, every, saves = self.run.keep_best_by, self.validation.every, self.run.checkpoint_every
         if by == "reward_mean":
+            if self.run.keep_best is not None and not self.makes_rollouts:
+                raise ValueError(
+                    f"run.keep_best = {self.run.keep_best} needs run.keep_best_by = {VALIDATION_PREFIX}loss: a run on "
+                    "texts has no rewards"
+                )
             return self
         if not by.startswith(VALIDATION_PREFIX) or by == VALIDATION_PREFIX:
             raise ValueError(f"run.keep_best_by = {by} is neither reward_mean nor {VALIDATION_PREFIX}<name>")
@@ -848,6 +876,12 @@ class RlctlConfig(Section):
                     f"{prefix}scheduler.decay_steps = {one.decay_steps} is not above {prefix}scheduler.warmup_steps = "
                     f"{one.warmup_steps}: the decay begins after the warm-up and ends at step decay_steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def validate_texts_are_not_sampled(self) -> RlctlConfig:
+        if not self.makes_rollouts and self.rollouts.mode == "async":
+            raise ValueError(f"rollouts.mode = async makes rollouts, and data.rows = {self.data.rows} needs none")
         return self
 
     @model_validator(mode="after")
@@ -908,9 +942,14 @@ class RlctlConfig(Section):
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     @property
+    def makes_rollouts(self) -> bool:
+        """Whether engines sample what is trained on; if not, it is read from a dataset."""
+        return self.data.rows == "prompts"
+
+    @property
     def learns_from_rewards(self) -> bool:
         """Whether rewards are compared; if not, a run need not have any."""
-        return self.run.algorithm != "distillation" or self.distillation.reward_weight > 0
+        return self.makes_rollouts and (self.run.algorithm != "distillation" or self.distillation.reward_weight > 0)
 
     @property
     def compares_rewards(self) -> bool:
@@ -921,6 +960,10 @@ class RlctlConfig(Section):
     def validate_filter_has_rewards(self) -> RlctlConfig:
         if self.has_critic and self.run.algorithm == "distillation":
             raise ValueError("advantage.baseline = critic is for rewards, and distillation has the teacher's word")
+        if self.filter.groups != "keep" and not self.makes_rollouts:
+            raise ValueError(
+                f"filter.groups = {self.filter.groups} chooses by rewards, and data.rows = {self.data.rows} has none"
+            )
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "

@@ -62,7 +62,7 @@ OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
 
 @dataclass(frozen=True)
 class Flag:
-    """A value given by a flag of the command line, with the flag as the user typed it."""
+    """A value given by a flag of the command line, with the flag as the user typed it, or by the command itself."""
 
     name: str
     value: Any
@@ -236,7 +236,10 @@ class FlagSource(Source):
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
-        super().__init__(Value(key, flag.value, f"flag {flag.name}") for key, flag in given.items())
+        super().__init__(
+            Value(key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name)
+            for key, flag in given.items()
+        )
 
 
 class SetSource(Source):

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -86,21 +87,25 @@ class PromptEncoder:
 
     def text(self, row: PromptRow) -> str:
         """Return the whole prompt as the model reads it."""
-        return self._render(self._messages(row), row.where)
+        return self.render(self.messages(row), row.where)
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
         """Return token ids of the prompt."""
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
         tokens = tuple(self.tokenizer.encode(self.text(row), add_special_tokens=self.template is None))
+        self.require_known(tokens, row.where)
+        return tokens
+
+    def require_known(self, tokens: Sequence[int], where: str) -> None:
+        """Raise InputError for a token that the model does not have."""
         if self.vocab is not None and (beyond := [token for token in tokens if token >= self.vocab]):
             written = repr(self.tokenizer.convert_ids_to_tokens(beyond[0]))
             raise InputError(
-                f"{row.where}: the prompt becomes token {beyond[0]:,} ({written}), and the model has {self.vocab:,}.",
+                f"{where}: the prompt becomes token {beyond[0]:,} ({written}), and the model has {self.vocab:,}.",
                 "The tokenizer belongs to another model: name the right one with --tokenizer.",
             )
-        return tokens
 
-    def _messages(self, row: PromptRow) -> Messages:
+    def messages(self, row: PromptRow) -> Messages:
         """Return the row's messages, with the system prompt, and the last one as template and suffix make it."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
@@ -112,7 +117,9 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    def _render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
+    def render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
+        """Return messages as the model reads them, up to where the next answer begins, or `answered` up to the end of
+        the last one."""
         if self.template is None:  # lines that end where the answer begins; a system message goes first as it is
             names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
             lines = [names.get(one["role"], "") + one["content"] for one in messages if one["content"]]
@@ -136,7 +143,7 @@ class PromptEncoder:
 
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
-        if len({self._render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
+        if len({self.render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
             if self.in_parts:
                 why = "The chat template leaves out what the user says: all prompts would be the same."
                 raise InputError(why, "Give another with --chat-template.")
@@ -144,15 +151,15 @@ class PromptEncoder:
         # The special token that the template writes after an answer need not be the tokenizer's end token.
         user = {"role": "user", "content": "?"}
         turn = [user, {"role": "assistant", "content": _MARKER}]
-        _, found, tail = self._render(turn, "an answer", answered=True).rpartition(_MARKER)
+        _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
         ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
         added = self.tokenizer.added_tokens_decoder.items()
         special = {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
         encoder = replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *special.intersection(ids)})))
         if self.system_prompt is None:
             return encoder
-        text = self._render([user])
-        with_system = self._render([{"role": "system", "content": self.system_prompt}, user])  # it may be refused
+        text = self.render([user])
+        with_system = self.render([{"role": "system", "content": self.system_prompt}, user])  # it may be refused
         # An empty system message is there to displace the template's own; where there is none it only costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder

@@ -159,13 +159,20 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     if not value or isinstance(value, str) or not isinstance(value, Sequence):
         found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
         raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
-    messages = [_message(one, field_name, where) for one in value]
+    messages = checked_messages(value, field_name, where)
     if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
             f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
             "Leave that message out; a reference answer has a field of its own (--answer-field).",
         )
     return messages
+
+
+def checked_messages(value: Any, field_name: str, where: str) -> Messages:
+    """Return a list of chat messages with their texts. Raises InputError naming row and field for anything else."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise InputError(f"{where}: field {field_name!r} is no list of chat messages.", "It has at least one message.")
+    return [_message(one, field_name, where) for one in value]
 
 
 def _message(value: Any, field_name: str, where: str) -> dict[str, str]:

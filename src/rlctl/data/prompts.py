@@ -24,6 +24,7 @@ from rlctl.data.prompt_rows import (
     require_fields,
     row_from_record,
 )
+from rlctl.data.texts import pair_from_record, text_from_record
 from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, an
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
+ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record}
+"""What makes a row of a record, by `data.rows`."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -89,7 +92,7 @@ def open_jsonl(path: Path, data: DataConfig) -> PromptSource:
     with path.open("rb") as file:
         filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         rows = [
-            row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
+            ROWS[data.rows](_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
         ]
     return of_file(path, rows, data)
@@ -129,7 +132,7 @@ def open_parquet(path: Path, data: DataConfig) -> PromptSource:
         with pyarrow.parquet.ParquetFile(path) as table:
             records = (record for batch in table.iter_batches() for record in batch.to_pylist())
             rows = [
-                row_from_record(record, index, f"{path}, row {index}", data)
+                ROWS[data.rows](record, index, f"{path}, row {index}", data)
                 for index, record in enumerate(islice(records, data.size))
             ]
     except pyarrow.ArrowException as error:
@@ -141,7 +144,8 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
     """Return the rows of one split, memory-mapped by `datasets`."""
     if len(dataset) == 0:
         raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
-    require_fields(dataset.column_names, data, f"Dataset {label}")
+    if data.rows == "prompts":
+        require_fields(dataset.column_names, data, f"Dataset {label}")
     for column, feature in dataset.features.items():
         if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
             raise InputError(
@@ -150,7 +154,7 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
             )
 
     def row(index: int) -> PromptRow:
-        return row_from_record(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
+        return ROWS[data.rows](dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
 
     # `datasets` hashes the files of the dataset and every operation on it into this.
     identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}

@@ -14,6 +14,8 @@ from rlctl.data.prompt_rows import PromptRow
 
 ROUTED_EXPERTS = "routed_experts"
 """Further column, int16 [T, layers, experts a token]: where the engine's routers sent the token; -1: not recorded."""
+LOSS_WEIGHTS = "loss_weights"
+"""Further column, float32: factor of the loss of each response token, next to the weight that its rollout gives it."""
 TIMEOUT = "timeout"
 LIMIT_REASONS = ("length", "abort", TIMEOUT)
 """Stop reasons of a rollout that did not end by itself."""
@@ -33,7 +35,8 @@ class RolloutColumns:
     loss_mask_T: np.ndarray  # bool: True where the policy chose the token (a response token)
     logprobs_T: np.ndarray  # float32: the engine's log-prob of each response token, 0 elsewhere
     weight_version_T: np.ndarray  # int32: version of the weights that chose the token, -1 elsewhere
-    extra_T: dict[str, np.ndarray] = field(default_factory=dict)  # further token columns
+    extra_T: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further token columns. Those with one number a token reach the loss by their names (`TokenBatch.extra_R`)."""
 
     @property
     def rollouts(self) -> int:
@@ -46,7 +49,7 @@ class RolloutColumns:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The scalars of one sampled and scored rollout."""
+    """The scalars of one sampled and scored rollout, or of a text of a dataset, which has no versions."""
 
     position: int
     """Place of its prompt in the endless order of prompts; all rollouts of a group share it."""
@@ -76,7 +79,7 @@ class Rollout:
 
     @property
     def first_version(self) -> int:
-        """Oldest weights that chose one of its tokens."""
+        """Oldest weights that chose one of its tokens, where engines sampled it."""
         return self.versions[0][0]
 
     @property
@@ -94,8 +97,8 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     columns: object
     """Handle of the group's `RolloutColumns`."""
-    texts: object
-    """Handle of the group's completion texts, `list[str]` of length G."""
+    texts: object | None
+    """Handle of the group's completion texts, `list[str]` of length G; None: they are those of a dataset."""
     dropped: tuple[str, ...] = ()
     """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
 

@@ -27,6 +27,8 @@ PROMPT_TOKENS = 128
 """Prompt length that the planner assumes where the data is not read."""
 SHORTEST_ROOM = 256
 """Prompt tokens that are always provided for, however short the prompts looked at are."""
+TEXT_TOKENS = 2048
+"""Longest text that it assumes there, where `model.max_length` is unset."""
 
 
 def local_gpus() -> list[str]:
@@ -106,8 +108,33 @@ def room_for(facts: ModelFacts, longest_prompt: int, max_new_tokens: int) -> int
     return min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + max_new_tokens)
 
 
+def texts_workload(config: RlctlConfig, facts: ModelFacts, mean_tokens: int | None) -> Workload:
+    """The workload of training on texts; `mean_tokens` is known where the data is. A pair is one sequence."""
+    size = 2 if config.data.rows == "pairs" else 1
+    length = config.model.max_length or min(facts.max_length, TEXT_TOKENS)
+    packs = not facts.unpacked
+    return Workload(
+        algorithm=config.run.algorithm,
+        measured=mean_tokens is not None,
+        prompts=config.batch.prompts,
+        generations=1,
+        rollouts=False,
+        max_length=size * length,
+        mean_tokens=float(size * (mean_tokens or max(1, length // 2))),
+        optimizer_steps=config.batch.optimizer_steps,
+        old_logprobs="old_logprobs" in config.logprobs_needed,
+        reference="reference_logprobs" in config.logprobs_needed,
+        packing=config.training.packing and packs,
+        dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
+        goal=config.run.goal,
+    )
+
+
 def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
-    """The workload of a step; `prompt_tokens` is the mean of the data's prompts, None where they are not known."""
+    """The workload of a step; `prompt_tokens` is the mean length of prompts, or of texts to train on, where the data is
+    known."""
+    if not config.makes_rollouts:
+        return texts_workload(config, facts, prompt_tokens)
     new = config.generation.max_new_tokens
     length = config.model.max_length
     prompt = prompt_tokens or PROMPT_TOKENS
@@ -234,6 +261,8 @@ def plan_from_config(
             f"refit.directory = {config.refit.directory} has no effect: only refit.mover = disk uses one.",
             "Remove it, or add --set refit.mover=disk.",
         )
+    if not workload.rollouts:
+        pins = {key: value for key, value in pins.items() if not key.startswith(("generation.", "refit."))}
     if not workload.trains:
         of_training = ("training.", "teacher.", "generation.colocated", "generation.devices", "refit.mover")
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}

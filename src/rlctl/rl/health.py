@@ -75,7 +75,7 @@ class Health:
             said.append(
                 f"{rounds} {missing} group(s) are still missing from the batch, and the step trains on the others"
             )
-        if ended := metrics["stop_reasons"].get(TIMEOUT):
+        if ended := metrics.get("stop_reasons", {}).get(TIMEOUT):
             said.append(f"{ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had")
         if dropped := metrics.get("dropped_rollouts"):
             said.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")

@@ -9,7 +9,8 @@
      WeightSync <-- new weights --- Policy: log-probs, loss, gradients, optimizer
 
 A step trains on one batch and makes one new version of the weights. The loop does not know whether a batch is sampled
-now or was sampled while the last one was trained on, nor where the engines are, nor what the loss is.
+now, was sampled while the last one was trained on, or is read from a dataset, nor where the engines are, nor what the
+loss is. Where nothing is sampled there are no engines, and `sync` and `agreement` are None.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ class Parts:
     source: RolloutSource
     algorithm: Algorithm
     policy: PolicyClient
-    sync: WeightSync
     saver: Saver
     journal: Journal
-    agreement: Agreement
     health: Health
     timer: StepTimer
     """Shared with the source, which counts its own phases."""
+    sync: WeightSync | None = None
+    """None: there are no engines."""
+    agreement: Agreement | None = None
+    """None: no engine's log-probs are compared with the trainer's."""
     validation: Validation | None = None
     """None: the run does not validate."""
     critic: Critic | None = None
@@ -102,10 +105,9 @@ class Loop:
     def run(self, stop: StopRequest) -> bool:
         """Take every step up to the last one or a stop request; return whether the run was stopped."""
         journal = self.parts.journal
-        if self.parts.agreement.note:
-            journal.say(self.parts.agreement.note)
-        journal.doing("first refit, every tensor compared")
-        journal.refitted(self.parts.sync.refit(self.version))
+        if self.parts.sync is not None:
+            journal.doing("first refit, every tensor compared")
+            journal.refitted(self.parts.sync.refit(self.version))
         with stop.between_steps():
             while self.step < self.config.run.steps and not stop.requested and not self._plateau:
                 metrics, ended = self._step(stop)
@@ -180,7 +182,9 @@ class Loop:
         }
 
     def refit(self) -> dict[str, Any]:
-        """Bring the policy's weights into the engines."""
+        """Bring the policy's weights into the engines, where there are some."""
+        if self.parts.sync is None:
+            return {}
         with self.parts.timer(Phase.REFIT):
             report = self.parts.sync.refit(self.version)
         seconds = {phase.value: value for phase, value in report.seconds.items()}
@@ -206,7 +210,7 @@ class Loop:
         """Say what a reader of the numbers should not miss; DivergenceError where going on makes no sense."""
         for text in self.parts.health.check(step, metrics):
             self.parts.journal.say(text)
-        if warning := self.parts.agreement.check(step, metrics):
+        if self.parts.agreement is not None and (warning := self.parts.agreement.check(step, metrics)):
             self.parts.journal.say(warning)
 
     def _save(self, step: int, metrics: dict[str, Any], *, ending: bool) -> None:
@@ -215,7 +219,8 @@ class Loop:
         if saver.due(step, ending):
             self.parts.journal.doing("saving")
             with saver.measured():
-                self.parts.sync.to_policy()  # the refit left the optimizer aside
+                if self.parts.sync is not None:
+                    self.parts.sync.to_policy()  # the refit left the optimizer aside
                 state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
                 if self.parts.validation is not None:
                     state["validation"] = self.parts.validation.state()
@@ -225,7 +230,7 @@ class Loop:
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         seconds = self.parts.timer.seconds()
         working = seconds["total"] - sum(seconds[phase.value] for phase in ASIDE)
-        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / working, "seconds": seconds}
+        return {**metrics, "tokens_per_s": metrics["tokens"] / working, "seconds": seconds}
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
@@ -298,20 +303,29 @@ def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
     answered_N = [rollout.answered for rollout in rollouts if rollout.answered is not None]
-    staleness_N = [version - rollout.first_version for rollout in rollouts]
+    sampled = [rollout for rollout in rollouts if rollout.versions]
     return {
         **rewards,
         **accuracy,
         **({"answered_fraction": float(np.mean(answered_N))} if answered_N else {}),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
-        "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
+        "tokens": sum(rollout.tokens for rollout in rollouts),
+        "positions": ranges(group.position for group in batch.groups),
+        **(sampling_metrics(sampled, version) if sampled else {}),
+    }
+
+
+def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
+    """Return how rollouts ended that engines have sampled, and which weights sampled them."""
+    staleness_N = [version - rollout.first_version for rollout in rollouts]
+    return {
+        "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
         "stop_reasons": dict(sorted(Counter(rollout.stop_reason for rollout in rollouts).items())),
         "weight_version": min(rollout.first_version for rollout in rollouts),
-        "positions": ranges(group.position for group in batch.groups),
         "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
         "tokens_by_version": tokens_by_version(rollouts),
     }

@@ -33,6 +33,7 @@ class OpenedSource:
     label: str
     """Its name among several; empty where it is the only one."""
     prompts: PromptSource
+    data: DataConfig
     encoder: PromptEncoder
     reward: RewardConfig
     order: PromptOrder
@@ -42,11 +43,14 @@ class PromptStream:
     """The prompt at each position: a pure function of the position, so that prompts can be taken in any order. Only an
     order by pass rates also follows from what was `observe`d, and then `state` holds all that it follows from."""
 
+    kind = "prompt"
+    """Word for a row of the data."""
+
     def __init__(
         self, sources: Sequence[OpenedSource], mixing: Mixing, planned: int, held_out: PromptSource | None = None
     ) -> None:
         """`planned`: largest number of positions that the run will use; `held_out`: prompts taken away from it."""
-        self.sources, self._mixing, self._planned, self.held_out = sources, mixing, planned, held_out
+        self.sources, self._mixing, self.planned, self.held_out = sources, mixing, planned, held_out
         self._named = {source.label: source for source in sources}
         self.limit: int | None = None
         """Most tokens of a prompt; set once the plan is known."""
@@ -70,6 +74,7 @@ class PromptStream:
             OpenedSource(
                 label=one.label,
                 prompts=prompts,
+                data=one.data,
                 encoder=PromptEncoder.build(tokenizer, config.model, one.data, model_dir),
                 reward=one.reward,
                 order=PromptOrder.of(prompts, one.data, config.run.seed, number),
@@ -112,7 +117,7 @@ class PromptStream:
 
     def require_fit(self) -> None:
         """Raise InputError for a prompt that is too long for the run: better now than at its step."""
-        for row in self._first(self._planned):
+        for row in self._first(self.planned):
             if self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
                 self.tokens(row)
 
@@ -140,16 +145,16 @@ class PromptStream:
     def describe(self) -> list[str]:
         """Return a line for each source: its name, size and share of the prompts."""
         total = sum(self._mixing.parts)
-        shares = [f", {part / total:.1%} of the prompts" if part < total else "" for part in self._mixing.parts]
+        shares = [f", {part / total:.1%} of the {self.kind}s" if part < total else "" for part in self._mixing.parts]
         counts = [len(source.prompts) for source in self.sources]
         return [
-            f"data: {source.label or source.prompts.label} ({count:,} prompt{'s' * (count != 1)}{share})"
+            f"data: {source.label or source.prompts.label} ({count:,} {self.kind}{'s' * (count != 1)}{share})"
             for source, count, share in zip(self.sources, counts, shares, strict=True)
         ]
 
     def _first(self, limit: int) -> Iterator[PromptRow]:
         """Yield the rows of the first positions that the run will use, at most `limit`, each row once."""
-        turns = self._mixing.turns(min(self._planned, limit))
+        turns = self._mixing.turns(min(self.planned, limit))
         for source, count in zip(self.sources, turns, strict=True):
             for turn in range(min(count, len(source.prompts))):
                 yield self._row(source, source.order.at(turn))

@@ -21,7 +21,7 @@ from rlctl.errors import ConfigError
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Finished groups: sampled and scored. Their order is the order in which they are trained on."""
+    """Finished groups: sampled and scored, or read. Their order is the order in which they are trained on."""
 
     groups: tuple[RolloutGroup, ...]
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class RolloutSource(Protocol):
 def refuse_async(config: RlctlConfig) -> None:
     """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
     rollouts = config.rollouts
-    if rollouts.mode == "sync":
+    if rollouts.mode != "async":
         return
     if config.refit.in_flight == "abort":
         raise ConfigError(

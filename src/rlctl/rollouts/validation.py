@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -19,7 +20,7 @@ import numpy as np
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
+from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig, ValidationConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow
@@ -35,6 +36,7 @@ from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import FAILING_SHARE, scored
 from rlctl.rollouts.source import sample_seed
 from rlctl.telemetry.headline import error_of
+from rlctl.telemetry.metrics import LOSS
 
 FIRST_POSITION = 2**48
 """Positions of validation, which no training reaches: its samples have seeds of their own."""
@@ -95,15 +97,19 @@ class ValidationSet:
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, when and how."""
         wanted = config.validation
-        every = f"every {wanted.every} steps" if wanted.every > 1 else "every step"
-        times = ((every, wanted.every > 0), ("before the first", wanted.at_start), ("after the last", wanted.at_end))
-        at = [when for when, applies in times if applies]
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
         return (
-            f"validation: {', '.join(at)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{held}, {wanted.samples} "
-            f"sample{'s' * (wanted.samples > 1)} each, {how}"
+            f"validation: {times_of(wanted)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{held}, "
+            f"{wanted.samples} sample{'s' * (wanted.samples > 1)} each, {how}"
         )
+
+
+def times_of(wanted: ValidationConfig) -> str:
+    """Return in words when a run validates."""
+    every = f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"
+    at = [every] * (wanted.every > 0) + ["before the first"] * wanted.at_start + ["after the last"] * wanted.at_end
+    return ", ".join(at)
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,61 @@ class Validated:
     groups: tuple[RolloutGroup, ...]
 
 
-class Validation:
+class Validation(ABC):
     """Validates a run, and knows whether it still gets better."""
+
+    def __init__(self, config: RlctlConfig, metric: str, of: tuple[object, ...]) -> None:
+        """`metric` says which validation is better, and `of` what its values follow from, apart from the weights."""
+        self._config, self.metric = config, metric
+        self._best, self._since = -math.inf, 0
+        self._of = sha256(json.dumps((metric, *of), sort_keys=True, default=str).encode()).hexdigest()
+
+    @abstractmethod
+    def measure(self, version: int) -> Validated:
+        """Validate the weights of `version`."""
+
+    def due(self, step: int) -> bool:
+        """Return whether to validate after `step` finished steps."""
+        wanted = self._config.validation
+        if step == 0:
+            return wanted.at_start
+        return (wanted.every > 0 and step % wanted.every == 0) or (wanted.at_end and step == self._config.run.steps)
+
+    def _compare(self, value: float) -> None:
+        """Take note of a value of the metric; of a loss its negative is taken, which is better the higher it is."""
+        value = -value if self.metric == LOSS else value
+        better = value > self._best
+        self._best, self._since = (value, 0) if better else (self._best, self._since + 1)
+
+    @property
+    def plateau(self) -> str | None:
+        """The sentence that ends the run, once validations have not got better for `validation.stop_after` of them."""
+        limit = self._config.validation.stop_after
+        if limit is None or self._since < limit:
+            return None
+        best = -self._best if self.metric == LOSS else self._best
+        return (
+            f"{VALIDATION_PREFIX}{self.metric} has not been better than {best:.4g} for {self._since} "
+            "validations in a row (validation.stop_after): the run ends here"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the best value so far, the validations since then, and what they measure, as JSON."""
+        return {"best": self._best if math.isfinite(self._best) else None, "since": self._since, "of": self._of}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned; a checkpoint of a run that did not validate has none. Values of other
+        prompts, scorers or sampling, which a resume may change, cannot be compared: the best one is then looked for
+        anew."""
+        if state.get("of", self._of) != self._of:
+            return
+        best, since = state.get("best"), state.get("since")
+        self._best = float(best) if isinstance(best, int | float) else -math.inf
+        self._since = since if isinstance(since, int) else 0
+
+
+class SampledValidation(Validation):
+    """Validates by completions of prompts, with the engines and a scorer of the run."""
 
     def __init__(
         self,
@@ -125,22 +184,11 @@ class Validation:
         rewards: WorkerGroup[RewardWorker],
         sync: WeightSync,
     ) -> None:
-        self._config, self._data = config, data
-        self._engines, self._rewards, self._sync = engines, rewards, sync
-        self.metric = metric_of_the_best(config)
-        self._best, self._since = -math.inf, 0
         wanted = config.validation
         scorers = [(term.name, term.weight, reward_digest(term.name)) for term in data.rewards.terms]
-        of = (self.metric, data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
-        self._of = sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
-        """Digest of what the best value follows from, apart from the weights."""
-
-    def due(self, step: int) -> bool:
-        """Return whether to validate after `step` finished steps."""
-        wanted = self._config.validation
-        if step == 0:
-            return wanted.at_start
-        return (wanted.every > 0 and step % wanted.every == 0) or (wanted.at_end and step == self._config.run.steps)
+        of = (data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
+        super().__init__(config, metric_of_the_best(config), of)
+        self._data, self._engines, self._rewards, self._sync = data, engines, rewards, sync
 
     def measure(self, version: int) -> Validated:
         """Validate the weights of `version`, which engines hold. Raises InputError where scoring fails too often."""
@@ -165,39 +213,16 @@ class Validation:
         if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples):
             said = f"validation: a reward function failed on {len(why)} of {samples} completions. {why[0]}"
             raise InputError(said, "Mend it, or set reward.on_error=zero, which gives 0 there.")
-        metrics = metrics_of(groups, failures)
-        value = metrics[self.metric]
-        self._best, self._since = (value, 0) if value > self._best else (self._best, self._since + 1)
-        return Validated(metrics, tuple(groups))
-
-    @property
-    def plateau(self) -> str | None:
-        """The sentence that ends the run, once validations have not got better for `validation.stop_after` of them."""
-        limit = self._config.validation.stop_after
-        if limit is None or self._since < limit:
-            return None
-        return (
-            f"{VALIDATION_PREFIX}{self.metric} has not been better than {self._best:.4g} for {self._since} validations "
-            "in a row (validation.stop_after): the run ends here"
-        )
-
-    def state(self) -> dict[str, Any]:
-        """Return the best value so far, the validations since then, and what they measure, as JSON."""
-        return {"best": self._best if math.isfinite(self._best) else None, "since": self._since, "of": self._of}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, unless another set, scorer or sampling has been measured since."""
-        if state.get("of", self._of) != self._of:
-            return
-        best, since = state.get("best"), state.get("since")
-        self._best = float(best) if isinstance(best, int | float) else -math.inf
-        self._since = since if isinstance(since, int) else 0
+        found = Validated(metrics_of(groups, failures), tuple(groups))
+        self._compare(found.metrics[self.metric])
+        return found
 
 
 def metric_of_the_best(config: RlctlConfig) -> str:
     """Return the name of the metric by which validations are better."""
     by = config.run.keep_best_by
-    return by.removeprefix(VALIDATION_PREFIX) if by.startswith(VALIDATION_PREFIX) else "reward_mean"
+    usual = "reward_mean" if config.makes_rollouts else LOSS
+    return by.removeprefix(VALIDATION_PREFIX) if by.startswith(VALIDATION_PREFIX) else usual
 
 
 def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Any
 from rlctl.checkpoints.staging import flush, flush_one, is_full
 from rlctl.config.files import written_text
 from rlctl.errors import InputError, RlctlError, listed
-from rlctl.telemetry.metrics import MetricsFile, finite, flatten
+from rlctl.telemetry.metrics import LOSS, MetricsFile, finite, flatten
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"
@@ -252,7 +252,7 @@ class RunDirectory:
         found = self.checkpoints()
         newest = found[-(keep_last or 1) :]  # the newest is what a resume needs
         newest += [one for one in found if one.good][-1:]  # where training has gone wrong since, this is
-        best = sorted(found, key=lambda checkpoint: (-checkpoint.metric(by), -checkpoint.step))[: keep_best or 0]
+        best = sorted(found, key=lambda checkpoint: (-checkpoint.goodness(by), -checkpoint.step))[: keep_best or 0]
         for checkpoint in found:
             if checkpoint not in (*newest, *best):
                 aside = checkpoint.path.with_name(f".{checkpoint.path.name}{REMOVED}")
@@ -325,10 +325,11 @@ class Checkpoint:
             return bool(self.state())
         return False
 
-    def metric(self, name: str) -> float:
-        """Return a metric of the step it was saved after; -inf where that is unknown."""
+    def goodness(self, name: str) -> float:
+        """Return a metric of the step it was saved after, of a loss its negative; -inf where it is unknown."""
         with contextlib.suppress(InputError, KeyError, TypeError):
-            return dict(flatten(self.state()["metrics"]))[name]
+            value = dict(flatten(self.state()["metrics"]))[name]
+            return -value if name.split("/")[-1] == LOSS else value
         return -math.inf
 
     @property

@@ -14,6 +14,10 @@ from rlctl.config.files import written_text
 from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
+TOKENS = "tokens"
+"""Name of the sum that counts response tokens."""
+LOSS = "loss"
+"""The metric by which lower is better; by all others it is higher."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Metric:
     """A value that is computed while a step trains: how its parts become one number, and where it is shown."""
 
     name: str
-    """Name in metrics.jsonl; a slash makes it part of a nested value."""
+    """Name in metrics.jsonl; a slash makes it part of a nested value, unless it is `flat`."""
     reduce: Literal["mean", "sum", "max", "effective"]
     """Over the response tokens of the step. A maximum is at least 0. `effective` is the effective sample size of
     weights w, as a part of the tokens: (sum of w)^2 / (tokens x sum of w^2)."""
@@ -31,6 +35,10 @@ class Metric:
     """Heading of its column in the terminal; empty: it has none."""
     form: str = ".3f"
     """How the terminal formats it."""
+    per: str = TOKENS
+    """Name of the sum that a mean is divided by: of the response tokens, or another metric."""
+    flat: bool = False
+    """The name stands in metrics.jsonl with its slash, as other trainers write it."""
 
 
 class MetricsFile:

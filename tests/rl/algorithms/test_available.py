@@ -13,14 +13,21 @@ import pytest
 import torch
 
 from rlctl.commands import options
-from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
+from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS, OWN_COMMANDS
 from rlctl.config.keys import field, known_keys
 from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
 from rlctl.rl.algorithms import available
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
-from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config, register, require_algorithm
+from rlctl.rl.algorithms.available import (
+    BUILT_IN,
+    OF_TEXTS,
+    OWN,
+    algorithm_from_config,
+    register,
+    require_algorithm,
+)
 from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.rl.algorithms.policy_gradient import PolicyGradient
 from support.token_batches import token_batch
@@ -118,7 +125,8 @@ def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name:
 
 
 def test_what_sets_values_is_an_algorithm_and_the_flag_counts_them() -> None:
-    assert ALGORITHM_SETTINGS.keys() <= BUILT_IN.keys()
+    assert ALGORITHM_SETTINGS.keys() <= OWN.keys()
+    assert set(OWN_COMMANDS) == OF_TEXTS.keys()
     option = options.FLAGS["algorithm"]
     named = option.help.split(" and ")[0].split(", ")
     assert set(named) < set(BUILT_IN)

@@ -77,7 +77,7 @@ class TrainingTime:
 def micro_batches(request: Request, choice: TrainingChoice) -> tuple[int, float]:
     """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
     workload, constants = request.workload, request.constants
-    if workload.rollouts and (workload.packing or workload.dynamic):
+    if workload.lengths_differ and (workload.packing or workload.dynamic):
         tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
         tokens *= 1 + constants.dynamic_padding * workload.dynamic
         tokens /= workload.optimizer_steps * choice.parallel.dp
@@ -320,7 +320,7 @@ def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None =
     workload = request.workload
     if passes is None:
         passes = int(workload.old_logprobs) + int(workload.reference)
-    if not passes or not workload.rollouts:
+    if not passes or not workload.lengths_differ:
         return 0.0
     number, tokens = micro_batches(request, choice)
     seconds = forward = forward_time(request, choice, tokens).total

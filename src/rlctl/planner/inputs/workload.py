@@ -34,7 +34,9 @@ class Workload:
     critic: bool = False
     """A value model of the policy's size is trained next to it."""
     rollouts: bool = True
-    """False: supervised training or pretraining; `prompts` sequences of `max_length`, nothing is generated."""
+    """False: supervised training or pretraining; `prompts` sequences, nothing is generated."""
+    mean_tokens: float | None = None
+    """Without rollouts, the mean length of a sequence; None: all have `max_length`, as in pretraining."""
     trains: bool = True
     """False: completions alone; there are engines and no policy."""
     packing: bool = True
@@ -57,6 +59,11 @@ class Workload:
         return bool(self.staleness)
 
     @property
+    def lengths_differ(self) -> bool:
+        """Whether sequences have lengths of their own, and are packed into rows."""
+        return self.rollouts or self.mean_tokens is not None
+
+    @property
     def samples(self) -> int:
         return self.prompts * self.generations
 
@@ -77,7 +84,7 @@ class Workload:
     def tokens(self, sigma: float) -> float:
         """Tokens that a step trains on."""
         if not self.rollouts:
-            return float(self.samples * self.max_length)
+            return float(self.samples * (self.mean_tokens or self.max_length))
         return self.samples * (self.prompt_tokens + self.lengths(sigma).mean)
 
     def trained_tokens(self, sigma: float) -> float:
@@ -89,7 +96,7 @@ class Workload:
     def mean_keys(self, sigma: float) -> float:
         """Mean keys that a token attends to: half of E[S^2] / E[S] over the sequences."""
         if not self.rollouts:
-            return self.max_length / 2
+            return (self.mean_tokens or self.max_length) / 2
         lengths = self.lengths(sigma)
         first = self.prompt_tokens + lengths.mean
         second = self.prompt_tokens**2 + 2 * self.prompt_tokens * lengths.mean + lengths.second_moment

@@ -36,8 +36,9 @@ def training_problems(request: Request, choice: TrainingChoice, world: int | Non
     if facts.moe is None and p.etp == p.tp > 1:
         # It does no harm, but the planner's own value is 1 for a dense model, so somebody has set this one.
         found.append(Problem("training.etp", "expert parallelism needs a model with experts"))
-    if workload.rollouts and rows < workload.max_length:
-        why = f"{rows:,} is less than one rollout of {workload.max_length:,} tokens (model.max_length)"
+    if workload.lengths_differ and rows < workload.max_length:
+        what = "rollout" if workload.rollouts else "sequence"
+        why = f"{rows:,} is less than one {what} of {workload.max_length:,} tokens (model.max_length)"
         found.append(Problem("training.micro_batch_tokens", why))
     rollouts = workload.samples // workload.optimizer_steps
     if rollouts < p.dp:

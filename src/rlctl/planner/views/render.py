@@ -146,6 +146,9 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
 
 def _work(work: Workload) -> str:
     """What the plan is for: how many rollouts of which lengths."""
+    if not work.rollouts:
+        tokens = f"{work.mean_tokens or work.max_length:,.0f} tokens ({'their mean' if work.measured else 'assumed'})"
+        return f"{work.algorithm}, {work.prompts:,} rows a step of {tokens}, at most {work.max_length:,}"
     each = f"{work.generations:,} {'rollouts' if work.trains else 'completions'} each"
     step = " a step" if work.trains else ""
     algorithm = f"{work.algorithm}, " * bool(work.algorithm and work.trains)

@@ -5,8 +5,8 @@ driver, where torch is not imported, and is pickled to the policy's ranks, where
 of an algorithm imports torch inside of those two only. Suffixes: G the rollouts of a group, N those of an optimizer
 mini-batch, R response tokens.
 
-`RunLoss` is what a policy trains on. It also measures what every algorithm has: the entropy of the policy, and how far
-the engine's log-probs are from the trainer's.
+`RunLoss` is what a policy trains on. It also measures what every algorithm has: the entropy of the policy and, where
+engines sample, how far their log-probs are from the trainer's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -24,19 +24,18 @@ from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
 from rlctl.rl.algorithms.user_loss import UserLoss
-from rlctl.telemetry.metrics import Metric, nested
+from rlctl.telemetry.metrics import TOKENS, Metric, nested
 
 if TYPE_CHECKING:
     import torch
 
-TOKENS = "tokens"
-"""Name of the sum that counts response tokens."""
-MEASURED_ALWAYS = (
+ENTROPY = Metric("entropy", "mean", "entropy (nats)", "entropy")
+MEASURED_OF_ROLLOUTS = (
     Metric("logprob_diff/mean", "mean", "log-prob difference of engine and trainer, mean", "diff", ".1e"),
     Metric("logprob_diff/max", "max", "log-prob difference, max"),
     Metric("logprob_diff/kl", "mean", "KL(engine || trainer)"),
     Metric("logprob_diff/prob_error", "mean", "multiplicative probability error"),
-    Metric("entropy", "mean", "entropy (nats)", "entropy"),
+    ENTROPY,
     Metric("importance/mean", "mean"),
     Metric("importance/max", "max"),
     Metric("importance/effective", "effective"),
@@ -46,7 +45,8 @@ and not training: mean and maximum of |d|, the KL divergence by k3, and the mean
 multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
 NAMES_OF_A_STEP = frozenset({
-    "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "entropy", "grad_norm",
+    "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
+    "grad_norm",
     "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
     "positions", "prompt_tokens_mean",
@@ -67,6 +67,8 @@ class Algorithm(ABC):
 
     requires: frozenset[LogprobColumn] = frozenset()
     """Log-probs without which it cannot run, whatever the configuration says."""
+    rows: ClassVar[Literal["prompts", "texts", "pairs"]] = "prompts"
+    """What it learns from, as `data.rows` has it."""
     metrics: Sequence[Metric] = ()
     """The metrics that `measure` computes."""
     user_loss: UserLoss | None = None
@@ -198,7 +200,8 @@ def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig, loss: U
 
 def declared(algorithm: Algorithm) -> tuple[Metric, ...]:
     """Return the metrics of a run of `algorithm` that are computed while it trains."""
-    return (*MEASURED_ALWAYS, *algorithm.metrics)
+    always = MEASURED_OF_ROLLOUTS if algorithm.config.makes_rollouts else (ENTROPY,)
+    return (*always, *algorithm.metrics)
 
 
 @dataclass(frozen=True)
@@ -211,28 +214,14 @@ class RunLoss:
         """Return the loss and metrics of one micro-batch."""
         import torch
 
-        from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
-
         algorithm, own = self.algorithm, self.algorithm.user_loss
         found = algorithm.token_loss(batch) if own is None else own(batch, algorithm.config.loss)
         loss_R, measured = found if isinstance(found, tuple) else (found, None)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
-            log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
-            difference_R = log_ratio_R.abs()
-            weights_R = unbounded_weights(old_logprobs(batch), batch, algorithm.config.loss)
-            values = {
-                "entropy": batch.entropy_R,
-                "logprob_diff/mean": difference_R,
-                "logprob_diff/max": difference_R,
-                "logprob_diff/kl": k3(log_ratio_R),
-                "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
-                "importance/mean": weights_R,
-                "importance/max": weights_R,
-                "importance/effective": weights_R,
-                **(algorithm.measure(batch) if measured is None else measured),
-            }
+            measured = algorithm.measure(batch) if measured is None else measured
+            values = {**_measured_always(batch, algorithm.config), **measured}
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
@@ -260,14 +249,39 @@ class RunLoss:
         tokens = sum(result.sums.get(TOKENS, 0.0) for result in results)
         if not tokens:
             return {}
-        found = {}
+        found, flat = {}, {}
         for metric in declared(self.algorithm):
             if metric.reduce == "max":
                 found[metric.name] = max(result.maxima.get(metric.name, 0.0) for result in results)
             else:
                 total = sum(result.sums.get(metric.name, 0.0) for result in results)
-                found[metric.name] = total / tokens if metric.reduce == "mean" else total
+                count = sum(result.sums.get(metric.per, 0.0) for result in results)
+                found[metric.name] = total / count if metric.reduce == "mean" else total
             if metric.reduce == "effective":
                 squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
                 found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0
-        return nested(found)
+            if metric.flat:
+                flat[metric.name] = found.pop(metric.name)
+        return nested(found) | flat
+
+
+def _measured_always(batch: TokenBatch, config: RlctlConfig) -> dict[str, torch.Tensor]:
+    if not config.makes_rollouts:
+        return {"entropy": batch.entropy_R}
+    import torch
+
+    from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
+
+    log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
+    difference_R = log_ratio_R.abs()
+    weights_R = unbounded_weights(old_logprobs(batch), batch, config.loss)
+    return {
+        "entropy": batch.entropy_R,
+        "logprob_diff/mean": difference_R,
+        "logprob_diff/max": difference_R,
+        "logprob_diff/kl": k3(log_ratio_R),
+        "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
+        "importance/mean": weights_R,
+        "importance/max": weights_R,
+        "importance/effective": weights_R,
+    }

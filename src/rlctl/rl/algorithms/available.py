@@ -33,12 +33,15 @@ BUILT_IN = {
     "distillation": "rlctl.rl.algorithms.distillation:Distillation",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
+OF_TEXTS = {"sft": "rlctl.rl.algorithms.sft:Sft", "dpo": "rlctl.rl.algorithms.dpo:Dpo"}
+"""Classes of those that learn from a dataset, each of which is a command of `train`."""
+OWN = BUILT_IN | OF_TEXTS
 _registered: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
     """Add an algorithm; processes of the policy can import `factory`. Raises ValueError for a name that is taken."""
-    if name in BUILT_IN or _registered.get(name, factory) is not factory:
+    if name in OWN or _registered.get(name, factory) is not factory:
         raise ValueError(f"there is an algorithm {name!r} already")
     _registered[name] = factory
 
@@ -46,7 +49,7 @@ def register(name: str, factory: Factory) -> None:
 def require_algorithm(config: RlctlConfig) -> None:
     """Raise InputError or ConfigError for an unknown `run.algorithm`, or one whose teacher is missing or idle."""
     factory = _factory(config.run.algorithm)
-    if config.run.algorithm in BUILT_IN:
+    if config.run.algorithm in OWN:
         _require_fitting_teacher(config, factory(config))
 
 
@@ -57,6 +60,11 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
     log-probs that the configuration does not have computed.
     """
     algorithm, what = _factory(config.run.algorithm)(config), f"algorithm {config.run.algorithm}"
+    if config.run.algorithm in OWN and config.data.rows != algorithm.rows:
+        raise ConfigError(
+            f"The algorithm {config.run.algorithm} learns from {algorithm.rows}, and data.rows = {config.data.rows}.",
+            "Leave data.rows out: the algorithm sets it.",
+        )
     _require_fitting_teacher(config, algorithm)
     if missing := sorted(algorithm.requires - config.logprobs_needed):
         needs = ",".join(sorted(algorithm.requires | config.logprobs_needed))
@@ -83,7 +91,7 @@ def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
     if not teacher and column in algorithm.requires | config.logprobs_needed:
         what = f"The algorithm {name}" if column in algorithm.requires else "loss.needs = teacher_logprobs"
         raise ConfigError(f"{what} needs a teacher, and there is none.", "Name one: --teacher NAME (teacher.model).")
-    if teacher and name in BUILT_IN and column not in algorithm.requires and not config.loss.function:
+    if teacher and name in OWN and column not in algorithm.requires and not config.loss.function:
         raise ConfigError(
             f"teacher.model = {teacher}, but the algorithm {name} learns nothing from a teacher.",
             "Add --algorithm distillation, or leave the teacher out.",
@@ -93,14 +101,14 @@ def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
 def _factory(name: str) -> Factory:
     if name in _registered:
         return _registered[name]
-    if name in BUILT_IN:
-        module, _, factory = BUILT_IN[name].partition(":")
+    if name in OWN:
+        module, _, factory = OWN[name].partition(":")
         return getattr(importlib.import_module(module), factory)
     if is_reference(name):
         return OutsideAlgorithm(name, code=UserCode.read(name, "Algorithm"))
     if entry := find_plugin("rlctl.algorithms", name):
         return OutsideAlgorithm(name, package=origin(entry))
-    known = (*BUILT_IN, *_registered, *plugin_names("rlctl.algorithms"))
+    known = (*OWN, *_registered, *plugin_names("rlctl.algorithms"))
     same = [one for one in known if _letters(one) == _letters(name)]
     meant = f"Did you mean {same[0]}?" if same else suggest(name, known)
     there = f"There are {', '.join(known)} and path/to/file.py:Class."

@@ -1,0 +1,264 @@
+"""Texts to train on: the rows that hold them, and the tokens of each with the mask of those that have a loss.
+
+The mask follows from the chat template alone. An answer is what stands between the rendering of the messages before it,
+with the generation prompt, and the rendering that ends with it, up to the token that ends a turn. Where these are no
+prefixes of the whole conversation, nobody knows where the answer stands, and the row is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import numpy as np
+
+from rlctl.config.schema import DataConfig
+from rlctl.data.chat import PromptEncoder
+from rlctl.data.prompt_rows import MESSAGES, Messages, PromptRow, checked_messages, checked_prompt
+from rlctl.data.templates import ANSWER, PROMPT, template_of
+from rlctl.errors import InputError
+
+COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
+ASSISTANT = "assistant"
+Completion = str | Messages
+"""What follows a prompt: one answer, or an answer and the messages after it."""
+
+
+@dataclass(frozen=True)
+class TrainedText:
+    """The tokens of a text. Suffix T: its tokens."""
+
+    tokens_T: np.ndarray  # int32
+    mask_T: np.ndarray  # bool: tokens with a loss; the first token has none
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first one with a loss."""
+        return int(self.mask_T.argmax()) if self.mask_T.any() else len(self.tokens_T)
+
+
+def text_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+    """Return the text of a record: its `answer` holds the completion of its prompt, or none for a plain text.
+
+    Raises InputError naming row and field where the record has no text.
+    """
+    fields = dict(record)
+    completion = data.answer_field if data.answer_field in record else COMPLETION
+    if completion in record and (prompt := _prompt(record, where, data)) is not None:
+        return PromptRow(index, where, prompt, (_completion(record[completion], completion, where),), fields)
+    if data.answer_field != ANSWER and data.answer_field not in record:
+        raise _without_field(data.answer_field, "--answer-field", record, where)
+    if MESSAGES in record:
+        messages = checked_messages(record[MESSAGES], MESSAGES, where)
+        first = _first_trained(messages, where, last=data.train_on == "last")
+        return PromptRow(index, where, messages[:first], (messages[first:],), fields)
+    if isinstance(record.get(TEXT), str) and record[TEXT]:
+        return PromptRow(index, where, record[TEXT], (), fields)
+    raise InputError(
+        f"{where}: no text to train on. Its fields are {', '.join(record) or 'none'}.",
+        "A row has `prompt` and `completion` (--prompt-field and --answer-field name others), `messages`, or `text`.",
+    )
+
+
+def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+    """Return the prompt of a record, with the chosen and the rejected completion as its `answer`.
+
+    The prompt may be in the messages of both completions, which then begin alike. Raises InputError naming row and
+    field.
+    """
+    for name in (CHOSEN, REJECTED):
+        if name not in record:
+            raise _without_field(name, "", record, where)
+    chosen, rejected = (_completion(record[name], name, where) for name in (CHOSEN, REJECTED))
+    if not isinstance(chosen, str) and not isinstance(rejected, str) and chosen[0]["role"] != ASSISTANT:
+        pairs = zip(chosen, rejected, strict=False)
+        shared = next((place for place, (one, other) in enumerate(pairs) if one != other), 0)
+        if shared == 0 or chosen[shared]["role"] != ASSISTANT or rejected[shared]["role"] != ASSISTANT:
+            raise InputError(
+                f"{where}: {CHOSEN} and {REJECTED} are not two answers to the same messages.",
+                "They begin with the same messages and then differ in an answer, or hold the answers alone next to a "
+                "`prompt`.",
+            )
+        return PromptRow(index, where, chosen[:shared], (chosen[shared:], rejected[shared:]), dict(record))
+    prompt = _prompt(record, where, data)
+    if prompt is None:
+        raise _without_field(data.prompt_field, "--prompt-field", record, where)
+    return PromptRow(index, where, prompt, (chosen, rejected), dict(record))
+
+
+def _prompt(record: Mapping[str, Any], where: str, data: DataConfig) -> str | Messages | None:
+    """Return the prompt of a record; None: it has none."""
+    if data.prompt_field in record:
+        return checked_prompt(record[data.prompt_field], data.prompt_field, where)
+    template = template_of(data)
+    return template.render(dict(record), where) if template is not None and PROMPT not in template.names else None
+
+
+def _completion(value: Any, field: str, where: str) -> Completion:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise InputError(f"{where}: field {field!r} is no completion.", "It is a text or a list of chat messages.")
+    return checked_messages(value, field, where)
+
+
+def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
+    """Return the place of the first message with a loss."""
+    places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if not places or places[0] == 0 or (last and places[-1] != len(messages) - 1):
+        wrong = "begins with a" if places and not places[0] else "does not end with a" if places else "has no"
+        raise InputError(f"{where}: the conversation {wrong} message of the assistant.", "Leave the row out.")
+    return places[-1] if last else places[0]
+
+
+def _without_field(name: str, flag: str, record: Mapping[str, Any], where: str) -> InputError:
+    hint = f"Its fields are {', '.join(record) or 'none'}{f'; name the right one with {flag} NAME' if flag else ''}."
+    return InputError(f"{where}: no field {name!r}.", hint)
+
+
+def trained_texts(encoder: PromptEncoder, row: PromptRow, *, everything: bool = False) -> tuple[TrainedText, ...]:
+    """Return the text of a row, or the two of a pair. With `everything` all tokens but the first have a loss.
+
+    Raises InputError where the chat template does not say which tokens are an answer's.
+    """
+    if row.answer == ():
+        return (_plain_text(encoder, row),)
+    completions: tuple[Completion, ...] = (row.answer,) if isinstance(row.answer, str) else row.answer
+    if not isinstance(completions, tuple):  # of a reasoning-gym task
+        raise InputError(f"{row.where}: there is no answer to train on.", "Name data with answers.")
+    written = _with_plain_answer if encoder.template is None else _with_answers
+    found = []
+    for completion in completions:
+        said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
+        text = written(encoder, encoder.messages(row), said, row.where)
+        if everything:
+            text.mask_T[1:] = True
+        encoder.require_known(text.tokens_T.tolist(), row.where)
+        found.append(text)
+    return tuple(found)
+
+
+def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
+    """Return the longest text of a row as the model reads it, without the end token of a plain one."""
+    if row.answer == ():
+        return cast(str, row.prompt)
+    completions = (row.answer,) if isinstance(row.answer, str) else row.answer or ("",)
+    texts = []
+    for completion in completions:
+        said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
+        if encoder.template is None:
+            texts.append(f"{encoder.text(row)} {said[0]['content']}")
+        else:
+            texts.append(encoder.render([*encoder.messages(row), *said], row.where, answered=True))
+    return max(texts, key=len)
+
+
+def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
+    """Return a text as it is, with the end token behind it."""
+    tokens = list(encoder.tokenizer.encode(cast(str, row.prompt)))
+    end = _end_token(encoder, row.where)
+    tokens += [end] if tokens[-1:] != [end] else []
+    encoder.require_known(tokens, row.where)
+    mask_T = np.ones(len(tokens), bool)
+    mask_T[0] = False
+    return TrainedText(np.array(tokens, np.int32), mask_T)
+
+
+def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
+    """Return a prompt and its answer in the plain format of models without a chat template."""
+    if len(said) != 1:
+        raise InputError(
+            f"{where}: the tokenizer has no chat template, and the row has several messages to train on.",
+            "Give a template with --chat-template.",
+        )
+    before = encoder.render(prompt, where)
+    answer = said[0]["content"]
+    text = before + (answer if answer[:1].isspace() else f" {answer}")
+    tokens, (first, _) = _cut(encoder, text, [len(before), len(text)], where)
+    tokens = [*tokens, _end_token(encoder, where)]
+    return TrainedText(np.array(tokens, np.int32), np.arange(len(tokens)) >= first)
+
+
+def _with_answers(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
+    """Return a conversation by its chat template, up to the end of its last answer."""
+    last = max((place for place, message in enumerate(said) if message["role"] == ASSISTANT), default=-1)
+    if last < 0:
+        raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
+    messages = [*prompt, *said[: last + 1]]
+    whole = encoder.render(messages, where, answered=True)
+    cuts: list[int] = []
+    for place in range(len(prompt), len(messages)):
+        if messages[place]["role"] != ASSISTANT:
+            continue
+        before = encoder.render(messages[:place], where)
+        after = encoder.render(messages[: place + 1], where, answered=True)
+        answer = whole[len(before) : len(after)]
+        if not (whole.startswith(before) and whole.startswith(after)):
+            many = place + 1 < len(messages)
+            raise InputError(
+                f"{where}: the chat template does not say where message {place + 1} stands: what it writes up to there "
+                "is no beginning of the whole conversation.",
+                "Train on the last answer alone with --set data.train_on=last, or give another with --chat-template."
+                if many
+                else "Give another with --chat-template.",
+            )
+        if _squeezed(messages[place]["content"]) not in _squeezed(answer):
+            raise InputError(
+                f"{where}: the chat template leaves out a part of message {place + 1}, which is to be trained on.",
+                "Give another with --chat-template, or leave the row out.",
+            )
+        cuts += [len(before), len(after)]
+    tokens, places = _cut(encoder, whole, cuts, where)
+    mask_T, end = np.zeros(len(tokens), bool), 0
+    for first, after in zip(places[::2], places[1::2], strict=True):
+        ends = [place for place in range(first, after) if tokens[place] in encoder.stop_token_ids]
+        if not ends:
+            raise InputError(
+                f"{where}: the chat template writes no token that ends an answer, so the model would never learn to "
+                "stop.",
+                "Give another with --chat-template.",
+            )
+        end = ends[-1] + 1
+        mask_T[first:end] = True
+    return TrainedText(np.array(tokens[:end], np.int32), mask_T[:end])
+
+
+def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text, and the place among them of each of the characters `cuts`.
+
+    Where a token of the whole text would stand on both sides of a cut, each part is tokenized by itself, as it is when
+    the model answers. Raises InputError where that is another text.
+    """
+
+    def encode(part: str, *, begins: bool = True) -> list[int]:
+        # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
+        return list(encoder.tokenizer.encode(part, add_special_tokens=begins and encoder.template is None))
+
+    tokens = encode(text)
+    heads = [encode(text[:cut]) for cut in cuts]
+    if all(tokens[: len(head)] == head for head in heads):
+        return tokens, [len(head) for head in heads]
+    edges = sorted({0, *cuts, len(text)})
+    parts = [encode(text[first:last], begins=first == 0) for first, last in pairwise(edges)]
+    joined = [token for part in parts for token in part]
+    if encoder.tokenizer.decode(joined) != encoder.tokenizer.decode(tokens):
+        raise InputError(
+            f"{where}: a token stands on both sides of the beginning of an answer, and the tokenizer writes the parts "
+            "differently by themselves.",
+            "Give another template with --chat-template, or leave the row out.",
+        )
+    place_of = dict(zip(edges[1:], accumulate(len(part) for part in parts), strict=True))
+    return joined, [place_of[cut] for cut in cuts]
+
+
+def _end_token(encoder: PromptEncoder, where: str) -> int:
+    end: Any = encoder.tokenizer.eos_token_id
+    if end is None:
+        raise InputError(f"{where}: the tokenizer has no end token to put behind a text.", "Name one with --tokenizer.")
+    return end
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,131 @@
+"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+
+    reward(y)  = beta * (log pi(y | x) - log pi_ref(y | x))            summed over the tokens of a completion
+    loss       = - log sigmoid(reward(chosen) - reward(rejected))      averaged over the pairs of a batch
+
+With `preference.label_smoothing` e, the labels of a part e of the pairs are taken to be wrong (cDPO, Mitchell 2023):
+- (1 - e) log sigmoid(margin) - e log sigmoid(-margin). The reference is the model that the run began with.
+
+Both texts of a pair are in one micro-batch, the chosen one first (`CrewSpec.whole_groups`). Suffix P: its pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError
+from rlctl.rl.algorithms.algorithm import Algorithm
+from rlctl.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+PAIRS = "pairs"
+
+
+def _mean(name: str, curve: str, column: str = "") -> Metric:
+    return Metric(name, "mean", curve=curve, column=column, per=PAIRS, flat=True)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a micro-batch."""
+
+    pair_R: torch.Tensor  # int64: the pair of each token
+    tokens_P: torch.Tensor  # number of tokens of both texts
+    chosen_logps_P: torch.Tensor
+    rejected_logps_P: torch.Tensor
+    chosen_rewards_P: torch.Tensor
+    rejected_rewards_P: torch.Tensor
+
+    @property
+    def margins_P(self) -> torch.Tensor:
+        return self.chosen_rewards_P - self.rejected_rewards_P
+
+    def spread(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return values [R] whose sum over the tokens is that of `values_P` over the pairs."""
+        return (values_P / self.tokens_P.clamp(min=1))[self.pair_R]
+
+
+class Dpo(Algorithm):
+    """Learns which of two completions is preferred."""
+
+    rows = "pairs"
+    requires = frozenset({"reference_logprobs"})
+    metrics = (
+        Metric(PAIRS, "sum"),
+        _mean("rewards/chosen", "reward of chosen completions"),
+        _mean("rewards/rejected", "reward of rejected completions"),
+        _mean("rewards/margins", "margin of the rewards", "margin"),
+        _mean("rewards/accuracies", "share of pairs with a positive margin", "acc"),
+        _mean("logps/chosen", "log-prob of chosen completions"),
+        _mean("logps/rejected", "log-prob of rejected completions"),
+    )
+
+    def __init__(self, config: RlctlConfig) -> None:
+        super().__init__(config)
+        if config.batch.optimizer_steps > 1:
+            raise ConfigError(
+                f"batch.optimizer_steps = {config.batch.optimizer_steps} would divide the pairs of a batch.",
+                "Leave it out: a smaller --batch-size takes more optimizer steps.",
+            )
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        """Return 1 for the chosen completion and -1 for the rejected one."""
+        return np.array([1.0, -1.0])
+
+    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
+        """Return the weight of a pair in the mean over pairs."""
+        return np.full(len(response_tokens_N), 2 / max(1, len(response_tokens_N)))
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        from torch.nn.functional import logsigmoid
+
+        pairs, wrong = self.pairs(batch), self.config.preference.label_smoothing
+        loss_P = -(1 - wrong) * logsigmoid(pairs.margins_P) - wrong * logsigmoid(-pairs.margins_P)
+        return pairs.spread(loss_P)
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        pairs = self.pairs(batch)
+        found = {
+            PAIRS: pairs.tokens_P.clamp(max=1),
+            "rewards/chosen": pairs.chosen_rewards_P,
+            "rewards/rejected": pairs.rejected_rewards_P,
+            "rewards/margins": pairs.margins_P,
+            "rewards/accuracies": pairs.margins_P > 0,
+            "logps/chosen": pairs.chosen_logps_P,
+            "logps/rejected": pairs.rejected_logps_P,
+        }
+        return {name: pairs.spread(values_P) for name, values_P in found.items()}
+
+    def pairs(self, batch: TokenBatch) -> Pairs:
+        """Return the pairs of a micro-batch, with gradient."""
+        import torch
+
+        if batch.reference_logprobs_R is None:
+            raise ValueError("preferences are learned next to a reference policy, and the batch has none")
+        pair_R = batch.rollout_R // 2
+        texts = 2 * (int(pair_R.max()) + 1)
+
+        def summed(values_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            sums = torch.zeros(texts, dtype=values_R.dtype, device=values_R.device)
+            sums = sums.index_add(0, batch.rollout_R, values_R)
+            return sums[0::2], sums[1::2]
+
+        beta, (chosen, rejected) = self.config.preference.beta, summed(batch.logprobs_R)
+        chosen_reference, rejected_reference = summed(batch.reference_logprobs_R)
+        counts = summed(torch.ones_like(batch.logprobs_R, requires_grad=False))
+        return Pairs(
+            pair_R,
+            counts[0] + counts[1],
+            chosen,
+            rejected,
+            beta * (chosen - chosen_reference),
+            beta * (rejected - rejected_reference),
+        )

@@ -1,0 +1,186 @@
+"""Texts of a dataset as batches to train on, where nothing is sampled.
+
+A row of the data is a group: one text, or the two of a pair, the chosen one first. What is trained on them follows from
+the algorithm: a text has no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.cluster.objects import put
+from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
+from rlctl.data.chat import PromptEncoder
+from rlctl.data.holdout import open_validation
+from rlctl.data.mixing import Mixing
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
+from rlctl.data.texts import TrainedText, trained_texts, whole_text
+from rlctl.errors import ConfigError, InputError
+from rlctl.rollouts.ledger import Ledger
+from rlctl.rollouts.prompt_order import OpenedSource, PromptOrder, PromptStream
+from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
+from rlctl.telemetry.metrics import LOSS
+
+FROM_DATA = "data"
+"""Stop reason of a text that nobody sampled."""
+
+
+class TextStream(PromptStream):
+    """The text, or the pair of texts, at each position. `limit` is the most tokens of a text."""
+
+    kind = "text"
+
+    def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
+        """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
+        source = self._named[row.source]
+        found = trained_texts(source.encoder, row, everything=source.data.train_on == "all")
+        longest = max(len(text.tokens_T) for text in found)
+        if self.limit is None or longest <= self.limit:
+            return found
+        if source.data.too_long == "drop":
+            return ()
+        raise InputError(
+            f"{row.where}: the text has {longest:,} tokens, and --max-length is {self.limit:,}.",
+            "Raise it, or leave such rows out with --set data.too_long=drop.",
+        )
+
+    def text(self, row: PromptRow) -> str:
+        return whole_text(self._named[row.source].encoder, row)
+
+    def tokens(self, row: PromptRow) -> Sequence[int]:
+        """Return the token ids of the longest text of a row; none where it is dropped."""
+        found = self.texts(row)
+        return max((text.tokens_T.tolist() for text in found), key=len, default=[])
+
+
+@dataclass(frozen=True)
+class HeldOutTexts:
+    """The texts of a run's validation."""
+
+    label: str
+    stream: TextStream
+    rows: tuple[PromptRow, ...]
+    fingerprint: dict[str, Any]
+    rewards: None = None
+    """Texts are not scored."""
+
+    @classmethod
+    def open(cls, config: RlctlConfig, texts: TextStream, model_dir: Path) -> HeldOutTexts | None:
+        """Open what a run validates on; None where it does not. Raises ConfigError or InputError for what is wrong with
+        it."""
+        wanted = config.validation
+        if not wanted.wanted:
+            return None
+        if metric_of_the_best(config) != LOSS:
+            raise ConfigError(
+                f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
+                f"There is {VALIDATION_PREFIX}{LOSS}.",
+            )
+        source, data = open_validation(config, texts.held_out)
+        encoder = PromptEncoder.build(texts.encoder.tokenizer, config.model, data, model_dir)
+        order = PromptOrder(len(source), config.run.seed)
+        opened = OpenedSource("", source, data, encoder, config.reward, order)
+        rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
+        return cls(source.label, TextStream([opened], Mixing([1.0]), len(rows)), rows, source.fingerprint())
+
+    def require_fit(self, limit: int) -> None:
+        """Raise InputError for a text of more than `limit` tokens, unless such texts are left out."""
+        self.stream.limit = limit
+        fitting = [row for row in self.rows if self.stream.texts(row)]
+        if not fitting:
+            raise InputError("validation: every text is longer than --max-length.", "Raise it, or name other texts.")
+
+    def describe(self, config: RlctlConfig) -> str:
+        """Return what is validated, and when."""
+        held = " held out of the data" if config.validation.data.name is None and config.validation.holdout else ""
+        return f"validation: {times_of(config.validation)}: {len(self.rows)} texts{held or f' of {self.label}'}"
+
+    def groups(self) -> tuple[RolloutGroup, ...]:
+        """Return the texts with their columns in the object store."""
+        return groups_of(self.stream, {FIRST_POSITION + place: row for place, row in enumerate(self.rows)})
+
+
+class DatasetSource:
+    """Batches of `batch.prompts` rows each, in the order of the data."""
+
+    def __init__(self, config: RlctlConfig, stream: TextStream) -> None:
+        self._rows, self._stream = config.batch.prompts, stream
+        self._ledger = Ledger()
+
+    def next(self, version: int) -> RolloutBatch:
+        """Return the groups of the next rows. A batch whose rows are all too long is passed over."""
+        dropped = 0
+        while True:
+            positions = self._ledger.take(self._rows)
+            groups = groups_of(self._stream, {place: self._stream.prompt_at(place) for place in positions})
+            self._ledger.finish(positions)
+            self._ledger.hand_over(positions)
+            dropped += len(positions) - len(groups)
+            if groups:
+                return RolloutBatch(groups, {"dropped_rows": dropped} if dropped else {})
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._ledger.state())
+
+    def write(self, directory: Path) -> None:
+        """There is nothing to write."""
+
+    def restore(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Go on after the trained positions. Raises InputError where `state` is no ledger."""
+        try:
+            self._ledger = Ledger.restored(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"The checkpoint's ledger cannot be read: {error}.",
+                "Resume from a checkpoint before it, or start a new run.",
+            ) from error
+
+
+def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[RolloutGroup, ...]:
+    """Return the groups of rows by their positions, with their columns in the object store."""
+    found = []
+    for position, row in rows.items():
+        if texts := stream.texts(row):
+            found.append(group_of(position, row, texts, put(columns_of(texts))))
+    return tuple(found)
+
+
+def group_of(position: int, row: PromptRow, texts: Sequence[TrainedText], columns: object) -> RolloutGroup:
+    """Return a group of texts, whose token columns `columns` holds."""
+    rollouts = tuple(
+        Rollout(
+            position=position,
+            sample=sample,
+            seed=0,
+            versions=(),
+            stop_reason=FROM_DATA,
+            prompt_tokens=text.prompt_tokens,
+            tokens=len(text.tokens_T),
+            response_tokens=int(text.mask_T.sum()),
+            reward=None,
+            terms={},
+            accuracy=None,
+        )
+        for sample, text in enumerate(texts)
+    )
+    return RolloutGroup(position, row, rollouts, columns, None)
+
+
+def columns_of(texts: Sequence[TrainedText], extra_T: Mapping[str, np.ndarray] | None = None) -> RolloutColumns:
+    """Return the token columns of a group of texts, with further ones."""
+    tokens_T = np.concatenate([text.tokens_T for text in texts])
+    return RolloutColumns(
+        tokens_T=tokens_T,
+        offsets_G=np.cumsum([0, *(len(text.tokens_T) for text in texts)]).astype(np.int32),
+        loss_mask_T=np.concatenate([text.mask_T for text in texts]),
+        logprobs_T=np.zeros(len(tokens_T), np.float32),
+        weight_version_T=np.full(len(tokens_T), -1, np.int32),
+        extra_T=dict(extra_T or {}),
+    )

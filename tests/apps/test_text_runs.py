@@ -1,0 +1,107 @@
+"""Runs on texts and on pairs, as a user starts them: no engine, a falling loss, validation, and a resume."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.telemetry.metrics import read_metrics
+from support.commands import Run
+from support.metrics import without_timing
+
+LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--seed", "1", "--set", "model.convert=false")
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return read_metrics(run / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    sums = [(a, b) for a in range(6) for b in (3, 7)]
+    rows: list[dict[str, Any]] = [{"prompt": f"What is {a} + {b}?", "completion": f"It is {a + b}."} for a, b in sums]
+    rows.append({"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is 3."}]})
+    rows.append({"text": "A model reads tokens and writes tokens."})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [
+        {"prompt": f"What is {a} + 3?", "chosen": f"It is {a + 3}.", "rejected": "I do not know what that is."}
+        for a in range(9)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_model_is_trained_on_texts_and_resumed_as_if_it_had_not_stopped(
+    run_here: Run, tiny_llama: Path, texts: Path, tmp_path: Path, backend: str
+) -> None:
+    def run(name: str, steps: int) -> Path:
+        done = run_here(
+            "train", "sft", "--model", str(tiny_llama), "--data", str(texts), *LAYOUT, "--backend", backend, "--lr",
+            "3e-3", "--steps", str(steps), "--batch-size", "4", "--max-length", "96", "--run-dir", str(tmp_path / name),
+            "--set", "validation.holdout=3", "--set", "validation.every=2", "--set", "validation.at_start=true",
+            "--set", "training.dp=2",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "validation before step 1: loss" in done.stderr
+        return tmp_path / name
+
+    whole, part = run("whole", 5), run("part", 3)
+    lines = lines_of(whole)
+    assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"} <= lines[0].keys()
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert lines[3]["validation"]["loss"] < lines[0]["validation_at_start"]["loss"]
+    assert lines[0]["seconds"]["generation"] == lines[0]["seconds"]["refit"] == 0
+    assert sorted(path.name for path in (whole / "logs").iterdir()) == ["driver.log", "policy-0.log", "policy-1.log"]
+    assert "loss" in (whole / "report.html").read_text()
+    done = run_here("train", "sft", "--resume", "--run-dir", str(part), "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    assert without_timing(lines_of(part)) == without_timing(lines)
+    done = run_here("train", "dpo", "--resume", "--run-dir", str(part), "--steps", "6")
+    assert done.returncode == 2
+    assert "`run.algorithm` = 'dpo' (train dpo), but the run was begun with 'sft'" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_preferences_are_learned(run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path) -> None:
+    done = run_here(
+        "train", "dpo", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--lr", "1e-3", "--epochs", "2",
+        "--batch-size", "3", "--beta", "0.2", "--run-dir", str(tmp_path / "run"), "--set", "training.dp=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(tmp_path / "run")
+    assert len(lines) == 6
+    assert lines[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference: log 2
+    assert lines[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert lines[-1]["loss"] < 0.6
+    assert lines[-1]["rewards/accuracies"] == 1
+    assert lines[-1]["rewards/margins"] == pytest.approx(lines[-1]["rewards/chosen"] - lines[-1]["rewards/rejected"])
+    assert all(line["logps/chosen"] < 0 and line["logps/rejected"] < 0 and line["pairs"] == 3 for line in lines)
+
+
+def test_a_dry_run_shows_the_text_and_what_has_a_loss(
+    run_here: Run, tiny_llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    wanted = ("train", "sft", "--model", str(tiny_llama), "--data", str(texts), *LAYOUT, "--dry-run")
+    shown = " ".join(run_here(*wanted).stdout.split())
+    assert "It is 3.<|im_end|>" in shown
+    assert re.search(r"texts.jsonl, line 1, \d+ tokens, \d of them with a loss", shown)
+    assert "generation" not in shown
+    long = run_here(*wanted, "--max-length", "20")
+    assert long.returncode == 2
+    assert "the text has" in long.stderr
+    assert run_here(*wanted, "--max-length", "20", "--set", "data.too_long=drop").returncode == 0

@@ -1,0 +1,183 @@
+"""Texts to train on: which rows hold them, and which of their tokens have a loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.schema import DataConfig, ModelConfig
+from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompts import open_prompts
+from rlctl.data.texts import TrainedText, trained_texts, whole_text
+from rlctl.errors import InputError
+from support.tiny_models import CHAT_TEMPLATE
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 1 + 2?"},
+    {"role": "assistant", "content": "It is 3."},
+    {"role": "user", "content": "And 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+]
+ONLY_LAST = (  # as templates do that leave out the reasoning of earlier turns
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ 'Thought.\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WITHOUT_END = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CUTTING = CHAT_TEMPLATE.replace("message['content']", "message['content'][:4]")
+
+
+def encoder_of(model: Path, template: str | None = CHAT_TEMPLATE, **data: Any) -> PromptEncoder:
+    settings = ModelConfig(chat_template=template)
+    tokenizer = load_tokenizer(model, settings)
+    if template is None:
+        tokenizer.chat_template = None
+    return PromptEncoder.build(tokenizer, settings, DataConfig.model_validate(data), model)
+
+
+def row_of(directory: Path, record: dict[str, Any], rows: str = "texts", **data: Any) -> PromptRow:
+    path = directory / "rows.jsonl"
+    path.write_text(json.dumps(record))
+    return open_prompts(DataConfig.model_validate({"name": str(path), "rows": rows, **data}))[0]
+
+
+def parts(encoder: PromptEncoder, text: TrainedText) -> tuple[str, list[str]]:
+    """The whole text, and each stretch of tokens with a loss."""
+    found: list[list[int]] = []
+    before = False
+    for token, trained in zip(text.tokens_T.tolist(), text.mask_T.tolist(), strict=True):
+        if trained and not before:
+            found.append([])
+        if trained:
+            found[-1].append(token)
+        before = trained
+    decode: Any = encoder.tokenizer.decode
+    return decode(text.tokens_T.tolist()), [decode(one) for one in found]
+
+
+def test_a_completion_has_a_loss_up_to_the_token_that_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
+    encoder = encoder_of(tiny_llama)
+    row = row_of(tmp_path, {"prompt": "What is 1 + 2?", "completion": "It is 3."})
+    (text,) = trained_texts(encoder, row)
+    whole, trained = parts(encoder, text)
+    assert trained == ["It is 3.<|im_end|>"]
+    assert whole == "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 3.<|im_end|>"
+    assert tuple(text.tokens_T[: text.prompt_tokens].tolist()) == encoder.encode(row)
+    assert whole_text(encoder, row) == whole + "\n"
+    (every,) = trained_texts(encoder, row, everything=True)
+    assert every.mask_T.tolist() == [False] + [True] * (len(text.tokens_T) - 1)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "trained"),
+    [("assistant", ["It is 3.<|im_end|>", "4<|im_end|>"]), ("last", ["4<|im_end|>"])],
+)
+def test_messages_of_the_assistant_have_a_loss(
+    tiny_llama: Path, tmp_path: Path, train_on: str, trained: list[str]
+) -> None:
+    encoder = encoder_of(tiny_llama)
+    (text,) = trained_texts(encoder, row_of(tmp_path, {"messages": CHAT}, train_on=train_on))
+    whole, found = parts(encoder, text)
+    assert found == trained
+    assert whole == encoder.render(CHAT, answered=True).removesuffix("\n")
+    (cut,) = trained_texts(encoder, row_of(tmp_path, {"messages": CHAT[:4]}, train_on="assistant"))
+    assert parts(encoder, cut)[1] == ["It is 3.<|im_end|>"]
+
+
+def test_other_names_and_messages_as_prompt_and_completion(tiny_llama: Path, tmp_path: Path) -> None:
+    encoder = encoder_of(tiny_llama)
+    named = row_of(tmp_path, {"q": "What?", "a": "It is 3."}, prompt_field="q", answer_field="a")
+    chat = row_of(tmp_path, {"prompt": CHAT[:4], "completion": CHAT[4:]})
+    assert [parts(encoder, trained_texts(encoder, row)[0])[1] for row in (named, chat)] == [
+        ["It is 3.<|im_end|>"], ["4<|im_end|>"],
+    ]  # fmt: skip
+
+
+def test_a_plain_text_and_the_plain_format_end_with_the_end_token(tiny_llama: Path, tmp_path: Path) -> None:
+    (text,) = trained_texts(encoder_of(tiny_llama), row_of(tmp_path, {"text": "A model reads tokens."}))
+    assert text.mask_T.tolist() == [False] + [True] * (len(text.tokens_T) - 1)
+    plain = encoder_of(tiny_llama, None)
+    end = plain.tokenizer.decode(plain.tokenizer.eos_token_id)
+    assert parts(plain, text)[0] == f"A model reads tokens.{end}"
+    (answered,) = trained_texts(plain, row_of(tmp_path, {"prompt": "What?", "completion": "It is 3."}))
+    assert parts(plain, answered) == (f"Question: What?\nAnswer: It is 3.{end}", [f" It is 3.{end}"])
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (ONLY_LAST, "does not say where message 3 stands.*"),
+        (WITHOUT_END, "writes no token that ends an answer"),
+        (CUTTING, "leaves out a part of message 3"),
+    ],
+)
+def test_a_mask_that_does_not_follow_from_the_template_is_refused(
+    tiny_llama: Path, tmp_path: Path, template: str, why: str
+) -> None:
+    with pytest.raises(InputError, match=why):
+        trained_texts(encoder_of(tiny_llama, template), row_of(tmp_path, {"messages": CHAT}))
+
+
+def test_the_last_answer_is_known_where_earlier_ones_are_not(tiny_llama: Path, tmp_path: Path) -> None:
+    encoder = encoder_of(tiny_llama, ONLY_LAST)
+    (text,) = trained_texts(encoder, row_of(tmp_path, {"messages": CHAT}, train_on="last"))
+    assert parts(encoder, text)[1] == ["Thought.\n4<|im_end|>"]
+
+
+def test_a_token_on_both_sides_of_an_answer_is_cut_as_the_model_sees_it(tiny_llama: Path, tmp_path: Path) -> None:
+    merging = CHAT_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>the quick brown fo").replace(
+        "'<|im_start|>' + message['role'] + '\n'",
+        "('<|im_start|>the quick brown fo' if message['role'] == 'assistant' else '<|im_start|>user\n')",
+    )
+    encoder = encoder_of(tiny_llama, merging)
+    row = row_of(tmp_path, {"prompt": "What?", "completion": "x jumps"})
+    (text,) = trained_texts(encoder, row)
+    assert tuple(text.tokens_T[: text.prompt_tokens].tolist()) == encoder.encode(row)
+    assert parts(encoder, text)[1] == ["x jumps<|im_end|>"]
+
+
+def test_pairs_share_their_prompt(tiny_llama: Path, tmp_path: Path) -> None:
+    encoder = encoder_of(tiny_llama)
+    plain = {"prompt": "What is 1 + 2?", "chosen": "It is 3.", "rejected": "I do not know."}
+    chats = {"chosen": CHAT, "rejected": [*CHAT[:4], {"role": "assistant", "content": "5"}]}
+    expected = [["It is 3.<|im_end|>", "I do not know.<|im_end|>"], ["4<|im_end|>", "5<|im_end|>"]]
+    for record, answers in zip((plain, chats), expected, strict=True):
+        row = row_of(tmp_path, record, rows="pairs")
+        chosen, rejected = trained_texts(encoder, row)
+        assert [parts(encoder, one)[1] for one in (chosen, rejected)] == [answers[:1], answers[1:]]
+        assert chosen.prompt_tokens == rejected.prompt_tokens
+        assert (chosen.tokens_T[: chosen.prompt_tokens] == rejected.tokens_T[: chosen.prompt_tokens]).all()
+
+
+@pytest.mark.parametrize(
+    ("record", "rows", "why"),
+    [
+        ({"question": "What?"}, "texts", "no text to train on. Its fields are question"),
+        ({"messages": CHAT[:2]}, "texts", "has no message of the assistant"),
+        ({"messages": CHAT[2:]}, "texts", "begins with a message of the assistant"),
+        ({"prompt": "What?", "completion": ""}, "texts", "field 'completion' is no completion"),
+        ({"prompt": "What?", "chosen": "a"}, "pairs", "no field 'rejected'"),
+        ({"chosen": "a", "rejected": "b"}, "pairs", "no field 'prompt'"),
+        ({"chosen": CHAT, "rejected": CHAT}, "pairs", "not two answers to the same messages"),
+    ],
+)
+def test_a_row_without_a_text_is_refused_by_its_line(
+    tmp_path: Path, record: dict[str, Any], rows: str, why: str
+) -> None:
+    with pytest.raises(InputError, match=f"rows.jsonl, line 1: .*({why})"):
+        row_of(tmp_path, record, rows=rows)
+
+
+def test_answers_of_a_task_are_texts_too(tiny_llama: Path) -> None:
+    data = DataConfig(name="reasoning-gym:chain_sum", rows="texts", size=3)
+    encoder, row = encoder_of(tiny_llama), open_prompts(data)[0]
+    (text,) = trained_texts(encoder, row)
+    assert parts(encoder, text)[1] == [f"{row.answer}<|im_end|>"]

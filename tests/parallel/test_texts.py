@@ -1,0 +1,119 @@
+"""Training on packed texts and pairs has the loss and the gradient of unpacked ones in transformers, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.backends.batch import MinibatchResult, TrainBatch
+from rlctl.backends.packing import plan_batch
+from rlctl.config.load import resolve
+from rlctl.config.schema import OptimizerConfig
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.texts import TrainedText
+from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rl.loop import make_batch
+from rlctl.rollouts.dataset import columns_of, group_of
+from support.parallel_cases import Case, make_worker, wholes
+from support.pool import Pool
+from support.reference import facts, hf_model
+
+Pools = Callable[[int], Pool]
+SHIFT = 0.3
+"""The reference is the policy, and its log-probs are made less by this."""
+ROW = 48
+
+
+def texts_of(position: int, pairs: bool) -> list[TrainedText]:
+    """Texts of several lengths; some have context between two answers. Those of a pair share their prompt."""
+    rng, found = np.random.default_rng(position), []
+    prompt = rng.integers(3, facts("qwen3").vocab, 3 + position)
+    for sample in range(1 + pairs):
+        tokens = np.concatenate([prompt, rng.integers(3, facts("qwen3").vocab, 4 + 2 * position - sample)])
+        mask = np.arange(len(tokens)) >= len(prompt)
+        mask[len(prompt) + 2] = position % 2 == 0
+        found.append(TrainedText(tokens.astype(np.int32), mask))
+    return found
+
+
+def algorithm_of(name: str) -> Algorithm:
+    return algorithm_from_config(resolve(flags={"run.algorithm": name}, environment={}).config)
+
+
+def batch_of(name: str) -> TrainBatch:
+    groups = []
+    for position in range(5):
+        texts = texts_of(position, pairs=name == "dpo")
+        groups.append(group_of(position, PromptRow(0, "", "", None), texts, columns_of(texts)))
+    return make_batch(groups, algorithm_of(name), 1)
+
+
+def run_texts(rank: int, case: Case, model: Path, name: str) -> tuple[MinibatchResult | None, Any]:
+    """The result and the gradient of a step that changes nothing."""
+    algorithm, batch = algorithm_of(name), batch_of(name)
+    worker = make_worker(rank, case, model, optimizer=OptimizerConfig(clip_grad=0))
+    plan = plan_batch(
+        batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=ROW, whole_groups=name == "dpo",
+        share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
+        micro_batch_multiple=case.parallel.micro_batch_multiple,
+    )  # fmt: skip
+    assert plan.stats.micro_batches > 1
+    assert any(len(micro) > 2 for shard in plan.shards for micro in shard.minibatches[0])
+    worker.hold_reference()
+    worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
+    for column in sorted(algorithm.needs):
+        worker.add_logprobs(column)
+        for row in worker._rows[0]:
+            row.columns_R[column] = row.columns_R[column] - SHIFT
+    evaluated = worker.evaluate_minibatch(0, RunLoss(algorithm))
+    result = worker.train_minibatch(0, RunLoss(algorithm), 0.0, 0.0)
+    if result is not None:
+        assert evaluated.loss == pytest.approx(result.loss, rel=1e-6)
+        assert evaluated.sums == pytest.approx(result.sums, rel=1e-6)
+    return result, wholes(worker, "grad") if case.backend == "dtensor" else None
+
+
+def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradient by transformers, one text at a time."""
+    model: Any = copy.deepcopy(hf_model("qwen3")).double()
+    beta, logps, tokens = 0.1, list[torch.Tensor](), 0
+    for position in range(5):
+        for text in texts_of(position, pairs=name == "dpo"):
+            ids = torch.from_numpy(text.tokens_T).long()
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            chosen = logprobs.gather(1, ids[1:, None])[:, 0]
+            logps.append(chosen[torch.from_numpy(text.mask_T[1:])])
+            tokens += int(text.mask_T.sum())
+    if name == "sft":
+        loss = -torch.cat(logps).sum() / tokens
+    else:
+        rewards = [beta * (one - (one.detach() - SHIFT)).sum() for one in logps]
+        margins = [good - bad for good, bad in zip(rewards[0::2], rewards[1::2], strict=True)]
+        loss = -torch.stack(margins).sigmoid().log().mean()
+    loss.backward()
+    return float(loss), {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_packed_texts_have_the_gradient_of_unpacked_ones(
+    pools: Pools, published: Callable[[str], Path], name: str, backend: str
+) -> None:
+    loss, gradient = reference(name)
+    norm = float(torch.stack([value.norm() for value in gradient.values()]).norm())
+    case = Case("qwen3", backend=backend)
+    ((result, found),) = pools(1).run(run_texts, case, published("qwen3"), name)
+    assert result is not None
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    if backend == "dtensor":
+        assert found.keys() == gradient.keys()
+        for key, value in gradient.items():
+            torch.testing.assert_close(found[key].double(), value, rtol=1e-4, atol=1e-6)

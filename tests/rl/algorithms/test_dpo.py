@@ -1,0 +1,111 @@
+"""The loss of preferences against its formula in float64, and its metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.backends.batch import MinibatchResult, TokenBatch
+from rlctl.config.load import resolve
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError
+from rlctl.rl.algorithms.algorithm import RunLoss
+from rlctl.rl.algorithms.available import algorithm_from_config
+
+LENGTHS = [(3, 5), (2, 0), (4, 1)]
+"""Tokens of the chosen and of the rejected completion of each pair."""
+BETA = 0.3
+
+
+def config(**preference: Any) -> RlctlConfig:
+    sets = [f"preference.{key}={value}" for key, value in preference.items()]
+    return resolve(flags={"run.algorithm": "dpo"}, sets=sets, environment={}).config
+
+
+def batch(pairs: list[int]) -> TokenBatch:
+    """A micro-batch of some of the pairs; log-probs follow from pair, completion and token."""
+    counts = [count for pair in pairs for count in LENGTHS[pair]]
+    rollout_R = torch.tensor([index for index, count in enumerate(counts) for _ in range(count)])
+    rng = [np.random.default_rng(pair) for pair in pairs]
+    policy, reference = (
+        torch.tensor(np.concatenate([-draw.random(sum(LENGTHS[pair])) for draw, pair in zip(rng, pairs, strict=True)]))
+        for _ in range(2)
+    )
+    zeros = torch.zeros_like(policy)
+    return TokenBatch(
+        logprobs_R=policy.requires_grad_(), entropy_R=zeros, rollout_logprobs_R=zeros, advantages_R=zeros,
+        token_weights_R=torch.full_like(zeros, 1 / len(LENGTHS)), counted_R=torch.ones_like(zeros, dtype=torch.bool),
+        rollout_R=rollout_R, reference_logprobs_R=reference,
+    )  # fmt: skip
+
+
+def in_plain_python(smoothing: float) -> dict[str, float]:
+    """Equation 7 of the paper over all pairs, one token after another."""
+    found: dict[str, list[float]] = {"loss": [], "chosen": [], "rejected": [], "right": [], "logp": []}
+    for pair, (chosen, rejected) in enumerate(LENGTHS):
+        one = batch([pair])
+        assert one.reference_logprobs_R is not None
+        policy, reference = one.logprobs_R.tolist(), one.reference_logprobs_R.tolist()
+        of_chosen = sum(policy[:chosen]) - sum(reference[:chosen])
+        of_rejected = sum(policy[chosen : chosen + rejected]) - sum(reference[chosen : chosen + rejected])
+        margin = BETA * (of_chosen - of_rejected)
+        right, wrong = 1 / (1 + math.exp(-margin)), 1 / (1 + math.exp(margin))
+        found["loss"].append(-(1 - smoothing) * math.log(right) - smoothing * math.log(wrong))
+        found["chosen"].append(BETA * of_chosen)
+        found["rejected"].append(BETA * of_rejected)
+        found["right"].append(float(margin > 0))
+        found["logp"].append(sum(policy[:chosen]))
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_loss_and_the_metrics_are_those_of_the_paper_however_pairs_are_dealt(smoothing: float) -> None:
+    run_loss = RunLoss(algorithm_from_config(config(beta=BETA, label_smoothing=smoothing)))
+    expected = in_plain_python(smoothing)
+    for dealt in ([[0, 1, 2]], [[2], [0, 1]]):
+        outputs = [run_loss(batch(pairs)) for pairs in dealt]
+        assert sum(float(one.loss) for one in outputs) == pytest.approx(expected["loss"], rel=1e-12)
+        results = [
+            MinibatchResult(0.0, {name: float(v) for name, v in one.sums.items()}, {}, 1.0, False) for one in outputs
+        ]
+        metrics = run_loss.metrics(results)
+        assert metrics["pairs"] == pytest.approx(3)
+        assert metrics["rewards/chosen"] == pytest.approx(expected["chosen"])
+        assert metrics["rewards/rejected"] == pytest.approx(expected["rejected"])
+        assert metrics["rewards/margins"] == pytest.approx(expected["chosen"] - expected["rejected"])
+        assert metrics["rewards/accuracies"] == pytest.approx(expected["right"])
+        assert metrics["logps/chosen"] == pytest.approx(expected["logp"])
+
+
+def test_the_gradient_is_that_of_the_paper() -> None:
+    algorithm = algorithm_from_config(config(beta=BETA))
+    whole = batch([0, 1, 2])
+    RunLoss(algorithm)(whole).loss.backward()
+    start = 0
+    for pair, (chosen, rejected) in enumerate(LENGTHS):
+        one = batch([pair])
+        assert one.reference_logprobs_R is not None
+        ratio = (one.logprobs_R - one.reference_logprobs_R).detach()
+        margin = BETA * float(ratio[:chosen].sum() - ratio[chosen:].sum())
+        weight = BETA / (1 + math.exp(margin)) / len(LENGTHS)  # sigmoid(rejected reward - chosen reward)
+        expected = torch.tensor([-weight] * chosen + [weight] * rejected, dtype=torch.float64)
+        assert whole.logprobs_R.grad is not None
+        torch.testing.assert_close(whole.logprobs_R.grad[start : start + chosen + rejected], expected)
+        start += chosen + rejected
+
+
+def test_a_batch_of_pairs_is_one_optimizer_step() -> None:
+    wanted = config().model_copy(update={"batch": config().batch.model_copy(update={"optimizer_steps": 2})})
+    with pytest.raises(ConfigError, match="would divide the pairs"):
+        algorithm_from_config(wanted)
+
+
+def test_the_built_in_losses_are_for_the_rows_that_they_learn_from() -> None:
+    for name, rows in (("grpo", "texts"), ("sft", "prompts"), ("dpo", "texts")):
+        wanted = resolve(flags={"run.algorithm": name, "data.rows": rows}, environment={}).config
+        with pytest.raises(ConfigError, match=f"data.rows = {rows}"):
+            algorithm_from_config(wanted)
