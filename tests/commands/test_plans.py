@@ -95,7 +95,7 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
         (GENERATE, ["--temperature", "-1"], 2, "(flag --temperature)"),
         (["plan", "--run", "x"], ["--model", "y"], 2, "--model would do nothing"),
         (GENERATE, ["--set", "run.steps=3"], 2, "--set run.steps=3 has no effect on completions"),
-        (["plan", "--model", "Qwen/Qwen3-8B"], ["--max-length", "1"], 2, "--max-length 1 leaves no room"),
+        (["plan", "--model", "Qwen/Qwen3-8B"], ["--max-length", "1"], 2, "--max-new-tokens 1 leaves no room"),
         (["plan", "--run", "x"], ["--explain"], 2, "--explain would do nothing"),
         (["plan", "--run", "x"], ["--split"], 2, "--split would do nothing"),
         (["plan", "--compare", "1node", "2nodes"], ["--top", "2"], 2, "--top would do nothing"),

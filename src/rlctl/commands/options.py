@@ -115,7 +115,7 @@ FLAGS = {
     "goal": Flag(
         str,
         "run.goal",
-        "Plan for the shortest step (fast), more free memory (safe) or the fewest GPU seconds (frugal).",
+        "Plan for short steps, free memory or few GPU seconds.",
         "fast|safe|frugal",
     ),
     "config": Flag(

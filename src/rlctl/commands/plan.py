@@ -66,7 +66,8 @@ def plan(
     ends with exit code 4 if no plan fits.
     """
     if run is not None:
-        given = [name for name, value in context.params.items() if value and name not in ("run", "json_")]
+        sources = {name: context.get_parameter_source(name) for name in context.params if name not in ("run", "json_")}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
         refuse_with(f"--run {run} shows the plan that the run was made with", given)
         show_run(run, json_)
         return

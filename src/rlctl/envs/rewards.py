@@ -25,10 +25,19 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource, completion: str 
     `completion` is tried too. Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded,
     or raises.
     """
-    terms = _checked_terms(reward, source)
+    terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
+    if not terms:
+        raise InputError(
+            f"No reward: {source.label} brings no scorer of its own.",
+            "Give --reward exact-match, math-verify, ifeval or path/to/file.py:function.",
+        )
+    terms = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
+    names = [term.name for term in terms]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"Reward {twice!r} is given twice.", "Give it once, with the sum of the weights.")
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
-    accuracy = next((term.name for term in terms if term.name in BUILT_IN), None)
+    accuracy = next((name for name in names if name in BUILT_IN), None)
     plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
     return tried(plan, source[0], completion)
 
@@ -60,22 +69,6 @@ def _known_name(name: str) -> str:
         return name
     hint = suggest(name, known) or f"Rewards are {', '.join(known)} and path/to/file.py:function."
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
-
-
-def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTerm, ...]:
-    """Return the terms, with paths made absolute; a task's own scorer where none are given."""
-    terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
-    if not terms:
-        raise InputError(
-            f"No reward: {source.label} brings no scorer of its own.",
-            "Give --reward exact-match, math-verify, ifeval or path/to/file.py:function.",
-        )
-    checked = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
-    names = [term.name for term in checked]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"Reward {name!r} is given twice.", "Give it once, with the sum of the weights.")
-    return checked
 
 
 def _checked_name(name: str, source: PromptSource) -> str:

@@ -283,7 +283,7 @@ def wanted_loggers(
 
     Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` hears.
     """
-    default: tuple[LoggerName, ...] = ("tensorboard", *(("wandb",) if os.environ.get("WANDB_API_KEY") else ()))
+    default: tuple[LoggerName, ...] = ("tensorboard", "wandb") if os.environ.get("WANDB_API_KEY") else ("tensorboard",)
     found: list[LoggerName] = []
     for name in default if config.loggers is None else config.loggers:
         problem = f"run.loggers names {name}, and the package `{name}` is not installed."
