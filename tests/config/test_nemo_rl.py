@@ -15,11 +15,12 @@ from jinja2 import Template
 from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
+from rlctl.config.keys import nest
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
 from rlctl.config.nemo_rl.mapping_rules import MEGATRON, Found, Import
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, read_recipe
-from rlctl.config.sources import Source, Value, nest
+from rlctl.config.sources import Source
 from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.catalog import lookup
@@ -260,7 +261,9 @@ def test_keys_become_rlctls_with_these_values(
 
 
 def test_an_epoch_that_ends_sooner_names_the_steps(tmp_path: Path) -> None:
-    said = [line for line in recipe(tmp_path, **EPOCHS, grpo__max_num_epochs=1).changed if "max_num_epochs" in line]
+    said = [
+        line for line in recipe(tmp_path, **EPOCHS, grpo__max_num_epochs=1).lines("changed") if "max_num_epochs" in line
+    ]
     assert "set it to 1 x rows of the data / 16 prompts" in said[0]
 
 
@@ -370,11 +373,11 @@ def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatc
     # To read thousands of recipes, and to look for what unknown keys may mean, takes long.
     given: dict[str, Any] = {}
     monkeypatch.setattr("rlctl.config.nemo_rl.recipe.read_recipe", lambda *_: given)
-    monkeypatch.setattr("rlctl.config.nemo_rl.recipe._close", lambda *_: [])
+    monkeypatch.setattr("rlctl.config.nemo_rl.recipe.closest", lambda *_: None)
     for key in RULES:
         if not key.endswith("*"):
             around = {name: on[name] for name in on if not name.startswith(f"{key}.")}
-            given = nest(Value(name, found, "") for name, found in (around | {key: value}).items())
+            given = nest(around | {key: value})
             result = import_recipe(None)
             assert all(isinstance(line, str) for line in result.unsupported), key
 
@@ -398,7 +401,7 @@ def test_a_section_in_place_of_a_value_is_refused_once(tmp_path: Path, key: str,
     (line,) = result.unsupported
     assert line.startswith(f"{key} = {{'gpus")
     assert line.endswith("it is a section, and NeMo-RL has one value there")
-    assert not result.unknown
+    assert not result.of("not known")
     assert key not in result.source.values()
 
 

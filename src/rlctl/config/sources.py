@@ -23,6 +23,7 @@ from rlctl.config.keys import (
     known_keys,
     names_variable,
     nearest,
+    nest,
     takes_number,
     takes_text,
 )
@@ -128,7 +129,7 @@ class Source(PydanticBaseSettingsSource):
     def __call__(self) -> dict[str, Any]:
         """Return the kept values as nested sections."""
         self.kept = [value for value in self.values if not self.superseded(value)]
-        return nest(self.kept)
+        return nest({value.key: value.value for value in self.kept})
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return one section; the library requires this method and calls the source as a whole."""
@@ -310,8 +311,8 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         refusal = Refusal(line, settled_by, final=recipe.foreign is not None)
         refusals[recipe.source.get(settled_by or "") in given].append(refusal)
     notes = [
-        *(f"left out: {line}" for line in recipe.unknown),
-        *(f"runs differently: {line}" for line in recipe.changed),
+        *(f"left out: {line}" for line in recipe.lines("not known")),
+        *(f"runs differently: {line}" for line in recipe.lines("changed")),
         *(f"note: {line}" for line in recipe.notes),
         *(
             f"note: {entry.key} = {entry.value} sets nothing by itself: {entry.note}"
@@ -364,18 +365,6 @@ def canonical_value(value: Value) -> Value:
     """Return the value under rlctl's own key, where it was given under a name of `ALIASES`."""
     key, taken = canonical(value.key, value.value)
     return value if key == value.key else Value(key, taken, f"{value.origin}, as {value.key}", value.optional)
-
-
-def nest(values: Iterable[Value]) -> dict[str, Any]:
-    """Return values by dotted key as nested sections."""
-    nested: dict[str, Any] = {}
-    for value in sorted(values, key=lambda value: value.key.count(".")):
-        *sections, name = value.key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = dict(value.value) if isinstance(value.value, Mapping) else value.value
-    return nested
 
 
 def unknown_key(value: Value) -> str:
