@@ -263,7 +263,9 @@ def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.
                 return module, value
             case ast.ImportFrom() if depth < DEEPEST:
                 original = next((a.name for a in statement.names if (a.asname or a.name) == name), None)
-                place = find_module(_absolute(statement, module)) if original else None
+                base = module.name if module.is_package else module.name.rpartition(".")[0]
+                absolute = importlib.util.resolve_name("." * statement.level + (statement.module or ""), base)
+                place = find_module(absolute) if original else None
                 if place is not None and original is not None:
                     return _definition(place, original, depth + 1)
     return None
@@ -276,12 +278,3 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.If | ast.Try):
             yield from _statements(statement.body)
             yield from _statements(statement.orelse)
-
-
-def _absolute(statement: ast.ImportFrom, module: Module) -> str:
-    """Return the module that an import names; a relative import starts from `module`."""
-    if not statement.level:
-        return statement.module or ""
-    parts = module.name.split(".")
-    parts = parts[: len(parts) - statement.level + module.is_package]
-    return ".".join([*parts, *([statement.module] if statement.module else [])])
