@@ -920,7 +920,7 @@ class RlctlConfig(Section):
     @model_validator(mode="after")
     def validate_filter_has_rewards(self) -> RlctlConfig:
         if self.has_critic and self.run.algorithm == "distillation":
-            raise ValueError("advantage.baseline = critic is for rewards, and distillation has the teacher's word")
+            raise ValueError("advantage.baseline = critic learns from rewards, and distillation learns from a teacher")
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "
