@@ -15,11 +15,12 @@ from jinja2 import Template
 from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
+from rlctl.config.keys import nest
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
 from rlctl.config.nemo_rl.mapping_rules import MEGATRON, Found, Import
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, read_recipe
-from rlctl.config.sources import Source, Value, nest
+from rlctl.config.sources import Source
 from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.catalog import lookup
@@ -33,18 +34,18 @@ SHAPED = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 
 
-def recipe(tmp_path: Path, **changes: Any) -> Import:
-    """The Megatron recipe with `changes` merged in by dotted key (`__` for a dot)."""
-    values: dict[str, Any] = {"defaults": str(RECIPES / "llama_megatron.yaml")}
-    for key, value in changes.items():
-        *sections, name = key.split("__")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+def written(tmp_path: Path, values: dict[str, Any], base: str = "") -> Path:
+    """A file with a recipe, which may build on one of those here."""
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return import_recipe(path)
+    below = {"defaults": str(RECIPES / base)} if base else {}
+    path.write_text(yaml.safe_dump(below | values, sort_keys=False))
+    return path
+
+
+def recipe(tmp_path: Path, base: str = "llama_megatron.yaml", **changes: Any) -> Import:
+    """The Megatron recipe, or another, with `changes` merged in by dotted key (`__` for a dot)."""
+    values = nest({key.replace("__", "."): value for key, value in changes.items()})
+    return import_recipe(written(tmp_path, values, base))
 
 
 def status(result: Import, key: str) -> str:
@@ -92,8 +93,7 @@ def test_a_colocated_synchronous_megatron_recipe_runs() -> None:
     ],
 )
 def test_references_have_nemo_rl_s_resolvers(tmp_path: Path, text: str, value: Any) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"a": 8, "policy": {"b": 7, "c": text}}))
+    path = written(tmp_path, {"a": 8, "policy": {"b": 7, "c": text}})
     assert read_recipe(path)["policy"]["c"] == value
 
 
@@ -111,8 +111,7 @@ def test_references_have_nemo_rl_s_resolvers(tmp_path: Path, text: str, value: A
 def test_a_value_that_leads_nowhere_is_an_entry_and_stops_a_run(
     tmp_path: Path, values: dict[str, Any], said: str
 ) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"grpo": {"max_num_steps": 7}, "policy": values}))
+    path = written(tmp_path, {"grpo": {"max_num_steps": 7}, "policy": values})
     result = import_recipe(path)
     assert result.values["run.steps"] == 7
     assert "model.name" not in result.values
@@ -260,7 +259,9 @@ def test_keys_become_rlctls_with_these_values(
 
 
 def test_an_epoch_that_ends_sooner_names_the_steps(tmp_path: Path) -> None:
-    said = [line for line in recipe(tmp_path, **EPOCHS, grpo__max_num_epochs=1).changed if "max_num_epochs" in line]
+    said = [
+        line for line in recipe(tmp_path, **EPOCHS, grpo__max_num_epochs=1).lines("changed") if "max_num_epochs" in line
+    ]
     assert "set it to 1 x rows of the data / 16 prompts" in said[0]
 
 
@@ -287,23 +288,21 @@ def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
     ("values", "said"),
     [
         ({"defaults": "absent.yaml"}, "absent.yaml"),
-        ({"defaults": "r.yaml"}, "comes back to itself"),
+        ({"defaults": "recipe.yaml"}, "comes back to itself"),
         ({"defaults": "x" * 300}, "name too long"),
         ({"policy": {"model_name": "${mul:2"}}, "cannot be read: missing BRACE_CLOSE"),
     ],
 )
 def test_what_cannot_be_resolved_is_named(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path = written(tmp_path, values)
     with pytest.raises(ConfigError, match=said.replace("`", ".")):
         read_recipe(path)
 
 
 def test_an_override_replaces_a_section_instead_of_merging_it(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump({"policy": {"a": 1, "x": {"b": 2}}, "data": {"d": 1}}))
-    path = tmp_path / "r.yaml"
     own = {"policy": {"x": {"_override_": True, "c": 3}}, "data": {"_override_": True, "e": 2}}
-    path.write_text(yaml.safe_dump({"defaults": "base.yaml"} | own))
+    path = written(tmp_path, {"defaults": "base.yaml"} | own)
     found = read_recipe(path)
     assert found["data"] == {"e": 2}
     assert found["policy"] == {"a": 1, "x": {"b": 2, "_override_": True, "c": 3}}  # NeMo-RL heeds it at the top alone
@@ -361,7 +360,7 @@ def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: 
 ODD = (None, [], {}, "x", -1, True, [{"name": None}], [["x"]])
 
 
-@pytest.mark.parametrize(("value", "backend"), zip(ODD, cycle(["megatron_cfg", "dtensor_cfg"]), strict=False))
+@pytest.mark.parametrize(("value", "backend"), list(zip(ODD, cycle(["megatron_cfg", "dtensor_cfg"]), strict=False)))
 def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on = {"grpo.reward_shaping.enabled": True, "grpo.reward_scaling.enabled": True, f"policy.{backend}.enabled": True,
           "policy.megatron_cfg.peft.enabled": True, "policy.dtensor_cfg.lora_cfg.enabled": True,
@@ -370,11 +369,11 @@ def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatc
     # To read thousands of recipes, and to look for what unknown keys may mean, takes long.
     given: dict[str, Any] = {}
     monkeypatch.setattr("rlctl.config.nemo_rl.recipe.read_recipe", lambda *_: given)
-    monkeypatch.setattr("rlctl.config.nemo_rl.recipe._close", lambda *_: [])
+    monkeypatch.setattr("rlctl.config.nemo_rl.recipe.closest", lambda *_: None)
     for key in RULES:
         if not key.endswith("*"):
             around = {name: on[name] for name in on if not name.startswith(f"{key}.")}
-            given = nest(Value(name, found, "") for name, found in (around | {key: value}).items())
+            given = nest(around | {key: value})
             result = import_recipe(None)
             assert all(isinstance(line, str) for line in result.unsupported), key
 
@@ -398,7 +397,7 @@ def test_a_section_in_place_of_a_value_is_refused_once(tmp_path: Path, key: str,
     (line,) = result.unsupported
     assert line.startswith(f"{key} = {{'gpus")
     assert line.endswith("it is a section, and NeMo-RL has one value there")
-    assert not result.unknown
+    assert not result.of("not known")
     assert key not in result.source.values()
 
 
@@ -480,11 +479,10 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
 def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(
     tmp_path: Path, sections: dict[str, Any], said: str
 ) -> None:
-    path = tmp_path / "r.yaml"
     values = {"data": {"dataset_name": "other", "prompt_file": "x"}, "cluster": {"num_nodes": 2}} | sections
     values["policy"] = {"train_global_batch_size": 32, "precision": "bfloat16"} | values.get("policy", {})
     values["loss_fn"] = {"kl_type": "mixed"}
-    path.write_text(yaml.safe_dump(values))
+    path = written(tmp_path, values)
     result = import_recipe(path)
     (line,) = result.unsupported
     assert said in line
@@ -539,9 +537,8 @@ def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> N
 )  # fmt: skip
 def test_torch_schedulers_are_the_schedule(tmp_path: Path, schedulers: list[Any], expected: dict[str, Any]) -> None:
     listed = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in schedulers]
-    path = tmp_path / "r.yaml"
     policy = {"scheduler": [*listed, {"milestones": [schedulers[0][1].get("total_iters")]}]}
-    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
+    path = written(tmp_path, {"policy": policy}, "base.yaml")
     values = import_recipe(path).values
     assert {name: values[f"scheduler.{name}"] for name in expected} == pytest.approx(expected)
 
@@ -556,10 +553,9 @@ def test_torch_schedulers_are_the_schedule(tmp_path: Path, schedulers: list[Any]
     ],
 )
 def test_other_torch_schedulers_stop_a_run(tmp_path: Path, schedulers: list[Any], milestones: list[int] | None) -> None:
-    path = tmp_path / "r.yaml"
     listed = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in schedulers]
     policy = {"scheduler": [*listed, {"milestones": milestones}]}
-    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
+    path = written(tmp_path, {"policy": policy}, "base.yaml")
     assert any(line.startswith("policy.scheduler") for line in import_recipe(path).unsupported)
 
 
@@ -572,10 +568,9 @@ def test_a_warm_up_that_begins_one_step_later_is_a_difference(
     )
     assert status(result, "policy.megatron_cfg.scheduler.lr_warmup_iters") == expected
     if steps:
-        base, linear = str(RECIPES / "base.yaml"), {"start_factor": start, "total_iters": steps}
+        linear = {"start_factor": start, "total_iters": steps}
         listed = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": linear}]
-        path = tmp_path / "dtensor.yaml"
-        path.write_text(yaml.safe_dump({"defaults": base, "policy": {"scheduler": listed}}))
+        path = written(tmp_path, {"policy": {"scheduler": listed}}, "base.yaml")
         assert status(import_recipe(path), "policy.scheduler") == expected
 
 
@@ -613,22 +608,19 @@ def learning(result: Import) -> dict[str, Any]:
      {"megatron_cfg": MEGATRON_BLOCK, "optimizer": None, "scheduler": None}, {"megatron_cfg": MEGATRON_BLOCK}],
 )  # fmt: skip
 def test_optimizer_and_schedule_hold_for_either_backend(policy: dict[str, Any], megatron: bool, tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"grpo": {"max_num_steps": 500}, "policy": policy}, sort_keys=False))
+    path = written(tmp_path, {"grpo": {"max_num_steps": 500}, "policy": policy})
     result = import_recipe(path, [Override("policy.megatron_cfg.enabled", megatron)])
     assert learning(result) == LEARNING
     assert not result.notes
     block = {"policy": policy | {"megatron_cfg": (policy.get("megatron_cfg") or {}) | {"enabled": megatron}}}
-    path.write_text(yaml.safe_dump({"grpo": {"max_num_steps": 500}} | block))
-    assert learning(import_recipe(path)) == LEARNING
+    assert learning(import_recipe(written(tmp_path, {"grpo": {"max_num_steps": 500}} | block))) == LEARNING
 
 
 @pytest.mark.parametrize("megatron", [False, True])
 def test_the_block_of_the_backend_that_trains_wins_and_the_dry_run_says_so(megatron: bool, tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
     other = {"optimizer": ADAM | {"lr": 1e-5, "adam_eps": 1e-6}, "scheduler": {"lr_warmup_iters": 0}}
     policy = TORCH | {"megatron_cfg": {"enabled": megatron} | other}
-    path.write_text(yaml.safe_dump({"grpo": {}, "policy": policy}))
+    path = written(tmp_path, {"grpo": {}, "policy": policy})
     config = resolve(files=[path], environment={})
     assert config.config.optimizer.lr == (1e-5 if megatron else 3e-7)
     assert config.config.scheduler.warmup_steps == (0 if megatron else 50)
@@ -640,9 +632,8 @@ def test_the_block_of_the_backend_that_trains_wins_and_the_dry_run_says_so(megat
 
 
 def test_what_one_block_leaves_out_is_that_of_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
     policy = TORCH | {"megatron_cfg": {"enabled": True, "optimizer": {"lr": 1e-6}}}
-    path.write_text(yaml.safe_dump({"grpo": {}, "policy": policy}))
+    path = written(tmp_path, {"grpo": {}, "policy": policy})
     assert learning(import_recipe(path)) == LEARNING | {"optimizer.lr": 1e-6, "scheduler.init_lr": 1e-7}
 
 
@@ -670,8 +661,7 @@ def test_gradients_are_clipped_by_the_backend_s_own_key(
     parts: list[dict[str, Any]] = [{"megatron_cfg": {"enabled": backend == "megatron_cfg"} | optimizer},
                                    {"max_grad_norm": given}]  # fmt: skip
     first, second = parts if megatrons_first else parts[::-1]
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"grpo": {}, "policy": first | second}, sort_keys=False))
+    path = written(tmp_path, {"grpo": {}, "policy": first | second})
     assert import_recipe(path).values["optimizer.clip_grad"] == expected[backend == "dtensor_cfg"]
 
 
@@ -699,13 +689,12 @@ def test_a_list_of_sources_settles_what_a_recipe_s_data_set_stands_for(tmp_path:
 def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_path: Path) -> None:
     lag = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}
     apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}}
-    path = tmp_path / "recipe.yaml"
     changes = {
         "grpo": {"async_grpo": lag},
         "loss_fn": {"use_importance_sampling_correction": True},
         "policy": {"generation": {"colocated": apart}},
     }
-    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "llama_megatron.yaml"), **changes}))
+    path = written(tmp_path, changes, "llama_megatron.yaml")
     resolved = resolve(files=[path], sets=["cluster.nodes=2", "cluster.gpus_per_node=8"], environment={})
     resolved.require_supported()
     config = resolved.config
@@ -908,16 +897,9 @@ def test_an_override_names_rlctl_s_key_once() -> None:
     ]
 
 
-def test_a_mapping_may_be_in_hydra_s_form() -> None:
-    assert Override.parse("++a={b:1,c: 2,d:{e:'x,y:z'},f:http://h/p}").value == {
-        "b": 1, "c": 2, "d": {"e": "x,y:z"}, "f": "http://h/p",
-    }  # fmt: skip
-
-
 def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
     schedules = [{"name": "LinearLR", "kwargs": {"total_iters": 4}}, {"name": "ConstantLR", "kwargs": {"factor": 1}}]
-    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": {"scheduler": schedules}}))
+    path = written(tmp_path, {"policy": {"scheduler": schedules}}, "base.yaml")
     longer = Override.parse("policy.scheduler.0.kwargs.total_iters=9")
     assert import_recipe(path, [longer]).values["scheduler.warmup_steps"] == 9
     with pytest.raises(ConfigError, match=r"scheduler\.2\.kwargs\.factor` cannot be applied: list index"):
@@ -925,9 +907,8 @@ def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
 
 
 def test_an_override_under_a_name_that_both_have_is_followed_by_references(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
     own = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": "${cluster.gpus_per_node}"}}
-    path.write_text(yaml.safe_dump({"defaults": str(FORM), "policy": {"generation": {"colocated": own}}}))
+    path = written(tmp_path, {"defaults": str(FORM), "policy": {"generation": {"colocated": own}}})
     resolved = resolve(files=[path], overrides=["cluster.gpus_per_node=4"], environment={})
     assert (resolved.config.cluster.gpus_per_node, resolved.config.generation.devices) == (4, 4)
 
@@ -1022,8 +1003,7 @@ def test_an_override_that_changes_nothing_says_so() -> None:
 def test_what_is_computed_again_is_what_the_command_line_asks_for(
     texts: list[str], expected: str, switch: dict[str, bool], tmp_path: Path
 ) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"grpo": {}, "policy": {"megatron_cfg": {"enabled": True} | switch}}))
+    path = written(tmp_path, {"grpo": {}, "policy": {"megatron_cfg": {"enabled": True} | switch}})
     assert resolve(files=[path], overrides=texts, environment={}).config.training.recompute == expected
     in_file = {"recompute_granularity": "full"} | switch
     path.write_text(yaml.safe_dump({"grpo": {}, "policy": {"megatron_cfg": {"enabled": True} | in_file}}))
@@ -1043,9 +1023,8 @@ def test_what_rlctl_sets_itself_is_refused_by_name(text: str) -> None:
 
 
 def test_a_misspelt_argument_of_a_scheduler_stops_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
     schedules = [{"name": "LinearLR", "kwargs": {"total_iters": 4}}]
-    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": {"scheduler": schedules}}))
+    path = written(tmp_path, {"policy": {"scheduler": schedules}}, "base.yaml")
     wrong = Override.parse("policy.scheduler.0.kwargs.total_itrs=9")
     with pytest.raises(ConfigError, match=r"Did you mean `policy.scheduler.0.kwargs.total_iters`"):
         import_recipe(path, [wrong])
@@ -1114,14 +1093,7 @@ def test_algorithms_of_a_recipe_are_rlctls(tmp_path: Path, changes: dict[str, An
 
 
 def distillation(tmp_path: Path, **changes: Any) -> Import:
-    """NeMo-RL's recipe of distillation with Megatron, with `changes` merged in."""
-    values: dict[str, Any] = {"defaults": str(RECIPES / "distillation_megatron.yaml")}
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        values.setdefault(section, {})[name] = value
-    path = tmp_path / "distillation.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return import_recipe(path)
+    return recipe(tmp_path, "distillation_megatron.yaml", **changes)
 
 
 def test_a_recipe_of_distillation_runs(tmp_path: Path) -> None:

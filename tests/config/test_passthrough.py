@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -157,7 +158,7 @@ def test_every_alias_takes_what_its_key_takes() -> None:
 
 
 def test_what_is_not_installed_is_passed_unchecked_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "version", lambda package: None)
+    monkeypatch.setattr(installed, "fields_of", lambda module, name: None)
     resolved = given("vllm.anything=3")
     assert resolved.config.vllm.passed == {"anything": 3}
     assert passthrough.not_checked(list(resolved.origin)) == [
@@ -206,9 +207,9 @@ def test_annotations_are_followed_into_other_files(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     found = installed.fields_of("somepackage.things", "Thing") or {}
     assert {name: f.type for name, f in found.items()} == {
-        "over": "str", "z": "dict[str, float | None] | bool", "a": "int | None", "b": "str | list[int]",
-        "c": "Literal['one', 'two'] | None", "d": "Dtype | None", "e": "Function",
-        "f": "Literal['RED', 1, 'BLUE', 2]", "g": "Any",
+        "over": str, "z": dict[str, float | None] | bool, "a": int | None, "b": str | list[int],
+        "c": Literal["one", "two"] | None, "d": installed.Dtype | None, "e": installed.Function,
+        "f": Literal["RED", 1, "BLUE", 2], "g": installed.Open,
     }  # fmt: skip
     assert found["a"].description == "What a is."
     assert installed.fields_of("somepackage.things", "Missing") is None

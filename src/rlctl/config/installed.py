@@ -1,8 +1,7 @@
 """Fields of the classes of an installed package, read from its source: nothing of the package is imported.
 
-Types are texts made of Python's own names (`int | None`, `Literal['a', 'b']`, `list[int]`), as far as the annotations
-say; `Any` where they name a class that a configuration file spells as a mapping, `Dtype` for a torch data type and
-`Function` for what only Python can say. Read once a process for each version of the package.
+Python itself evaluates the annotations, with names looked up in the module's source: `Open` stands for what a
+configuration file spells as a mapping, `Dtype` for a torch data type and `Function` for what only Python can say.
 """
 
 from __future__ import annotations
@@ -12,15 +11,63 @@ import contextlib
 import functools
 import importlib.util
 import subprocess
+import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
-BUILTINS = {"int", "float", "bool", "str", "list", "dict", "set", "tuple"}
-NAMES = {"List": "list", "Dict": "dict", "Set": "set", "Tuple": "tuple", "Sequence": "list", "None": "None"}
 DEEPEST = 8
-"""Names that stand for other names are followed so far."""
+"""Imports of a name are followed so far."""
+Dtype = Literal["float32", "bfloat16", "float16", "uint8", "fp32", "bf16", "fp16", "fp8"]
+"""Torch data types by their names; 8-bit states of an optimizer are bytes."""
+
+
+class Open:
+    """Stands for a class of the package, or what its source does not say: any value is taken."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return cls
+
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
+
+
+class Function:
+    """Stands for types that only Python code can give, such as functions."""
+
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, *_: Any) -> dict[str, Any]:
+        return {}
+
+
+class First:
+    """Stands for types around another one that say nothing about its values."""
+
+    def __class_getitem__(cls, parts: Any) -> Any:
+        return parts[0] if isinstance(parts, tuple) else parts
+
+
+TYPES = {
+    "Any": Open, "object": Open, "Literal": Literal, "Optional": typing.Optional, "Union": typing.Union,
+    "Annotated": First, "Final": First, "SkipValidation": First,
+    "Callable": Function, "Type": Function, "type": Function,
+    "int": int, "float": float, "bool": bool, "str": str,
+    "list": list, "List": list, "Sequence": list, "dict": dict, "Dict": dict, "set": set, "Set": set, "tuple": tuple,
+    "Tuple": tuple, "typing": typing, "torch": SimpleNamespace(dtype=Dtype),
+}  # fmt: skip
+"""Names that mean the same in every module."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +75,7 @@ class InstalledField:
     """One field of a class of the installed version."""
 
     name: str
-    type: str
+    type: Any
     default: str | None
     """Text of the default in the source; None if there is none."""
     description: str = ""
@@ -85,15 +132,10 @@ def version(package: str) -> str | None:
     return metadata.version(names[0]) if names else "unknown"
 
 
+@functools.cache
 def fields_of(module: str, name: str) -> dict[str, InstalledField] | None:
     """Return the fields of dataclass `name` of `module`, those of its base classes first. None if the package is not
     installed or has no such class."""
-    installed = version(module.partition(".")[0])
-    return None if installed is None else _fields(module, name, installed)
-
-
-@functools.cache
-def _fields(module: str, name: str, installed: str) -> dict[str, InstalledField] | None:
     source = find_module(module)
     found = _class(source, name) if source is not None else None
     return None if found is None else dict(_class_fields(*found))
@@ -119,136 +161,69 @@ def find_module(name: str) -> Module | None:
 
 def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, InstalledField]]:
     for base in node.bases:
-        found = _class(module, base.id) if isinstance(base, ast.Name) else None
-        if found is not None:
+        if isinstance(base, ast.Name) and (found := _class(module, base.id)) is not None:
             yield from _class_fields(*found)
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         name, default = statement.target.id, statement.value
-        if name.startswith("_") or "ClassVar" in ast.unparse(statement.annotation) or not _is_given(default):
+        keywords = {k.arg: ast.unparse(k.value) for k in default.keywords} if isinstance(default, ast.Call) else {}
+        hidden = name.startswith("_") or keywords.get("init") == "False"  # no argument of the dataclass
+        annotation = ast.unparse(statement.annotation)
+        if hidden or "ClassVar" in annotation:
             continue
+        match following:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                description = " ".join(text.split())
+            case _:
+                description = ""
         default = _default(default, module)
         text = None if default is None else " ".join(ast.unparse(default).split())
-        yield name, InstalledField(name, type_text(statement.annotation, module), text, _docstring(following))
+        yield name, InstalledField(name, type_of(annotation, module), text, description)
 
 
 def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
     """Return a default, read from another class where it refers to that (`ModelConfig.dtype`)."""
     match node:
-        case ast.Attribute(value=ast.Name(id=name), attr=attribute):
-            found = _class(module, name)
-        case ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=name), ast.Constant(value=attribute)]):
-            found = _class(module, name)
         case ast.Call(func=ast.Name(id="field" | "Field"), keywords=[ast.keyword(arg="default", value=value), *_]):
             return value
-        case _:
-            return node
-    for statement in found[1].body if found else ():
-        match statement:
-            case ast.AnnAssign(target=ast.Name(id=known), value=ast.expr() as value) if known == attribute:
-                return _default(value, found[0]) if found else node
+        case (
+            ast.Attribute(value=ast.Name(id=name), attr=attribute)
+            | ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=name), ast.Constant(value=attribute)])
+        ):
+            place, owner = _class(module, name) or (module, ast.Module([], []))
+            for statement in owner.body:
+                match statement:
+                    case ast.AnnAssign(target=ast.Name(id=known), value=ast.expr() as value) if known == attribute:
+                        return _default(value, place)
     return node
 
 
-def _is_given(default: ast.expr | None) -> bool:
-    """Return whether a dataclass takes the field as an argument (not with `field(init=False)`)."""
-    keywords = default.keywords if isinstance(default, ast.Call) else []
-    return not any(k.arg == "init" and isinstance(k.value, ast.Constant) and not k.value.value for k in keywords)
+class Names(dict[str, Any]):
+    """What names of a module stand for in an annotation; aliases and enumerations are followed to their modules."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__(TYPES)
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        match _definition(self.module, name):
+            case _, ast.ClassDef() as found:
+                return Literal[members] if (members := tuple(_members(found))) else Open
+            case place, ast.expr() as alias:
+                return type_of(ast.unparse(alias), place)
+        return Open
 
 
-def _docstring(statement: ast.stmt | None) -> str:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return " ".join(str(statement.value.value).split())
-    return ""
-
-
-def type_text(node: ast.expr, module: Module, depth: int = 0) -> str:
-    """Return an annotation as text of Python's own names; aliases and enumerations are followed into their modules."""
-    match node:
-        case ast.Constant(value=None):
-            return "None"
-        case ast.Constant(value=str() as text):
-            return type_text(ast.parse(text, mode="eval").body, module, depth)
-        case ast.BinOp(op=ast.BitOr()):
-            return _union([node.left, node.right], module, depth)
-        case ast.Attribute(value=ast.Name(id="torch"), attr="dtype"):
-            return "Dtype"
-        case ast.Attribute():
-            return type_text(ast.Name(node.attr), module, depth)
-        case ast.Subscript():
-            return _subscript(node, module, depth)
-        case ast.Name(id=name):
-            return _named(name, module, depth)
-    return "Any"
-
-
-def _subscript(node: ast.Subscript, module: Module, depth: int) -> str:
-    head = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    match head:
-        case "Literal":
-            return _literal(parts, module, depth)
-        case "Optional":
-            return _union([*parts, ast.Constant(None)], module, depth)
-        case "Union":
-            return _union(parts, module, depth)
-        case "Annotated" | "SkipValidation" | "Final":
-            return type_text(parts[0], module, depth)
-        case "Callable" | "type" | "Type":
-            return "Function"
-    name = NAMES.get(head, head)
-    if name not in BUILTINS:
-        return "Any"
-    inner = [
-        "..." if isinstance(part, ast.Constant) and part.value is ... else type_text(part, module, depth)
-        for part in parts
-    ]
-    return f"{name}[{', '.join('Any' if part in ('Function', 'Dtype') else part for part in inner)}]"
-
-
-def _literal(parts: list[ast.expr], module: Module, depth: int) -> str:
-    """Return the text of a `Literal` that holds words, numbers, and other literals by their names."""
-    words: list[str] = []
-    for part in parts:
-        if isinstance(part, ast.Name | ast.Subscript):
-            inner = type_text(part, module, depth + 1)
-            if not inner.startswith("Literal["):
-                return "Any"
-            words.append(inner.removeprefix("Literal[").removesuffix("]"))
-        else:
-            words.append(ast.unparse(part))
-    return f"Literal[{', '.join(words)}]"
-
-
-def _union(nodes: list[ast.expr], module: Module, depth: int) -> str:
-    parts = [part for node in nodes for part in alternatives(type_text(node, module, depth))]
-    return "Any" if "Any" in parts else " | ".join(dict.fromkeys(parts))
-
-
-def alternatives(text: str) -> list[str]:
-    """Return the members of a union in the text of a type."""
-    node, found = ast.parse(text, mode="eval").body, []
-    while isinstance(node, ast.BinOp):
-        found.append(ast.unparse(node.right))
-        node = node.left
-    return [ast.unparse(node), *found[::-1]]
-
-
-def _named(name: str, module: Module, depth: int) -> str:
-    name = NAMES.get(name, name)
-    if name in BUILTINS or name == "None":
-        return name
-    if name in ("Callable", "type"):
-        return "Function"
-    found = _definition(module, name) if depth < DEEPEST else None
-    if found is None:
-        return "Any"
-    place, statement = found
-    if isinstance(statement, ast.ClassDef):
-        members = _members(statement)
-        return f"Literal[{', '.join(map(repr, members))}]" if members else "Any"
-    return type_text(statement, place, depth + 1)
+def type_of(annotation: str, module: Module) -> Any:
+    """Return the type that the text of an annotation stands for in a module."""
+    try:
+        found = eval(annotation, {"__builtins__": {}}, Names(module))
+    except (TypeError, AttributeError, SyntaxError):
+        return Open
+    if isinstance(found, str):  # an annotation in quotes
+        return type_of(found, module)
+    return Open if Open in typing.get_args(found) and typing.get_origin(found) not in (dict, list, tuple) else found
 
 
 def _members(node: ast.ClassDef) -> list[object]:
@@ -288,7 +263,9 @@ def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.
                 return module, value
             case ast.ImportFrom() if depth < DEEPEST:
                 original = next((a.name for a in statement.names if (a.asname or a.name) == name), None)
-                place = find_module(_absolute(statement, module)) if original else None
+                base = module.name if module.is_package else module.name.rpartition(".")[0]
+                absolute = importlib.util.resolve_name("." * statement.level + (statement.module or ""), base)
+                place = find_module(absolute) if original else None
                 if place is not None and original is not None:
                     return _definition(place, original, depth + 1)
     return None
@@ -301,12 +278,3 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.If | ast.Try):
             yield from _statements(statement.body)
             yield from _statements(statement.orelse)
-
-
-def _absolute(statement: ast.ImportFrom, module: Module) -> str:
-    """Return the module that an import names; a relative import starts from `module`."""
-    if not statement.level:
-        return statement.module or ""
-    parts = module.name.split(".")
-    parts = parts[: len(parts) - statement.level + module.is_package]
-    return ".".join([*parts, *([statement.module] if statement.module else [])])

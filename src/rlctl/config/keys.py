@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import typing
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
@@ -107,6 +108,19 @@ def plain_kinds(key: str) -> set[Any]:
 def known_keys() -> tuple[str, ...]:
     """Return every key of the schema, in its order, as `section.key`."""
     return tuple(f"{name}.{key}" for name in RlctlConfig.model_fields for key in section_class(name).model_fields)
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key as nested sections."""
+    nested: dict[str, Any] = {}
+    for key in sorted(values, key=lambda key: key.count(".")):
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        value = values[key]
+        place[name] = dict(value) if isinstance(value, Mapping) else value
+    return nested
 
 
 def nearest(key: str) -> str | None:

@@ -67,7 +67,7 @@ class Resolved:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
         if self.final:
             raise ConfigError(
-                "\n".join(self.final), "Nothing goes on without that: take a recipe of GRPO, or rlctl's own keys."
+                "\n".join(self.final), "Name a recipe of GRPO or of distillation, or set rlctl's own keys."
             )
         if self.refusals:
             raise ConfigError(

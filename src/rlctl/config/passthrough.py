@@ -16,21 +16,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config import installed
-from rlctl.config.installed import InstalledField
+from rlctl.config.installed import Function, InstalledField, Open
 from rlctl.config.schema import RlctlConfig, Section
-
-Dtype = Literal["float32", "bfloat16", "float16", "uint8", "fp32", "bf16", "fp16", "fp8"]
-"""Torch data types by their names; 8-bit states of an optimizer are bytes."""
-
-
-class Function:
-    """Stands for types that only Python code can give, such as functions."""
-
-
-NAMESPACE = {
-    "Any": Any, "Literal": Literal, "Dtype": Dtype, "Function": Function, "int": int, "float": float, "bool": bool,
-    "str": str, "list": list, "dict": dict, "set": set, "tuple": tuple, "__builtins__": {},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,7 +176,7 @@ def passed_fields(section: str) -> dict[str, InstalledField] | None:
         for name, field in fields.items()
         if f"{section}.{name}" not in MANAGED.keys() | ALIASES.keys()
         and name not in own_keys(section)
-        and field.type != "Function"
+        and field.type is not Function
     }
 
 
@@ -197,7 +184,7 @@ def json_properties(section: str) -> dict[str, Any]:
     """Return the fields that a section hands on as properties of a JSON Schema."""
     found = {}
     for name, field in (passed_fields(section) or {}).items():
-        schema = {} if Function in typing.get_args(annotation(field)) else _adapter(annotation(field)).json_schema()
+        schema = _adapter(annotation(field)).json_schema()
         found[name] = schema | ({"description": field.description} if field.description else {})
     return found
 
@@ -243,15 +230,7 @@ def installed_field(key: str) -> InstalledField | None:
 
 def annotation(field: InstalledField) -> Any:
     """Return the type of a field for pydantic; a field whose default is None takes None whatever its annotation is."""
-    found = _annotation(field.type)
-    return found | None if field.default == "None" and found is not Any else found
-
-
-@functools.cache
-def _annotation(text: str) -> Any:
-    # The text is made by `installed.type_text` of these names, `Literal` values and Python's own types alone.
-    parts = [eval(part, NAMESPACE) for part in installed.alternatives(text)]
-    return typing.Union[tuple(parts)]  # noqa: UP007
+    return field.type | None if field.default == "None" and field.type is not Open else field.type
 
 
 def checked(key: str, value: Any) -> tuple[Any, str | None]:
@@ -271,7 +250,7 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
     if kind in (Function, Function | None):
         return value, "it takes a Python function, which a configuration cannot hold."
     if key.count(".") > 1:
-        takes = kind is Any or dict in {typing.get_origin(k) or k for k in (typing.get_args(kind) or (kind,))}
+        takes = kind is Open or dict in {typing.get_origin(k) or k for k in (typing.get_args(kind) or (kind,))}
         return value, None if takes else f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no keys of its own."
     try:
         return _adapter(kind).validate_python(value), None
@@ -316,6 +295,6 @@ def type_words(kind: Any) -> str:
         return "mapping"
     names = {
         str: "text", int: "integer", float: "number", bool: "true | false", type(None): "unset", Any: "any",
-        dict: "mapping", list: "list", tuple: "list", set: "list", Function: "a Python function",
+        Open: "any", dict: "mapping", list: "list", tuple: "list", set: "list", Function: "a Python function",
     }  # fmt: skip
     return names.get(kind, getattr(kind, "__name__", str(kind)))

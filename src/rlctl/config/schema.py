@@ -959,7 +959,7 @@ class RlctlConfig(Section):
     @model_validator(mode="after")
     def validate_filter_has_rewards(self) -> RlctlConfig:
         if self.has_critic and self.run.algorithm == "distillation":
-            raise ValueError("advantage.baseline = critic is for rewards, and distillation has the teacher's word")
+            raise ValueError("advantage.baseline = critic learns from rewards, and distillation learns from a teacher")
         if self.filter.groups != "keep" and not self.makes_rollouts:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and data.rows = {self.data.rows} has none"

@@ -23,6 +23,7 @@ from rlctl.config.keys import (
     known_keys,
     names_variable,
     nearest,
+    nest,
     takes_number,
     takes_text,
 )
@@ -111,24 +112,31 @@ class Settings(RlctlConfig, BaseSettings):
 class Source(PydanticBaseSettingsSource):
     """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
 
-    typed = False
-    """Whether the user has typed the values for this command: two of them that contradict each other are an error."""
-
-    def __init__(self, values: Iterable[Value], notes: Sequence[str] = (), refusals: Sequence[Refusal] = ()) -> None:
+    def __init__(
+        self,
+        values: Iterable[Value],
+        notes: Sequence[str] = (),
+        refusals: Sequence[Refusal] = (),
+        problems: Sequence[str] = (),
+        *,
+        typed: bool = False,
+    ) -> None:
         super().__init__(Settings)
+        self.typed = typed
+        """Whether the user has typed the values for this command: two that contradict each other are an error."""
         self.notes = tuple(notes)
         """Lines on what runs differently from how the source has it."""
         self.refusals = tuple(refusals)
         """Lines on what the source asks for and rlctl cannot run yet."""
-        self.problems: list[str] = []
-        self.values = [self._checked(canonical_value(value)) for value in values]
+        self.problems = list(problems)
+        self.values = [self._checked(value) for value in values]
         self.kept: list[Value] = []
         """The values that no stronger source has made meaningless, once the source has been called."""
 
     def __call__(self) -> dict[str, Any]:
         """Return the kept values as nested sections."""
         self.kept = [value for value in self.values if not self.superseded(value)]
-        return nest(self.kept)
+        return nest({value.key: value.value for value in self.kept})
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return one section; the library requires this method and calls the source as a whole."""
@@ -160,9 +168,14 @@ class Source(PydanticBaseSettingsSource):
         return (values[name],) if name in values else ()
 
     def _checked(self, value: Value) -> Value:
+        key, taken = canonical(value.key, value.value)
+        if key != value.key:
+            value = replace(value, key=key, value=taken, origin=f"{value.origin}, as {value.key}")
         if field(value.key) is None:
             # A search for what was meant takes milliseconds, and no more lines than these are shown.
-            self.problems.append(unknown_key(value) if len(self.problems) < MOST_LINES else value.key)
+            meant = nearest(value.key) if len(self.problems) < MOST_LINES else None
+            hint = f"; did you mean `{meant}`?" if meant else "."
+            self.problems.append(f"unknown key `{value.key}` ({value.origin}){hint}")
         elif is_section(value.key):
             self.problems.append(
                 f"`{value.key}` ({value.origin}) is a section of keys and cannot be set to {value.value!r}."
@@ -217,41 +230,22 @@ class PresetSource(Source):
         return self.stronger(owner) not in ((), (self.named[owner],))
 
 
-class EnvironmentSource(Source):
+def environment_source(environment: Mapping[str, str]) -> Source:
     """`RLCTL_RUN__STEPS=5` sets run.steps. A name that begins with RLCTL_ and means nothing is a problem."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        names = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in OWN_VARIABLES]
-        keys = {name: environment_key(name) for name in names if "__" in name}
-        super().__init__(
-            value for name, key in keys.items() for value in text_values(key, environment[name], f"environment {name}")
-        )
-        self.problems += [unknown_variable(name) for name in names if name not in keys]
+    names = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in OWN_VARIABLES]
+    keys = {name: environment_key(name) for name in names if "__" in name}
+    values = (
+        value for name, key in keys.items() for value in text_values(key, environment[name], f"environment {name}")
+    )
+    return Source(values, problems=[unknown_variable(name) for name in names if name not in keys])
 
 
-class FlagSource(Source):
-    """Flags of the command line, by the key that each sets."""
-
-    typed = True
-
-    def __init__(self, flags: Mapping[str, Any]) -> None:
-        given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
-        super().__init__(
-            Value(key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name)
-            for key, flag in given.items()
-        )
-
-
-class SetSource(Source):
+def set_source(text: str) -> Source:
     """One `--set section.key=value`."""
-
-    typed = True
-
-    def __init__(self, text: str) -> None:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"--set {text}: there is no value.", "Write --set section.key=value.")
-        super().__init__(text_values(key.strip(), value, "--set"))
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: there is no value.", "Write --set section.key=value.")
+    return Source(text_values(key.strip(), value, "--set"), typed=True)
 
 
 def sources_in_order(
@@ -292,9 +286,12 @@ def sources_in_order(
         sources.append(Source(flatten(values, f"file {path}")))
     if not recipes and (alone := [text for text in for_recipe if text not in own]):
         overridden += recipe_sources(None, alone)
-    stated = [SetSource(text.lstrip("+")) for text in own]
+    stated = [set_source(text.lstrip("+")) for text in own]
     sources.insert(0, AlgorithmSource())
-    return [*sources, EnvironmentSource(environment), FlagSource(flags), *overridden, *map(SetSource, sets), *stated]
+    given = [(key, flag if isinstance(flag, Flag) else Flag(key, flag)) for key, flag in flags.items()]
+    named = ((key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name) for key, flag in given)
+    of_flags = Source((Value(*one) for one in named), typed=True)
+    return [*sources, environment_source(environment), of_flags, *overridden, *map(set_source, sets), *stated]
 
 
 def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source, Source]:
@@ -313,8 +310,8 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         refusal = Refusal(line, settled_by, final=recipe.foreign is not None)
         refusals[recipe.source.get(settled_by or "") in given].append(refusal)
     notes = [
-        *(f"left out: {line}" for line in recipe.unknown),
-        *(f"runs differently: {line}" for line in recipe.changed),
+        *(f"left out: {line}" for line in recipe.lines("not known")),
+        *(f"runs differently: {line}" for line in recipe.lines("changed")),
         *(f"note: {line}" for line in recipe.notes),
         *(
             f"note: {entry.key} = {entry.value} sets nothing by itself: {entry.note}"
@@ -361,30 +358,6 @@ def environment_key(name: str) -> str:
     parts = name.removeprefix(PREFIX).split("__")
     variable = ".".join((*map(str.lower, parts[:2]), "__".join(parts[2:])))
     return variable if names_variable(variable) else ".".join(parts).lower()
-
-
-def canonical_value(value: Value) -> Value:
-    """Return the value under rlctl's own key, where it was given under a name of `ALIASES`."""
-    key, taken = canonical(value.key, value.value)
-    return value if key == value.key else Value(key, taken, f"{value.origin}, as {value.key}", value.optional)
-
-
-def nest(values: Iterable[Value]) -> dict[str, Any]:
-    """Return values by dotted key as nested sections."""
-    nested: dict[str, Any] = {}
-    for value in sorted(values, key=lambda value: value.key.count(".")):
-        *sections, name = value.key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = dict(value.value) if isinstance(value.value, Mapping) else value.value
-    return nested
-
-
-def unknown_key(value: Value) -> str:
-    """Say that a key does not exist, and which one was probably meant."""
-    meant = nearest(value.key)
-    return f"unknown key `{value.key}` ({value.origin})" + (f"; did you mean `{meant}`?" if meant else ".")
 
 
 def unknown_variable(name: str) -> str:

@@ -47,10 +47,6 @@ def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return given
 
 
-def construct_float(loader: Loader, node: yaml.ScalarNode) -> float:
-    return float(loader.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "")
     return int(text, 16 if text.startswith("0x") else 8 if text.startswith("0o") else 10)
@@ -70,7 +66,6 @@ for kind, (pattern, first) in RESOLVERS.items():
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), list(first))
 Loader.add_constructor("tag:yaml.org,2002:map", construct_mapping)
 Loader.add_constructor("tag:yaml.org,2002:int", construct_int)
-Loader.add_constructor("tag:yaml.org,2002:float", construct_float)
 Loader.add_constructor(MERGE, yaml.SafeLoader.construct_yaml_str)  # where it is no key
 
 

@@ -58,17 +58,13 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 def facts_of(values: dict[str, Any]) -> ModelFacts:
     """Facts from the fields of `ModelFacts` as plain data. Raises TypeError for a field that there is not."""
-    plain = {key: _hashable(value) for key, value in values.items() if key not in PARTS}
-    parts = {
-        key: kind(**{name: _hashable(value) for name, value in values[key].items()})
-        for key, kind in PARTS.items()
-        if key in values
-    }
-    return ModelFacts(**plain, **parts)
+    return ModelFacts(**{
+        key: PARTS[key](**_hashable(value)) if key in PARTS else value for key, value in _hashable(values).items()
+    })  # fmt: skip
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _hashable(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _key(name: str) -> str:

@@ -6,7 +6,7 @@ tensor parallelism divides it is not known.
 
 from __future__ import annotations
 
-from rlctl.models.facts import ListedTensor, ModelFacts
+from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
 
 ROLES = {
@@ -26,7 +26,11 @@ def weights(facts: ModelFacts) -> ModelWeights:
     layers: list[list[Weight]] = [[] for _ in range(facts.layers)]
     for tensor in facts.listed:
         role = Role(tensor.role) if tensor.role else ROLES.get(tensor.name.split("{layer}.")[-1], Role.OTHER)
-        weight = Weight(role, tensor.name, _dims(tensor.shape), _stored(tensor), dtype=tensor.dtype)
+        stored = None  # the box is the tensor
+        if tensor.tensor_shape:
+            axes = tuple(range(len(tensor.shape)))
+            stored = Stored(_dims(tensor.tensor_shape), axes, _dims(tensor.tensor_start))
+        weight = Weight(role, tensor.name, _dims(tensor.shape), stored, dtype=tensor.dtype)
         for own in (layers[layer] for layer in tensor.layers) if tensor.layers else (once,):
             own.append(weight)
     return ModelWeights(facts, tuple(once), tuple(map(tuple, layers)))
@@ -34,10 +38,3 @@ def weights(facts: ModelFacts) -> ModelWeights:
 
 def _dims(shape: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(map(str, shape))
-
-
-def _stored(tensor: ListedTensor) -> Stored | None:
-    """How a box lies in its tensor; None: it is the tensor."""
-    if not tensor.tensor_shape:
-        return None
-    return Stored(_dims(tensor.tensor_shape), tuple(range(len(tensor.shape))), _dims(tensor.tensor_start))

@@ -6,17 +6,13 @@ A rule sees the whole recipe, so that a key can depend on another (Megatron wins
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError, create_model
-
 from rlctl.config.files import problem_with, read_text
-from rlctl.config.keys import field, known_keys
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
@@ -70,19 +66,16 @@ class Entry:
     """The rlctl key that settles a `not yet`, wherever the user sets it."""
 
 
-def grouped(entries: Iterable[Entry]) -> list[tuple[str, list[Entry]]]:
-    """Return a line for the entries of a section that have the same outcome and reason, with these entries."""
+def grouped(entries: Iterable[Entry]) -> list[tuple[str, Entry]]:
+    """Return a line for the entries of a section that have the same outcome and reason, with the first of them."""
     groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.status, entry.key.partition(".")[0], entry.note), []).append(entry)
-    return [(_line(group), group) for group in groups.values()]
-
-
-def _line(group: Sequence[Entry]) -> str:
-    first, *others = group
-    if others:
-        return f"{first.key} and {len(others)} more: {first.note}"
-    return f"{first.key} = {_short(first.value)}: {first.note}"
+    return [
+        (f"{first.key} and {len(others)} more: {first.note}" if others else
+         f"{first.key} = {_short(first.value)}: {first.note}", first)
+        for first, *others in groups.values()
+    ]  # fmt: skip
 
 
 def _short(value: Any) -> str:
@@ -113,26 +106,21 @@ class Import:
     """Lines on which of two values that the recipe has for the same thing holds."""
 
     @property
-    def unsupported(self) -> list[str]:
-        """Lines on what rlctl cannot run yet; the one sentence where it cannot run the recipe at all."""
-        return [line for line, _ in self.refusals]
-
-    @property
     def refusals(self) -> list[tuple[str, str | None]]:
-        """Lines on what rlctl cannot run yet, each with the rlctl key that settles it where it is set."""
+        """Lines on what rlctl cannot run yet, each with the rlctl key that settles it where it is set; the one sentence
+        where rlctl cannot run the recipe at all."""
         if self.foreign is not None:
             return [(self.foreign, None)]
-        return [(line, group[0].settled_by) for line, group in grouped(self.of("not yet"))]
+        return [(line, first.settled_by) for line, first in grouped(self.of("not yet"))]
 
     @property
-    def changed(self) -> list[str]:
-        """Lines on what runs, but not exactly as written."""
-        return [line for line, _ in grouped(self.of("changed"))]
+    def unsupported(self) -> list[str]:
+        """The lines of `refusals`."""
+        return [line for line, _ in self.refusals]
 
-    @property
-    def unknown(self) -> list[str]:
-        """Lines on what nobody knows, which is left out."""
-        return [line for line, _ in grouped(self.of("not known"))]
+    def lines(self, status: Status) -> list[str]:
+        """Return lines on the keys with one outcome."""
+        return [line for line, _ in grouped(self.of(status))]
 
     def of(self, status: Status) -> list[Entry]:
         return [entry for entry in self.entries if entry.status == status]
@@ -150,9 +138,10 @@ class Found:
     value: Any
     leaves: Mapping[str, Any]
 
-    def get(self, name: str) -> Any:
-        """Return the value of another key of the recipe."""
-        return self.leaves.get(name)
+    def get(self, name: str, *places: str) -> Any:
+        """Return the value of another key of the recipe, in the first of `places` that has it."""
+        values = (self.leaves.get(f"{place}{name}") for place in places or ("",))
+        return next((value for value in values if value is not None), None)
 
     def set(self, key: str, value: Any) -> None:
         """Give rlctl's `key` a value that this key is the source of."""
@@ -174,36 +163,23 @@ class Found:
             self.set(key, value)
             self.say("mapped", f"{key}: {_short(value)}")
 
-
-def schema_error(key: str, value: Any) -> str | None:
-    """Return why rlctl's own `key` cannot hold the value; None if it can, or if a class of `TARGETS` takes it."""
-    if (holder := _holder(key)) is None:
-        return None
-    try:
-        holder(value=value)
-    except ValidationError as error:
-        return error.errors()[0]["msg"].replace("Input should be", "it should be")
-    return None
-
-
-@functools.cache
-def _holder(key: str) -> type[BaseModel] | None:
-    """Return a class whose `value` takes what rlctl's own `key` takes."""
-    known = field(key)
-    if known is None or known.annotation is None or key not in known_keys():
-        return None
-    return create_model("Holder", value=(known.annotation, known))
+    def map_all(self, values: Mapping[str, Any], but: str | None = None) -> None:
+        """Give keys of rlctl their values and record them; `but` says in which way they differ from the recipe."""
+        for key, value in values.items():
+            self.set(key, value)
+        note = ", ".join(f"{key}: {_short(value)}" for key, value in values.items())
+        self.say("changed" if but else "mapped", f"{note}; {but}" if but else note)
 
 
 Rule = Callable[[Found], None]
 
 
-def to(key: str, convert: Mapping[Any, Any] | None = None) -> Rule:
-    """Return the rule that gives `key` the value, which must be in `convert` where that is given."""
+def to(key: str, convert: Mapping[Any, Any] | None = None, *, null: Any = None) -> Rule:
+    """Return the rule that gives `key` the value, or `null` for None; with `convert`, what that has for the value."""
 
     def rule(found: Found) -> None:
         if convert is None:
-            found.map(key, found.value)
+            found.map(key, null if found.value is None else found.value)
         elif found.value in convert:
             found.map(key, convert[found.value])
         else:
@@ -248,17 +224,24 @@ def differs(*same: Any, why: str) -> Rule:
     return only(*same, why=why, otherwise="changed")
 
 
-def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str) -> Rule:
-    """Return a rule that applies `rule` to recipes in which the key `on` is on, or for which `on` returns true; others
-    skip the key for `otherwise`."""
+def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str | Rule) -> Rule:
+    """Return a rule that applies `rule` to recipes in which the key `on` is on, or for which `on` returns true, and
+    `otherwise`, or skips the key for that reason, to others."""
 
     def applied(found: Found) -> None:
         if found.get(on) if isinstance(on, str) else on(found):
             rule(found)
-        else:
+        elif isinstance(otherwise, str):
             found.skip(otherwise)
+        else:
+            otherwise(found)
 
     return applied
+
+
+def if_on(rule: Rule) -> Rule:
+    """Return the rule of a switch that does something where it is on."""
+    return when(lambda found: found.value, rule, "it is off")
 
 
 SWITCHES = {
@@ -273,13 +256,14 @@ SWITCHES = {
 """Sections that are not read where a key is off, and the reason."""
 OF_THE_ALGORITHM = ("grpo", "distillation", "async_rl", "loss_fn", "data", "env", "teacher", "teachers", "value")
 """Sections whose keys depend on the algorithm."""
+FOREIGN = "it belongs to what rlctl does not run yet"
 
 
 def not_read(key: str, leaves: Mapping[str, Any], foreign: str | None) -> str | None:
     """Return why a recipe's key has no effect: its section is off, or is of what rlctl does not run; None: it has."""
     other = ("policy.train_global_batch_size", "policy.reward_model_cfg.")
     if foreign and (key.partition(".")[0] in OF_THE_ALGORITHM or key.startswith(other)):
-        return "it belongs to what rlctl does not run yet"
+        return FOREIGN
     if key.startswith(f"{MEGATRON}.") and not megatron_on(leaves) and not of_other_backend(key, leaves):
         return "policy.megatron_cfg is off"
     if key.startswith((f"{DTENSOR}.", "policy.scheduler.")) and megatron_on(leaves):
@@ -316,13 +300,20 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
-    told = [*_data_handling(leaves)]
+    handling, train = ("processor", "env_name"), leaves.get("data.train")
+    names = [leaves.get(f"{place}.{name}") for place in ("data", "data.default", "data.train") for name in handling]
+    listed = train if isinstance(train, list) else ()
+    names += [each.get(name) for each in listed if isinstance(each, Mapping) for name in handling]
     if not any(str(leaves.get(f"{place}.dataset_name")) in TEXT_DATA for place in ("data", "data.train")):
-        told.append(leaves.get("policy.model_name"))  # no word of its data says that they are texts
-    if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in told):
+        names.append(leaves.get("policy.model_name"))  # no word of its data says that they are texts
+    if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in names):
         return "This recipe is for images, sound or video, and rlctl trains on text.", algorithm
     if "eval" in sections:
-        return _evaluation(leaves), None
+        task = TASKS.get(str(leaves.get("data.dataset_name")).lower(), "TASK")
+        command = f"rlctl eval --model {leaves.get('generation.model_name', 'NAME')} --task {task}"
+        samples = leaves.get("eval.num_tests_per_prompt")
+        command += f" -n {samples}" if samples not in (None, 1) else ""
+        return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one.", None
     if algorithm == "distillation" and leaves.get("teacher.model_name") and not leaves.get("teachers"):
         return None, algorithm
     if algorithm is not None:
@@ -332,31 +323,12 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _data_handling(leaves: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the names of processors and environments that the data has, also those of a list of data sets."""
-    names, train = ("processor", "env_name"), leaves.get("data.train")
-    yield from (leaves.get(f"{place}.{name}") for place in ("data", "data.default", "data.train") for name in names)
-    for each in train if isinstance(train, list) else ():
-        if isinstance(each, Mapping):
-            yield from (each.get(name) for name in names)
-
-
-def _evaluation(leaves: Mapping[str, Any]) -> str:
-    """Return the sentence on a recipe that evaluates a model, with the command that does so."""
-    data = str(leaves.get("data.dataset_name")).lower()
-    command = f"rlctl eval --model {leaves.get('generation.model_name', 'NAME')} --task {TASKS.get(data, 'TASK')}"
-    samples = leaves.get("eval.num_tests_per_prompt")
-    command += f" -n {samples}" if isinstance(samples, int) and samples > 1 else ""
-    return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one."
-
-
-def step_value(found: Found, key: str) -> Any:
-    """Return the value of a key of the algorithm's section, which is `grpo` or `distillation`."""
-    return next((value for name in ("grpo", "distillation") if (value := found.get(f"{name}.{key}")) is not None), None)
+STEPS = ("grpo.", "distillation.")
+"""The sections of the algorithms that rlctl runs."""
 
 
 def step_rollouts(found: Found) -> int:
-    return (step_value(found, "num_prompts_per_step") or 1) * (step_value(found, "num_generations_per_prompt") or 1)
+    return (found.get("num_prompts_per_step", *STEPS) or 1) * (found.get("num_generations_per_prompt", *STEPS) or 1)
 
 
 def kl_type(found: Found) -> None:
@@ -366,34 +338,11 @@ def kl_type(found: Found) -> None:
         known = "rlctl knows forward, reverse, and mixed with its mixed_kl_weight"
         found.say("not yet", known, "distillation.forward_share")
     else:
-        found.set("distillation.loss", "top-k")
-        found.map("distillation.forward_share", share)
-
-
-def teacher_precision(found: Found) -> None:
-    if found.value in (None, found.get("policy.precision")):
-        found.skip("the teacher is in model.dtype, as the policy is")
-    else:
-        found.say("changed", "the teacher is computed in model.dtype, as the policy is")
-
-
-def selects(name: str) -> Rule:
-    """Return the rule of a switch that asks for the algorithm `name`."""
-
-    def rule(found: Found) -> None:
-        if found.value:
-            found.map("run.algorithm", name)
-        else:
-            found.skip("it is off")
-
-    return rule
+        found.map_all({"distillation.loss": "top-k", "distillation.forward_share": share})
 
 
 def sequence_ratios(found: Found) -> None:
     """Map ratios of sequences; NeMo-RL then also corrects for the engine by the product over a sequence."""
-    if not found.value:
-        found.skip("it is off")
-        return
     if found.get("loss_fn.use_importance_sampling_correction"):
         found.set("loss.importance_level", "sequence")
     found.map("run.algorithm", "gspo")
@@ -422,15 +371,13 @@ def reward_scaling(found: Found) -> None:
     given = {name: found.get(f"grpo.reward_scaling.{name}") for name in ends}
     at = ends | {name: value for name, value in given.items() if value is not None}
     scale = (at["target_max"] - at["target_min"]) / (at["source_max"] - at["source_min"])
-    if not found.value:
-        found.skip("there is none")
-    elif environment_used(found.leaves) != "math" or scale <= 0:
+    if environment_used(found.leaves) != "math" or scale <= 0:
         found.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
-    else:
-        if scale != 1:
-            found.set("reward.terms", [{"name": "math-verify", "weight": scale}])
-        found.say("changed", f"the reward has the weight {scale:g} (reward.terms); it is not shifted, "
-                             "which advantages do not depend on")  # fmt: skip
+        return
+    if scale != 1:
+        found.set("reward.terms", [{"name": "math-verify", "weight": scale}])
+    shift = "it is not shifted, which advantages do not depend on"
+    found.say("changed", f"the reward has the weight {scale:g} (reward.terms); {shift}")
 
 
 def reward_shaping(found: Found) -> None:
@@ -441,15 +388,13 @@ def reward_shaping(found: Found) -> None:
     """
     section = "grpo.reward_shaping"
     buffer, longest = found.get(f"{section}.overlong_buffer_length"), found.get(f"{section}.max_response_length")
-    if not found.value:
-        found.skip("there is none")
-    elif found.get(f"{section}.stop_properly_penalty_coef") is not None:
+    if found.get(f"{section}.stop_properly_penalty_coef") is not None:
         why = "rewards of cut completions are not scaled; rlctl has filter.truncated=mask"
         found.say("not yet", why, "filter.truncated")
     elif not buffer or not longest:
         found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
     else:
-        start, limit = longest - buffer, completion_limit(found.leaves) or 0
+        start, limit = longest - buffer, completion_limit(found) or 0
         penalty = found.leaves.get(f"{section}.overlong_buffer_penalty", 1) * (limit - start) / buffer
         if 0 < start < limit:
             found.set("reward.overlong_buffer", (limit - start) / limit)
@@ -457,15 +402,15 @@ def reward_shaping(found: Found) -> None:
         found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
 
 
-def completion_limit(leaves: Mapping[str, Any]) -> Any:
+def completion_limit(found: Found) -> Any:
     """Return the most tokens of a completion: a prompt needs at least one of all tokens of a rollout."""
-    length, new = leaves.get("policy.max_total_sequence_length"), leaves.get("policy.generation.max_new_tokens")
+    length, new = found.get("policy.max_total_sequence_length"), found.get("policy.generation.max_new_tokens")
     return min(length - 1, new) if isinstance(length, int) and isinstance(new, int) and length > 1 else new
 
 
 def completion_length(found: Found) -> None:
     """Map the length of a completion, below that of all tokens."""
-    limit = completion_limit(found.leaves)
+    limit = completion_limit(found)
     if limit == found.value:
         found.map("generation.max_new_tokens", limit)
     else:
@@ -495,12 +440,13 @@ def of_other_backend(key: str, leaves: Mapping[str, Any]) -> bool:
 
 
 def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None:
-    """Take what the block of the backend that trains leaves out from the other one, which `other` holds."""
+    """Take what the block of the backend that trains leaves out from the other one, which `other` holds, and note where
+    the two say different things."""
 
     def subject(key: str) -> str:
-        if key.startswith("scheduler.") and "weight_decay" not in key:
-            return "schedule"
-        return "weight decay" if "weight_decay" in key else key
+        if "weight_decay" in key:
+            return "weight decay"
+        return "schedule" if key.startswith("scheduler.") else key
 
     own = {subject(key) for key in result.values if key != "scheduler.min_lr"}
     # An optimizer of torch without a scheduler has a constant learning rate.
@@ -519,9 +465,7 @@ def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None
 def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> str | None:
     """Return the line on where the two blocks of a recipe say different things; `other` holds what the block of the
     backend that does not train says."""
-    backend, block, others = (
-        ("Megatron", MEGATRON, "policy") if megatron_on(leaves) else ("DTensor", "policy", MEGATRON)
-    )
+    blocks = (MEGATRON, "policy") if megatron_on(leaves) else ("policy", MEGATRON)
     told = [
         f"{key} is {result.values[key]} ({result.source[key]}), not {value} ({other.source[key]})"
         for key, value in other.values.items()
@@ -530,7 +474,8 @@ def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> st
     schedules = [_schedule(found.values, result.values.get("run.steps")) for found in (result, other)]
     # Without a schedule of its own a block has a constant learning rate.
     if other.values.keys() & {"optimizer.lr", "scheduler.warmup_steps"} and schedules[0] != schedules[1]:
-        told.append(f"the schedule is that of {block}.scheduler, not of {others}.scheduler")
+        told.append(f"the schedule is that of {blocks[0]}.scheduler, not of {blocks[1]}.scheduler")
+    backend = "Megatron" if megatron_on(leaves) else "DTensor"
     return f"{backend} trains, and its own block of the recipe holds: {'; '.join(told)}" if told else None
 
 
@@ -549,33 +494,16 @@ def learning_rate(found: Found) -> tuple[str, Any]:
     return key, found.get(key)
 
 
-def float8_on(found: Found) -> None:
-    """Turn float8 on by its format, which `enabled` needs next to it."""
-    if found.value is True and not found.get(f"{MEGATRON}.fp8_cfg.fp8"):
-        found.say("not yet", "fp8_cfg.fp8 names no format (hybrid or e4m3)")
-    else:
-        found.skip("fp8_cfg.fp8 is the format: megatron.fp8" if found.value else "float8 training is off")
-
-
 def states_on_host(found: Found) -> None:
     """Keep all optimizer states in host memory, where a recipe may name a fraction; none with a fraction of 0."""
-    on = found.value is True and found.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction") != 0
+    on = found.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction") != 0
     to("training.optimizer_offload", {True: on, False: False})(found)
-
-
-def fraction_on_host(found: Found) -> None:
-    """Say where the fraction that `states_on_host` has read is neither all nor none of the states."""
-    if found.get(f"{MEGATRON}.optimizer.optimizer_cpu_offload") is True and found.value not in (None, 0, 1):
-        found.say("changed", "training.optimizer_offload has all states in host memory, or none")
-    else:
-        found.skip("read with optimizer_cpu_offload")
 
 
 def dtensor_adapters(found: Found) -> None:
     """Map the rank of adapters on all layers; others are named as the model names them."""
-    if found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or any(
-        found.get(f"{DTENSOR}.lora_cfg.{named}") for named in ("exclude_modules", "target_modules")
-    ):
+    named = [found.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("exclude_modules", "target_modules")]
+    if any(named) or found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False:
         found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
     else:
         found.map("training.lora.rank", found.value)
@@ -584,15 +512,10 @@ def dtensor_adapters(found: Found) -> None:
 def sharded_states_on_host(found: Found) -> None:
     """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
     if found.value is True:
-        found.set("training.optimizer_offload", True)
-        found.say("changed", "training.optimizer_offload: the optimizer's states alone are in host memory, no weights")
+        but = "the optimizer's states alone are in host memory, no weights"
+        found.map_all({"training.optimizer_offload": True}, but)
     else:
         to("training.optimizer_offload", {False: False})(found)
-
-
-def copies(found: Found) -> None:
-    """Map the copies of the sharded weights; one is what there is without the key."""
-    found.map("training.replicate", None if found.value == 1 else found.value)
 
 
 def engine(found: Found) -> None:
@@ -601,61 +524,33 @@ def engine(found: Found) -> None:
     only("vllm", None, why=why)(found)
 
 
-def chat_template(found: Found) -> None:
-    """Map a template; `default` is the tokenizer's own, as is a key that is not there, and null joins the messages."""
-    if found.value is None:
-        found.set("model.chat_template", JOINED_MESSAGES)
-        found.say("mapped", "model.chat_template: null joins what the messages say, without roles or special tokens")
-    else:
-        found.map("model.chat_template", None if found.value == "default" else found.value)
-
-
-def clipping(found: Found) -> None:
-    """Map the norm that gradients are clipped to: null means that they are not."""
-    found.map("optimizer.clip_grad", 0 if found.value is None else found.value)
-
-
 def epochs(found: Found) -> None:
     """Say where a recipe may end sooner than `run.steps` does: how many rows its data has is not known here."""
-    steps = step_value(found, "max_num_steps")
+    steps = found.get("max_num_steps", *STEPS)
     # An epoch has at least one step.
     if found.value is None or (isinstance(steps, int) and 0 < steps <= found.value):
         found.skip("run.steps ends the run; prompts come round again")
         return
-    prompts = step_value(found, "num_prompts_per_step") or "batch.prompts"
+    prompts = found.get("num_prompts_per_step", *STEPS) or "batch.prompts"
     enough = f"{_short(found.value)} x rows of the data / {_short(prompts)} prompts of a step"
     found.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
 
 
 def recompute(found: Found) -> None:
     """Map whether activations are computed again: in whole layers, or in the parts that are named."""
-    if found.value is not True and _granularity_holds(found):
+    if found.value is not True and granularity_holds(found):
         found.skip("recompute_granularity says what is computed again")
     else:
         granularity = found.get(f"{MEGATRON}.recompute_granularity") or "full"
         to("training.recompute", {True: granularity, False: "none", None: None})(found)
 
 
-def granularity(found: Found) -> None:
-    """Map what is computed again. NeMo-RL reads it only where activation_checkpointing is on; who gives it on the
-    command line asks for it, and so does a recipe without that switch."""
-    if _granularity_holds(found):
-        found.map("training.recompute", found.value)
-    else:
-        found.skip("read with activation_checkpointing")
-
-
-def _granularity_holds(found: Found) -> bool:
+def granularity_holds(found: Found) -> bool:
+    """Return whether what is computed again is named, and holds. NeMo-RL reads it only where activation_checkpointing
+    is on; who gives it on the command line asks for it, and so does a recipe without that switch."""
     switch, name = f"{MEGATRON}.activation_checkpointing", f"{MEGATRON}.recompute_granularity"
     given = found.result.overridden
     return bool(found.get(name)) and (found.get(switch) is None or (name in given and switch not in given))
-
-
-def recomputed_modules(found: Found) -> None:
-    if found.value and found.get(f"{MEGATRON}.recompute_granularity") == "selective":
-        found.map("megatron.recompute_modules", found.value)
-    else:
-        found.skip("whole layers are computed again, if anything is")
 
 
 def adapted_layers(found: Found) -> None:
@@ -715,22 +610,20 @@ def batches(found: Found) -> None:
 
 def correction(found: Found) -> None:
     """Map the importance weights between engine and trainer: truncated (tis), or dropped outside of bounds (icepop)."""
-    cap = found.get("loss_fn.truncated_importance_sampling_ratio")
-    least = found.get("loss_fn.truncated_importance_sampling_ratio_min")
-    kind = found.get("loss_fn.truncated_importance_sampling_type") or "tis"
+    ratio = "loss_fn.truncated_importance_sampling"
+    cap, least = found.get(f"{ratio}_ratio"), found.get(f"{ratio}_ratio_min")
+    kind = found.get(f"{ratio}_type") or "tis"
     if not found.value:
         found.map("loss.importance_correction", "off")
     elif cap is None:
-        found.set("loss.importance_cap", NO_CAP)
-        found.map("loss.importance_correction", "truncated")
+        found.map_all({"loss.importance_cap": NO_CAP, "loss.importance_correction": "truncated"})
     elif kind == "seq-mask-tis" and least:
-        found.set("loss.sequence_mask", [least, cap])
-        found.map("loss.importance_correction", "untruncated")
-    elif kind == "tis" or (kind == "icepop" and least):
-        found.set("loss.importance_cap", cap)
-        if kind == "icepop":
-            found.set("loss.importance_floor", least)
-        found.map("loss.importance_correction", "truncated" if kind == "tis" else "masked")
+        found.map_all({"loss.sequence_mask": [least, cap], "loss.importance_correction": "untruncated"})
+    elif kind == "tis":
+        found.map_all({"loss.importance_cap": cap, "loss.importance_correction": "truncated"})
+    elif kind == "icepop" and least:
+        bounds = {"loss.importance_cap": cap, "loss.importance_floor": least}
+        found.map_all({**bounds, "loss.importance_correction": "masked"})
     else:
         found.say("not yet", f"{kind}, {least} to {cap}, is not known", "loss.importance_correction")
 
@@ -745,7 +638,7 @@ def on_policy_ratio(found: Found) -> None:
 
 def decay_steps(found: Found) -> None:
     style = found.leaves.get(f"{MEGATRON}.scheduler.lr_decay_style", "constant")
-    if style == "constant" or found.value in (None, step_value(found, "max_num_steps")):
+    if style == "constant" or found.value in (None, found.get("max_num_steps", *STEPS)):
         found.skip("the learning rate decays over run.steps, if at all")
     else:
         found.map("scheduler.decay_steps", found.value)
@@ -761,28 +654,20 @@ def weight_decay_ends(found: Found) -> None:
 
 def betas(found: Found) -> None:
     beta1, beta2 = found.value
-    found.set("optimizer.beta1", beta1)
-    found.set("optimizer.beta2", beta2)
-    found.say("mapped", f"optimizer.beta1: {beta1}, optimizer.beta2: {beta2}")
+    found.map_all({"optimizer.beta1": beta1, "optimizer.beta2": beta2})
 
 
-def _map_warmup(found: Found, note: str, begins: Any, peak: Any) -> None:
-    """Record a schedule with a warm-up from `begins` to `peak`, which both of NeMo-RL's backends begin one step later:
-    Megatron and torch count the steps that are done, and `rl.schedule` the one that is being taken."""
-    ahead = (
-        "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
-    )
-    found.say(*(("mapped", note) if begins == peak else ("changed", f"{note}; {ahead}")))
+AHEAD = "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
+"""Both of NeMo-RL's backends begin a schedule one step later: Megatron and torch count the steps that are done, and
+`rl.schedule` the one that is being taken."""
 
 
 def warm_up(found: Found) -> None:
-    section = found.name.rpartition(".")[0]
-    if not found.value:
+    begins = found.get(f"{found.name.rpartition('.')[0]}.lr_warmup_init") or 0
+    if not found.value or begins == learning_rate(found)[1]:
         found.map("scheduler.warmup_steps", found.value)
     else:
-        found.set("scheduler.warmup_steps", found.value)
-        ends = found.get(f"{section}.lr_warmup_init") or 0, learning_rate(found)[1]
-        _map_warmup(found, f"scheduler.warmup_steps: {found.value}", *ends)
+        found.map_all({"scheduler.warmup_steps": found.value}, AHEAD)
 
 
 TORCH_ARGUMENTS = {
@@ -800,25 +685,20 @@ def torch_schedulers(found: Found) -> None:
         found.skip("the learning rate is constant")
         return
     milestones = next((step["milestones"] for step in found.value if step.get("milestones")), None)
-    warmup, after, unknown = None, [], []
-    for step in (step for step in found.value if "name" in step):
-        name, options = str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}
-        unknown += set(options) - TORCH_ARGUMENTS.get(name, set(options))
-        if name == "LinearLR" and warmup is None and not after and options.get("end_factor", 1) == 1:
-            warmup = options
-        else:
-            after.append((name, options))
-    kind, options = after[0] if after else ("ConstantLR", {"factor": 1})
+    steps = [(str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}) for step in found.value if "name" in step]
+    unknown = [key for name, options in steps for key in set(options) - TORCH_ARGUMENTS.get(name, set(options))]
+    warmup = steps.pop(0)[1] if steps and steps[0][0] == "LinearLR" and steps[0][1].get("end_factor", 1) == 1 else None
+    kind, options = steps[0] if steps else ("ConstantLR", {"factor": 1})
     name, rate = learning_rate(found)
     # What a scheduler's arguments leave out is torch's default.
     known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
-    next_at = milestones[0] if warmup is not None and after and milestones else warmup_steps
+    next_at = milestones[0] if warmup is not None and steps and milestones else warmup_steps
     if not isinstance(rate, int | float):
         found.say("not yet", f"{name} is {_short(repr(rate))}, which is no number")
     elif unknown:
         found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
-    elif len(after) > 1 or not known:
+    elif len(steps) > 1 or not known:
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
         why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
@@ -831,23 +711,16 @@ def torch_schedulers(found: Found) -> None:
             found.set("scheduler.decay", "cosine")
             found.set("scheduler.min_lr", options.get("eta_min", 0))
             found.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
-        _map_warmup(found, f"scheduler: {warmup_steps} steps of warm-up, then {kind}", begins, rate)
-
-
-tokenizer = when(
-    lambda found: found.value not in (None, found.get("policy.model_name")), to("model.tokenizer"), "the model's own"
-)
+        note = f"scheduler: {warmup_steps} steps of warm-up, then {kind}"
+        found.say(*(("mapped", note) if begins == rate else ("changed", f"{note}; {AHEAD}")))
 
 
 def expert_engines(found: Found) -> None:
     """Map an engine whose experts are spread over more ranks than its tensors are."""
     if found.value in (None, 1):
         found.map("generation.ep", found.value)
-        return
-    copies = engine_copies(found)
-    found.set("generation.ep", found.value)
-    found.set("generation.dp", copies)
-    found.say("mapped", f"generation.ep: {found.value}, generation.dp: {copies}")
+    else:
+        found.map_all({"generation.ep": found.value, "generation.dp": engine_copies(found)})
 
 
 def engine_copies(found: Found) -> int:
@@ -856,11 +729,18 @@ def engine_copies(found: Found) -> int:
     return max(1, ep // tp)
 
 
-def data_value(found: Found, key: str) -> Any:
-    """Return what the recipe says of its training data: `data.train`, else the defaults of all datasets, else `data`
-    itself (how older recipes have it)."""
-    places = ("data.train.", "data.default.", "data.")
-    return next((value for place in places if (value := found.get(place + key)) is not None), None)
+DATA = ("data.train.", "data.default.", "data.")
+"""Where a recipe describes its training data: in `data.train`, else in the defaults of all datasets, else in `data`
+itself (how older recipes have it)."""
+VALIDATION = ("data.validation.", "data.default.", "data.")
+
+
+def responses(found: Found, path: str | None, places: Iterable[str]) -> tuple[str, str, str, None] | None:
+    """Return name, fields and split of a ResponseDataset; None where the recipe has no path for it."""
+    subset = found.get("subset", *places)
+    name = f"{path}:{subset}" if subset else str(path)
+    prompt, answer = found.get("input_key", *places) or "input", found.get("output_key", *places) or "output"
+    return (name, prompt, answer, None) if path else None
 
 
 def validation_set(found: Found) -> tuple[str, str, str, str | None] | None:
@@ -868,29 +748,20 @@ def validation_set(found: Found) -> tuple[str, str, str, str | None] | None:
     can read, such as a part of the training data."""
     name = found.get("data.validation.dataset_name")
     path = found.get("data.validation.data_path") or found.get("data.val_data_path")
-    if name not in (None, "ResponseDataset"):
-        return DATASETS.get(str(name))
-    places = ("data.validation.", "data.default.", "data.")
-    keys = {key: next((v for p in places if (v := found.get(p + key)) is not None), None)
-            for key in ("input_key", "output_key", "subset")}  # fmt: skip
-    path = f"{path}:{keys['subset']}" if path and keys["subset"] else path
-    return (str(path), keys["input_key"] or "input", keys["output_key"] or "output", None) if path else None
+    return responses(found, path, VALIDATION) if name in (None, "ResponseDataset") else DATASETS.get(str(name))
 
 
 def validated(rule: Rule) -> Rule:
     """Return the rule of a key of validation, for recipes whose validation prompts can be read."""
     why = "the recipe names no prompts of validation that rlctl can read: set validation.every with "
-    why += "validation.data.name or validation.holdout"
-    return lambda found: rule(found) if validation_set(found) else found.say("logging", why)
+    return when(validation_set, rule, logs(f"{why}validation.data.name or validation.holdout"))
 
 
 def validation_period(found: Found) -> None:
     """Map how often and on what is validated: NeMo-RL samples there as in training."""
-    known = validation_set(found)
-    assert known is not None  # `validated` has looked
-    name, prompt, answer, split = known
-    fields = {"name": name, "prompt_field": prompt, "answer_field": answer}
-    for key, value in (fields | {"split": found.get("data.validation.split") or split}).items():
+    values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(found) or (), strict=False))
+    values["split"] = found.get("data.validation.split") or values.get("split")
+    for key, value in values.items():
         if value is not None:
             found.set(f"validation.data.{key}", value)
     own = found.get("policy.generation.val_temperature")
@@ -900,50 +771,44 @@ def validation_period(found: Found) -> None:
 
 
 def dataset(found: Found) -> None:
-    if found.value != data_value(found, "dataset_name"):
+    if found.value != found.get("dataset_name", *DATA):
         found.skip("data.train has its own")
         return
-    path = data_value(found, "data_path") or data_value(found, "train_data_path")
-    if found.value == "ResponseDataset":
-        path = f"{path}:{subset}" if path and (subset := data_value(found, "subset")) else path
-        fields = (path, data_value(found, "input_key") or "input", data_value(found, "output_key") or "output", None)
-    else:
-        fields = DATASETS.get(str(found.value), (None, "", "", None))
-    name, prompt, answer, split = fields
-    if not name:
-        known = f"rlctl knows {', '.join(DATASETS)}, and ResponseDataset with its data_path; --data names another"
-        found.say("not yet", known, "data.name")
+    path = found.get("data_path", *DATA) or found.get("train_data_path", *DATA)
+    known = responses(found, path, DATA) if found.value == "ResponseDataset" else DATASETS.get(str(found.value))
+    if known is None:
+        names = f"rlctl knows {', '.join(DATASETS)}, and ResponseDataset with its data_path; --data names another"
+        found.say("not yet", names, "data.name")
         return
-    found.set("data.name", name)
-    found.set("data.prompt_field", prompt)
-    found.set("data.answer_field", data_value(found, "output_key") or answer)
-    if split and data_value(found, "split") is None:
+    name, prompt, answer, split = known
+    answer = found.get("output_key", *DATA) or answer
+    for key, value in {"name": name, "prompt_field": prompt, "answer_field": answer}.items():
+        found.set(f"data.{key}", value)
+    if split and found.get("split", *DATA) is None:
         found.set("data.split", split)
-    found.say("mapped", f"data.name: {name}, fields {prompt} and {found.result.values['data.answer_field']}")
+    found.say("mapped", f"data.name: {name}, fields {prompt} and {answer}")
 
 
-def text_file(found: Found) -> str | None:
+def text_file(found: Found, key: str) -> str | None:
     """Return the text of a prompt file, which a recipe names relative to where NeMo-RL was started; None, with the
-    reason recorded, where there is none."""
-    name = found.name.rpartition(".")[2]
-    key = "data.system_prompt" if name == "system_prompt_file" else "data.prompt_template"
-    if found.name == f"data.default.{name}" and f"data.train.{name}" in found.leaves:
+    reason recorded, where there is none. `key` settles a file that is not there."""
+    if found.name.startswith("data.default.") and found.name.replace("default", "train", 1) in found.leaves:
         found.skip("data.train has its own")
-    elif found.value is None:
+        return None
+    if found.value is None:
         found.skip("there is none")
-    else:
-        up = dict.fromkeys(place for file in found.result.files for place in file.parents)
-        places = (Path(str(found.value)), *(place / str(found.value) for place in up))
-        path = next((place for place in places if problem_with(place) is None), None)
-        if path is not None:
+        return None
+    above = dict.fromkeys(folder for file in found.result.files for folder in file.parents)
+    for path in (folder / str(found.value) for folder in (Path(), *above)):
+        if problem_with(path) is None:
             return read_text(path, found.name)
-        found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
+    found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
     return None
 
 
 def prompt_file(found: Found) -> None:
     """Map a prompt template, which Python's `format` fills in: `{}` is the question and a brace is written twice."""
-    if (text := text_file(found)) is None:
+    if (text := text_file(found, "data.prompt_template")) is None:
         return
     parts = re.split(r"(?<!\{)\{\}(?!\})", text.strip("\n"))
     if len(parts) != 2:
@@ -958,15 +823,14 @@ def prompt_file(found: Found) -> None:
 
 
 def system_prompt_file(found: Found) -> None:
-    if (text := text_file(found)) is not None:
+    if (text := text_file(found, "data.system_prompt")) is not None:
         found.map("data.system_prompt", text)
 
 
 def environment_used(leaves: Mapping[str, Any]) -> str | None:
     """Return the environment that scores: the one that the data names, else another than math, else math (which is
     also what recipes with a section `dapo` score with)."""
-    places = ("data.train.env_name", "data.default.env_name", "data.env_name")
-    named = next((leaves[place] for place in places if leaves.get(place) is not None), None)
+    named = next((leaves[f"{place}env_name"] for place in DATA if leaves.get(f"{place}env_name") is not None), None)
     present = dict.fromkeys(key.split(".")[1] for key in leaves if key.startswith("env.") and key.count(".") > 1)
     return named or next((name for name in present if name not in ("math", "dapo")), "math" if present else None)
 
@@ -984,7 +848,7 @@ def environment(found: Found) -> None:
 
 
 def when_math(rule: Rule) -> Rule:
-    return lambda found: rule(found) if environment_used(found.leaves) == "math" else environment(found)
+    return when(lambda found: environment_used(found.leaves) == "math", rule, environment)
 
 
 def variables(key: str) -> Rule:
@@ -1009,32 +873,29 @@ def dynamic_batching(found: Found) -> None:
     elif found.get("policy.sequence_packing.enabled") is True:
         found.say("changed", "rows are packed; NeMo-RL refuses to start with policy.sequence_packing and this both on")
     else:
-        found.set("training.packing", False)
-        found.map("training.dynamic_batching", True)
+        found.map_all({"training.packing": False, "training.dynamic_batching": True})
 
 
 def kept_checkpoints(found: Found) -> None:
-    """Keep the newest where no metric is named, else the best by the mean reward of training."""
+    """Keep the newest where no metric is named, else the best by the mean reward of validation where each checkpoint
+    has one, and of training where not."""
     metric, highest = found.get("checkpointing.metric_name"), found.get("checkpointing.higher_is_better") is not False
+    every, saves = found.get("val_period", *STEPS) or 0, found.get("checkpointing.save_period") or 0
     if found.get("checkpointing.enabled") is False:
         found.skip("checkpoints are off")
-    elif found.value is None or metric is None:
+        return
+    if found.value is None or metric is None:
         found.map("run.keep_last", found.value)
-    elif (every := _validated_at_saves(found)) and highest and re.match("val(?!.*loss)", str(metric)):
-        found.set("run.keep_best", found.value)
+        return
+    found.set("run.keep_best", found.value)
+    kept = f"run.keep_best: {found.value}, by the mean reward of"
+    at_each = validation_set(found) and every > 0 and saves % every == 0
+    if at_each and highest and re.match("val(?!.*loss)", str(metric)):
         found.set("run.keep_best_by", "validation/reward_mean")
-        found.say("mapped", f"run.keep_best: {found.value}, by the mean reward of validation, every {every} steps")
+        found.say("mapped", f"{kept} validation, every {every} steps")
     else:
-        found.set("run.keep_best", found.value)
         theirs = str(metric) if highest else f"the lowest {metric}"
-        note = f"run.keep_best: {found.value}, by the mean reward of training instead of {theirs}; and the newest"
-        found.say("changed", note)
-
-
-def _validated_at_saves(found: Found) -> int:
-    """Return the interval of validations where each checkpoint has one, else 0."""
-    every, saves = step_value(found, "val_period"), found.get("checkpointing.save_period") or 0
-    return every if validation_set(found) and every and every > 0 and saves % every == 0 else 0
+        found.say("changed", f"{kept} training instead of {theirs}; and the newest")
 
 
 LOGGERS = {
@@ -1058,12 +919,20 @@ def logged_as(key: str, logger: str) -> Rule:
         first = next((name for switch, name in LOGGERS.items() if name != "tensorboard" and found.get(switch)), None)
         if first == logger:
             found.map(key, found.value)
-        elif first is None:
-            found.say("logging", f"{logger} is off")
         else:
-            found.say("logging", f"all loggers use {key}, which is that of {first}")
+            other = f"all loggers use {key}, which is that of {first}"
+            found.say("logging", f"{logger} is off" if first is None else other)
 
     return rule
+
+
+SAMPLERS = {
+    "in_order": ("position", None),
+    "weight_fifo": ("arrival", "groups that finished first come first, and old ones are waited for"),
+    "ready_first": ("arrival", "groups that are as old as they may be are waited for"),
+    "windowed": ("arrival", "only what can still be trained on is begun, and nothing is thrown away"),
+}
+"""Samplers of NeMo-RL's single controller: `rollouts.order`, and in which way it differs."""
 
 
 def sampler(found: Found) -> None:
@@ -1079,31 +948,8 @@ def sampler(found: Found) -> None:
     if lag == 0:
         found.map("rollouts.mode", "sync")
         return
-    found.set("rollouts.mode", "async")
-    found.set("rollouts.max_staleness", lag)
-    found.set("refit.in_flight", "keep")
-    if otherwise:
-        found.set("rollouts.order", order)
-        found.say("changed", f"rollouts.order: {order}; {otherwise}")
-    else:
-        found.map("rollouts.order", order)
-
-
-def sampler_lag(found: Found) -> None:
-    """Map a sampler's lag where the recipe does not name the sampler."""
-    if found.get("async_rl.sampler.name") is None:
-        sampler(found)
-    else:
-        found.skip("read with async_rl.sampler.name")
-
-
-SAMPLERS = {
-    "in_order": ("position", None),
-    "weight_fifo": ("arrival", "groups that finished first come first, and old ones are waited for"),
-    "ready_first": ("arrival", "groups that are as old as they may be are waited for"),
-    "windowed": ("arrival", "only what can still be trained on is begun, and nothing is thrown away"),
-}
-"""Samplers of NeMo-RL's single controller: `rollouts.order`, and in which way it differs."""
+    ages = {"rollouts.mode": "async", "rollouts.max_staleness": lag, "refit.in_flight": "keep"}
+    found.map_all({**ages, "rollouts.order": order}, otherwise)
 
 
 def engine_devices(found: Found) -> None:
@@ -1117,13 +963,8 @@ def engine_devices(found: Found) -> None:
         per_node = found.get(f"{resources}.gpus_per_node") or found.get("cluster.gpus_per_node") or 1
         devices = (found.get(f"{resources}.num_nodes") or 1) * per_node
         tp, pp = (found.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline"))
-        found.map("generation.engines", max(1, devices // (tp * pp * engine_copies(found))))
-        found.set("generation.devices", devices)
-
-
-def checkpoint_period(found: Found) -> None:
-    on = found.get("checkpointing.enabled") is not False
-    found.map("run.checkpoint_every", found.value if on else 0)
+        engines = max(1, devices // (tp * pp * engine_copies(found)))
+        found.map_all({"generation.engines": engines, "generation.devices": devices})
 
 
 def checkpoints_on(found: Found) -> None:

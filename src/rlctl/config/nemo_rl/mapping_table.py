@@ -14,6 +14,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     Import,
     Rule,
     differs,
+    if_on,
     logs,
     only,
     passes,
@@ -31,6 +32,11 @@ RENAMED = {
 """Former and alternative names of keys and sections."""
 
 NO_VALIDATION = logs("validation samples all prompts at once, with generation.top_p and top_k")
+
+
+def each(section: str, names: str, rule: Rule) -> dict[str, Rule]:
+    """Return one rule for several keys of a section."""
+    return {f"{section}.{name}": rule for name in names.split()}
 
 
 def penalized(rule: Rule) -> Rule:
@@ -80,11 +86,14 @@ _DISTILLATION: dict[str, Rule] = {
         "the recipe has no teacher",
     ),
     "teacher.model_name": to("teacher.model"),
-    "teacher.precision": rules.teacher_precision,
+    "teacher.precision": when(
+        lambda found: found.value in (None, found.get("policy.precision")),
+        without("the teacher is in model.dtype, as the policy is"),
+        differs(why="the teacher is computed in model.dtype, as the policy is"),
+    ),
     "teacher.quant_cfg": only(None, why="the teacher is computed in model.dtype"),
     "teacher.tokenizer.*": without("the teacher must have the policy's tokenizer, which is checked"),
     "teacher.max_total_sequence_length": without("model.max_length"),
-    "teacher.hf_config_overrides": only(None, why="the model's configuration is taken as it is"),
     "teacher.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
     **{
         f"teacher.megatron_cfg.{theirs}": to(f"teacher.{ours}")
@@ -101,12 +110,12 @@ _DISTILLATION: dict[str, Rule] = {
 
 _GRPO: dict[str, Rule] = {
     **{f"grpo.{key}": rule for key, rule in _STEPS.items()},
-    "grpo.normalize_rewards": rules.of_groups(to("advantage.normalize_std")),
-    "grpo.use_leave_one_out_baseline": rules.of_groups(
+    **each("grpo", "normalize_rewards adv_estimator.normalize_rewards", rules.of_groups(to("advantage.normalize_std"))),
+    **each("grpo", "use_leave_one_out_baseline adv_estimator.use_leave_one_out_baseline", rules.of_groups(
         to("advantage.baseline", {True: "leave-one-out", False: "mean"})
-    ),
-    "grpo.val_num_generations_per_prompt": validated(to("validation.samples")),
-    "grpo.num_val_generations_per_prompt": validated(to("validation.samples")),
+    )),
+    **each("grpo", "val_num_generations_per_prompt num_val_generations_per_prompt",
+           validated(to("validation.samples"))),
     "grpo.val_start_at": validated(differs(None, 0, why="the first validation is after validation.every steps")),
     "grpo.stop_at_validation_metric": NO_VALIDATION,
     "grpo.stop_at_validation_threshold": only(None, why="a plateau can end a run (validation.stop_after), no value"),
@@ -114,13 +123,10 @@ _GRPO: dict[str, Rule] = {
     "grpo.deduplicate_multimodal_data": without("prompts are texts"),
     "grpo.invalid_tool_call_advantage": TOOLS,
     "grpo.malformed_thinking_advantage": only(None, why="advantages follow from rewards alone"),
-    "grpo.advantage_clip_low": only(None, why="advantages are not clipped"),
-    "grpo.advantage_clip_high": only(None, why="advantages are not clipped"),
+    **each("grpo", "advantage_clip_low advantage_clip_high", only(None, why="advantages are not clipped")),
     "grpo.zero_variance_prompt_filtering": only(
         None, False, why="it is not imported yet; rlctl has filter.groups=drop"
     ),
-    "grpo.async_grpo": only(None, why="its keys are read one by one"),
-    "grpo.seed": to("run.seed"),
     "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
     "grpo.async_grpo.max_trajectory_age_steps": to("rollouts.max_staleness"),
     "grpo.async_grpo.in_flight_weight_updates": to("refit.in_flight", {True: "keep", False: "wait"}),
@@ -136,18 +142,14 @@ _GRPO: dict[str, Rule] = {
         differs(None, 1, why="each round samples as many prompts as are missing, not a multiple of the batch"),
         "each round samples as many prompts as are missing",
     ),
-    "grpo.reward_shaping.enabled": rules.reward_shaping,
+    "grpo.reward_shaping.enabled": if_on(rules.reward_shaping),
     "grpo.reward_shaping.*": without("read with grpo.reward_shaping.enabled"),
-    "grpo.reward_scaling.enabled": rules.reward_scaling,
+    "grpo.reward_scaling.enabled": if_on(rules.reward_scaling),
     "grpo.reward_scaling.*": without("read with grpo.reward_scaling.enabled"),
     "grpo.calculate_advantages_on_gpu": KERNELS,
     "grpo.skip_reference_policy_logprobs_calculation": without("no reference is evaluated when the KL penalty is 0"),
     "grpo.seq_logprob_error_threshold": only(None, why="there is no such filter yet"),
     "grpo.adv_estimator.name": rules.estimator,
-    "grpo.adv_estimator.normalize_rewards": rules.of_groups(to("advantage.normalize_std")),
-    "grpo.adv_estimator.use_leave_one_out_baseline": rules.of_groups(
-        to("advantage.baseline", {True: "leave-one-out", False: "mean"})
-    ),
     "grpo.adv_estimator.*": without("for other estimators"),
     "loss_fn.reference_policy_kl_penalty": to("loss.kl_coefficient"),
     "loss_fn.reference_policy_kl_type": to("loss.kl_estimator", {"k1": "k1", "k2": "k2", "k3": "k3", None: None}),
@@ -156,29 +158,37 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.ratio_clip_c": to("loss.dual_clip"),
     "loss_fn.token_level_loss": to("loss.level", {True: "token", False: "sequence"}),
     "loss_fn.use_importance_sampling_correction": rules.correction,
-    "loss_fn.truncated_importance_sampling_ratio": without("read with use_importance_sampling_correction"),
-    "loss_fn.truncated_importance_sampling_type": without("read with use_importance_sampling_correction"),
-    "loss_fn.truncated_importance_sampling_ratio_min": without("read with use_importance_sampling_correction"),
+    **{
+        f"loss_fn.truncated_importance_sampling_{name}": without("read with use_importance_sampling_correction")
+        for name in ("ratio", "type", "ratio_min")
+    },
     "loss_fn.use_on_policy_kl_approximation": penalized(
         only(None, False, why="the KL is the plain estimator, without weights")
     ),
-    "loss_fn.use_cispo": rules.selects("cispo"),
-    "loss_fn.positive_example_nll_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
-    "loss_fn.sequence_level_importance_ratios": rules.sequence_ratios,
+    "loss_fn.use_cispo": if_on(to("run.algorithm", {True: "cispo"})),
+    **each("loss_fn", "positive_example_nll_weight positive_example_nll_loss_weight",
+           only(None, 0, 0.0, why="the loss is PPO's alone")),
+    "loss_fn.sequence_level_importance_ratios": if_on(rules.sequence_ratios),
     "loss_fn.kl_input_clamp_value": penalized(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
     "loss_fn.kl_output_clamp_value": penalized(to("loss.kl_cap")),
     "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
     "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
     "loss_fn.sum_weights_metric": LOGS,
     "loss_fn.use_kl_in_reward": only(None, False, why="it is not imported yet; rlctl has loss.kl_in=reward"),
-    "loss_fn.positive_example_nll_loss_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
 }  # fmt: skip
 
 _POLICY: dict[str, Rule] = {
     "policy.model_name": to("model.name"),
-    "policy.tokenizer.name": rules.tokenizer,
-    "policy.tokenizer.chat_template": rules.chat_template,
-    "policy.tokenizer.chat_template_kwargs": only(None, why="templates take no arguments yet"),
+    "policy.tokenizer.name": when(
+        lambda found: found.value not in (None, found.get("policy.model_name")),
+        to("model.tokenizer"),
+        "the model's own",
+    ),
+    "policy.tokenizer.chat_template": when(
+        lambda found: found.value != "default",
+        to("model.chat_template", null=rules.JOINED_MESSAGES),
+        "model.chat_template stays at its default",
+    ),
     "policy.tokenizer.chat_template_kwargs.*": only(why="templates take no arguments yet"),
     "policy.train_global_batch_size": rules.batches,
     "policy.train_micro_batch_size": without("rows are sized in tokens"),
@@ -186,15 +196,12 @@ _POLICY: dict[str, Rule] = {
     "policy.logprob_batch_size": without("log-probs are computed on the rows of training"),
     "policy.max_total_sequence_length": to("model.max_length"),
     "policy.precision": to("model.dtype", {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}),
-    "policy.logprob_chunk_size": KERNELS,
-    "policy.max_grad_norm": rules.clipping,
+    **each("policy", "logprob_chunk_size offload_optimizer_for_logprob", KERNELS),
+    "policy.max_grad_norm": to("optimizer.clip_grad", null=0),
     "policy.make_sequence_length_divisible_by": without("rows are padded as the parallelism needs"),
     "policy.refit_buffer_size_gb": without("a refit's buckets are sized by rlctl"),
-    "policy.offload_optimizer_for_logprob": KERNELS,
     "policy.hf_config_overrides.max_position_embeddings": without("model.max_length is the limit"),
-    "policy.hf_config_overrides.router_aux_loss_coef": NO_BALANCING,
-    "policy.hf_config_overrides.text_config.router_aux_loss_coef": NO_BALANCING,
-    "policy.hf_config_overrides": only(None, why="the model's configuration is taken as it is"),
+    **each("policy.hf_config_overrides", "router_aux_loss_coef text_config.router_aux_loss_coef", NO_BALANCING),
     "policy.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
     "policy.draft.enabled": only(None, False, why="no draft model is trained along"),
     "policy.draft.*": without("read with policy.draft.enabled"),
@@ -204,10 +211,8 @@ _POLICY: dict[str, Rule] = {
     "policy.fsdp_offload_enabled": only(None, False, why="it belongs to a backend that NeMo-RL no longer has"),
     "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
     "policy.disable_modelopt_layer_spec": without("training is not quantization-aware"),
-    **dict.fromkeys((
-        "policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_batch_size",
-        "policy.quant_sequence_length",
-    ), without("read with policy.quant_cfg")),
+    **each("policy", "quant_calib_data quant_calib_size quant_batch_size quant_sequence_length",
+           without("read with policy.quant_cfg")),
     "policy.is_vlm": without("read with the model"),
     "policy.reward_model_cfg.*": only(why="rlctl trains no reward models"),
     "policy.tokenizer.video.*": without("prompts are texts"),
@@ -222,16 +227,13 @@ _POLICY: dict[str, Rule] = {
         "policy.sequence_packing.enabled", to("training.micro_batch_tokens"), "policy.sequence_packing is off"
     ),
     "policy.sequence_packing.*": without("rows are those of training, filled by rlctl's own packing"),
-    "policy.optimizer": without("there is none"),
     "policy.optimizer.name": only(*ADAMW, why="the optimizer is AdamW"),
     "policy.optimizer.kwargs.lr": to("optimizer.lr"),
     "policy.optimizer.kwargs.weight_decay": to("optimizer.weight_decay"),
     "policy.optimizer.kwargs.eps": to("optimizer.eps"),
     "policy.optimizer.kwargs.betas": rules.betas,
-    **dict.fromkeys(
-        ("policy.optimizer.kwargs.amsgrad", "policy.optimizer.kwargs.maximize"),
-        only(None, False, why="the optimizer is AdamW as it was published"),
-    ),
+    **each("policy.optimizer.kwargs", "amsgrad maximize",
+           only(None, False, why="the optimizer is the published AdamW")),
     "policy.optimizer.*": without("how torch runs its optimizer"),
     "policy.scheduler": rules.torch_schedulers,
     "policy.scheduler.*": only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay"),
@@ -239,47 +241,38 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}.tensor_parallel_size": to("training.tp"),
     f"{DTENSOR}.context_parallel_size": to("training.cp"),
     f"{DTENSOR}.expert_parallel_size": to("training.ep"),
-    f"{DTENSOR}.dp_replicate_size": rules.copies,
+    f"{DTENSOR}.dp_replicate_size": when(
+        lambda found: found.value != 1, to("training.replicate"), "training.replicate stays at its default"
+    ),
     f"{DTENSOR}.sequence_parallel": without("tensor parallel ranks always share tokens out as well"),
     f"{DTENSOR}.activation_checkpointing": to("training.recompute", {True: "full", False: "none"}),
     f"{DTENSOR}.cpu_offload": rules.sharded_states_on_host,
     f"{DTENSOR}.custom_parallel_plan": differs(None, why="each family is divided by rlctl's own plan"),
     f"{DTENSOR}._v2": without("both of NeMo-RL's workers are this one backend"),
-    f"{DTENSOR}.clear_cache_every_n_steps": KERNELS,
-    f"{DTENSOR}.moe_parallelizer.*": KERNELS,
-    f"{DTENSOR}.automodel_kwargs": without("there are none"),
+    **each(DTENSOR, "clear_cache_every_n_steps moe_parallelizer.* automodel_kwargs.* lora_cfg.use_triton", KERNELS),
     f"{DTENSOR}.automodel_kwargs.backend.gate_precision": differs(None, "float32", why="routers compute in float32"),
     f"{DTENSOR}.automodel_kwargs.freeze_config.*": without("models are of text"),
-    f"{DTENSOR}.automodel_kwargs.*": KERNELS,
     f"{DTENSOR}.lora_cfg.enabled": without("`dim` is the rank: training.lora.rank"),
     f"{DTENSOR}.lora_cfg.dim": rules.dtensor_adapters,
     f"{DTENSOR}.lora_cfg.alpha": to("training.lora.alpha"),
     f"{DTENSOR}.lora_cfg.dropout": only(0, None, why="log-probs under dropout are not the sampling policy's"),
     f"{DTENSOR}.lora_cfg.dropout_position": without("there is no dropout"),
     f"{DTENSOR}.lora_cfg.lora_A_init": differs(why="A begins uniform (Kaiming), as the paper's code has it"),
-    f"{DTENSOR}.lora_cfg.use_triton": KERNELS,
     f"{DTENSOR}.lora_cfg.*": without("read with lora_cfg.dim"),
-    f"{DTENSOR}.env_vars": without("there are none"),
     f"{DTENSOR}.env_vars.*": rules.variables("training.env"),
 }  # fmt: skip
 
 _MEGATRON: dict[str, Rule] = {
     "enabled": to("training.backend", {True: "megatron"}),
-    "tensor_model_parallel_size": to("training.tp"),
-    "pipeline_model_parallel_size": to("training.pp"),
-    "virtual_pipeline_model_parallel_size": to("training.vpp"),
-    "context_parallel_size": to("training.cp"),
-    "expert_model_parallel_size": to("training.ep"),
-    "expert_tensor_parallel_size": to("training.etp"),
     "sequence_parallel": when(
         lambda found: (found.get(f"{MEGATRON}.tensor_model_parallel_size") or 1) > 1,
         to("training.sequence_parallel"),
         "there is no tensor parallelism",
     ),
     "activation_checkpointing": rules.recompute,
-    "recompute_granularity": rules.granularity,
-    "num_layers_in_first_pipeline_stage": to("training.first_stage_layers"),
-    "num_layers_in_last_pipeline_stage": to("training.last_stage_layers"),
+    "recompute_granularity": when(
+        rules.granularity_holds, to("training.recompute"), "read with activation_checkpointing"
+    ),
     "pipeline_dtype": without("model.dtype"),
     "converter_type": without("conversion goes by the model's own architecture"),
     **dict.fromkeys((
@@ -297,9 +290,12 @@ _MEGATRON: dict[str, Rule] = {
         "freeze_sound_projection", "radio_force_cpe_eval_mode",
     ), without("models are of text")),
     "checkpoint.*": without("checkpoints are written by rlctl"),
-    "model_overrides": without("there are none"),
     "model_overrides.*": passes(only(why="it is not a field of Megatron-Core's configuration")),
-    "recompute_modules": rules.recomputed_modules,
+    "recompute_modules": when(
+        lambda found: found.value and found.get(f"{MEGATRON}.recompute_granularity") == "selective",
+        to("megatron.recompute_modules"),
+        "whole layers are computed again, if anything is",
+    ),
     "force_overwrite_initial_ckpt": without("conversions are reused when they are of the same model"),
     "force_reconvert_from_hf": without("conversions are reused when they are of the same model"),
     "freeze_moe_router": to("training.freeze_router"),
@@ -312,8 +308,10 @@ _MEGATRON: dict[str, Rule] = {
     "mtp_use_repeated_layer": without("multi-token prediction is not trained"),
     "mtp_detach_heads": without("multi-token prediction is not trained"),
     "layernorm_epsilon": without("the model's own"),
-    "fp8_cfg": only(None, why="float8 training needs at least `enabled` and `fp8`"),
-    "fp8_cfg.enabled": rules.float8_on,
+    "fp8_cfg.enabled": if_on(when(
+        f"{MEGATRON}.fp8_cfg.fp8", without("fp8_cfg.fp8 is the format: megatron.fp8"),
+        only(why="fp8_cfg.fp8 names no format (hybrid or e4m3)"),
+    )),
     "fp8_cfg.fp8": to("megatron.fp8", {name: name for name in ("hybrid", "e4m3")}),
     "fp8_cfg.fp8_recipe": to(
         "megatron.fp8_recipe", {name: name for name in ("delayed", "tensorwise", "blockwise", "mxfp8")}
@@ -322,9 +320,7 @@ _MEGATRON: dict[str, Rule] = {
     "fp8_cfg.fp8_dot_product_attention": only(None, False, why="attention is rlctl's own, in model.dtype"),
     "fp8_cfg.fp8_multi_head_attention": only(None, False, why="attention is rlctl's own, in model.dtype"),
     "fp8_cfg.*": passes(),
-    "env_vars": without("there are none"),
     "env_vars.*": rules.variables("training.env"),
-    "peft": only(None, why="LoRA needs at least `dim`"),
     "peft.enabled": without("`dim` is the rank: training.lora.rank"),
     "peft.dim": to("training.lora.rank"),
     "peft.alpha": to("training.lora.alpha"),
@@ -338,12 +334,8 @@ _MEGATRON: dict[str, Rule] = {
     "peft.a2a_experimental": without("routed experts have no adapters"),
     "optimizer.optimizer": only("adam", why="the optimizer is Adam"),
     "optimizer.lr": to("optimizer.lr"),
-    "optimizer.min_lr": to("scheduler.min_lr"),
     "optimizer.weight_decay": to("optimizer.weight_decay"),
-    "optimizer.adam_beta1": to("optimizer.beta1"),
-    "optimizer.adam_beta2": to("optimizer.beta2"),
-    "optimizer.adam_eps": to("optimizer.eps"),
-    "optimizer.clip_grad": rules.clipping,
+    "optimizer.clip_grad": to("optimizer.clip_grad", null=0),
     "optimizer.fp16": without("model.dtype"),
     "optimizer.bf16": without("model.dtype"),
     "optimizer.params_dtype": without("master weights are float32"),
@@ -351,7 +343,11 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.use_distributed_optimizer": without("the optimizer is always distributed"),
     "optimizer.use_precision_aware_optimizer": without("optimizer states are float32"),
     "optimizer.optimizer_cpu_offload": rules.states_on_host,
-    "optimizer.optimizer_offload_fraction": rules.fraction_on_host,
+    "optimizer.optimizer_offload_fraction": when(
+        f"{MEGATRON}.optimizer.optimizer_cpu_offload",
+        differs(None, 0, 1, why="training.optimizer_offload has all states in host memory, or none"),
+        "read with optimizer_cpu_offload",
+    ),
     **dict.fromkeys((
         "optimizer.use_torch_optimizer_for_cpu_offload", "optimizer.overlap_cpu_optimizer_d2h_h2d",
         "optimizer.pin_cpu_grads", "optimizer.pin_cpu_params",
@@ -391,48 +387,32 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.stop_token_ids": to("generation.stop_token_ids"),
     "policy.generation.bad_words": only(None, why="no words are forbidden"),
     "policy.generation.val_temperature": READ_WITH_PERIOD,
-    **dict.fromkeys(("policy.generation.val_top_p", "policy.generation.val_top_k"), NO_VALIDATION),
+    **each("policy.generation", "val_top_p val_top_k", NO_VALIDATION),
     "policy.generation.use_async_rollouts": ENGINE_CALLS,
-    **dict.fromkeys((
-        "policy.generation.sglang_cfg.*", "policy.generation.trtllm_cfg.*", "policy.generation.trtllm_kwargs.*",
-        "policy.generation.sglang_kwargs.*", "policy.generation.dynamo_cfg.*",
-    ), without("generation is by vLLM")),
+    **each("policy.generation", "sglang_cfg.* sglang_kwargs.* trtllm_cfg.* trtllm_kwargs.* dynamo_cfg.* "
+           "mcore_generation_config.*", without("generation is by vLLM")),
     "policy.generation.quant_cfg": only(None, why="engines hold the weights in model.dtype"),
     "policy.generation.real_quant": only(None, False, why="engines hold the weights in model.dtype"),
-    "policy.generation.real_quant_ignore": without("read with policy.generation.real_quant"),
-    "policy.generation.real_quant_export_cpu_offload": without("read with policy.generation.real_quant"),
-    "policy.generation.refit_transport": without("refit.mover: a refit is rlctl's own"),
-    "policy.generation.refit_cfg.*": without("refit.mover: a refit is rlctl's own"),
-    f"{VLLM}.env_vars": without("there are none"),
+    **each("policy.generation", "real_quant_ignore real_quant_export_cpu_offload",
+           without("read with policy.generation.real_quant")),
+    **each("policy.generation", "refit_transport refit_cfg.*", without("refit.mover: a refit is rlctl's own")),
     f"{VLLM}.env_vars.*": rules.variables("generation.env"),
     f"{VLLM}.logprobs_mode": only(
         None, "raw_logprobs", "processed_logprobs", why="log-probs are those of the distribution that was sampled from"
     ),
-    **dict.fromkeys((
-        f"{VLLM}.is_mx", f"{VLLM}.quantization_ignored_layer_kws", f"{VLLM}.use_deep_gemm",
-        f"{VLLM}.num_first_layers_in_bf16", f"{VLLM}.num_last_layers_in_bf16",
-    ), without("read with vllm_cfg.precision")),
-    **dict.fromkeys((
-        f"{VLLM}.expose_http_server", f"{VLLM}.http_server_serving_chat_kwargs",
-        f"{VLLM}.http_server_serving_chat_kwargs.*",
-        f"{VLLM}.reasoning_parser_plugin", f"{VLLM}.http_refit_server_port", f"{VLLM}.http_refit_api_key_env_var",
-        f"{VLLM}.zmq_refit_server_port",
-    ), without("engines take and return token ids, and have no server")),
+    **each(VLLM, "is_mx quantization_ignored_layer_kws use_deep_gemm num_first_layers_in_bf16 num_last_layers_in_bf16",
+           without("read with vllm_cfg.precision")),
+    **each(VLLM, "expose_http_server http_server_serving_chat_kwargs http_server_serving_chat_kwargs.* "
+           "reasoning_parser_plugin http_refit_server_port http_refit_api_key_env_var zmq_refit_server_port",
+           without("engines take and return token ids, and have no server")),
     f"{VLLM}.video.*": without("prompts are texts"),
     f"{VLLM}.enable_expert_parallel": without("read with expert_parallel_size"),
     "policy.generation.stop_strings": to("generation.stop"),
-    "policy.generation.port_range_low": without("ports are chosen by Ray"),
-    "policy.generation.port_range_high": without("ports are chosen by Ray"),
-    "policy.generation.mcore_generation_config.*": without("generation is by vLLM"),
-    "policy.generation.vllm_kwargs": only(None, why="it is a mapping of vLLM's arguments"),
+    **each("policy.generation", "port_range_low port_range_high", without("ports are chosen by Ray")),
     "policy.generation.vllm_kwargs.*": passes(),
     "policy.generation.colocated.enabled": to("generation.colocated"),
-    "policy.generation.colocated.resources.gpus_per_node": rules.engine_devices,
-    "policy.generation.colocated.resources.num_nodes": rules.engine_devices,
-    f"{VLLM}.tensor_parallel_size": to("generation.tp"),
-    f"{VLLM}.pipeline_parallel_size": to("generation.pp"),
+    **each("policy.generation.colocated.resources", "gpus_per_node num_nodes", rules.engine_devices),
     f"{VLLM}.expert_parallel_size": rules.expert_engines,
-    f"{VLLM}.gpu_memory_utilization": to("generation.memory_fraction"),
     f"{VLLM}.max_model_len": without("model.max_length"),
     f"{VLLM}.precision": only(None, "bfloat16", "float32", "float16", why="engines hold the weights in model.dtype"),
     f"{VLLM}.load_format": without("engines start without weights, and the first refit fills them"),
@@ -445,7 +425,6 @@ _GENERATION: dict[str, Rule] = {
 }  # fmt: skip
 
 _REST: dict[str, Rule] = {
-    "data": only(None, why="it is a section"),
     **{
         f"{place}.{key}": rule
         for place in ("data", "data.default", "data.train")
@@ -458,36 +437,23 @@ _REST: dict[str, Rule] = {
             "seed": without("run.seed"),
         }.items()
     },
-    "data.default.*": without("read with the dataset"),
+    **each("data", "default.* train.*", without("read with the dataset")),
     "data.train": only(
         None, why="lists of datasets are not read from recipes: set data.sources", settled_by="data.name"
     ),
-    "data.train.*": without("read with the dataset"),
-    "data.validation": without("there is none"),
-    **dict.fromkeys(
-        ("data.validation.dataset_name", "data.validation.data_path", "data.validation.split",
-         "data.validation.input_key", "data.validation.output_key", "data.validation.subset", "data.val_data_path",
-         "data.val_split"),
-        READ_WITH_PERIOD,
-    ),
+    **each("data.validation", "dataset_name data_path split input_key output_key subset", READ_WITH_PERIOD),
+    **each("data", "val_data_path val_split", READ_WITH_PERIOD),
     "data.validation.*": logs("validation reads its prompts as training does"),
     "data.shuffle": to("data.shuffle"),
-    **dict.fromkeys(
-        ("data.train_data_path", "data.input_key", "data.output_key", "data.subset", "data.data_paths",
-         "data.file_format", "data.problem_key", "data.solution_key"),
-        without("read with dataset_name"),
-    ),
+    **each("data", "train_data_path input_key output_key subset data_paths file_format problem_key solution_key",
+           without("read with dataset_name")),
     "data.train_split": to("data.split"),
     "data.max_input_seq_length": without("prompts that leave no room for a completion are refused"),
     "data.num_workers": without("prompts are read by the driver"),
     "data.use_multiple_dataloader": only(None, False, why="sources are mixed in every batch (data.sources)"),
     "data.num_prompts_per_dataloader": without("read with data.use_multiple_dataloader"),
     "data.custom_dataloader": only(None, why="prompts are read by rlctl"),
-    **dict.fromkeys(
-        ("data.add_bos", "data.add_eos", "data.add_generation_prompt", "data.add_system_prompt"),
-        without("the chat template decides"),
-    ),
-    "env": without("there is none"),
+    **each("data", "add_bos add_eos add_generation_prompt add_system_prompt", without("the chat template decides")),
     "env.math.num_workers": without("rewards are computed in one process"),
     "env.math.math_verify_impl": rules.when_math(
         only(None, "hf_math_verify", why="answers are compared by math-verify", settled_by="reward.terms")
@@ -499,9 +465,11 @@ _REST: dict[str, Rule] = {
     "env.should_use_nemo_gym": without("read with the environment"),
     "env.should_log_nemo_gym_responses": LOGS,
     "checkpointing.enabled": rules.checkpoints_on,
-    "checkpointing.save_period": rules.checkpoint_period,
+    "checkpointing.save_period": when(
+        lambda found: found.get("checkpointing.enabled") is not False, to("run.checkpoint_every"), "checkpoints are off"
+    ),
     "checkpointing.keep_top_k": rules.kept_checkpoints,
-    **dict.fromkeys(("checkpointing.metric_name", "checkpointing.higher_is_better"), without("read with keep_top_k")),
+    **each("checkpointing", "metric_name higher_is_better", without("read with keep_top_k")),
     "checkpointing.*": without("checkpoints are in the run directory; the last ones are kept"),
     **dict.fromkeys(rules.LOGGERS, rules.loggers),
     "logger.wandb.project": rules.logged_as("run.project", "wandb"),
@@ -509,26 +477,24 @@ _REST: dict[str, Rule] = {
     "logger.mlflow.experiment_name": rules.logged_as("run.project", "mlflow"),
     "logger.mlflow.run_name": rules.logged_as("run.name", "mlflow"),
     "logger.mlflow.tracking_uri": logs("MLFLOW_TRACKING_URI names the server"),
-    "logger.swanlab_enabled": logs("rlctl has no logger for SwanLab; run.loggers lists those it has"),
-    "logger.swanlab.*": logs("rlctl has no logger for SwanLab; run.loggers lists those it has"),
+    **each("logger", "swanlab_enabled swanlab.*",
+           logs("rlctl has no logger for SwanLab; run.loggers lists those it has")),
     "logger.log_dir": logs("logs are in the run directory (run.dir)"),
     "logger.tensorboard.log_dir": logs("TensorBoard's events are in the run directory (run.dir)"),
-    "logger.monitor_gpus": logs("GPUs, processors and memory are always in the metrics, under `system`"),
-    "logger.gpu_monitoring.*": logs("GPUs, processors and memory are always in the metrics, under `system`"),
+    **each("logger", "monitor_gpus gpu_monitoring.*",
+           logs("GPUs, processors and memory are always in the metrics, under `system`")),
     "logger.*": LOGS,
     "cluster.gpus_per_node": to("cluster.gpus_per_node"),
     "cluster.num_nodes": to("cluster.nodes"),
     "cluster.*": without("Ray places the processes"),
-    "data_plane": without("tokens travel through Ray's object store"),
     "data_plane.*": without("tokens travel through Ray's object store"),
     "async_rl.sampler.name": rules.sampler,
-    "async_rl.sampler.max_lookahead_versions": rules.sampler_lag,
-    "async_rl.sampler.max_staleness_versions": rules.sampler_lag,
+    **each("async_rl.sampler", "max_lookahead_versions max_staleness_versions",
+           when("async_rl.sampler.name", without("read with async_rl.sampler.name"), rules.sampler)),
     "async_rl.sampler.evict_stale_samples": differs(None, False, why="nothing that was sampled is thrown away"),
     "async_rl.sampler.*": differs(None, False, why="rollouts.order alone says which groups make a batch"),
     "async_rl.recompute_kv_cache_after_weight_updates": KV_CACHE,
-    "async_rl.max_inflight_prompts": BOUNDED,
-    "async_rl.max_buffered_rollouts": BOUNDED,
+    **each("async_rl", "max_inflight_prompts max_buffered_rollouts", BOUNDED),
     "async_rl.min_groups_for_streaming_train": without("a batch is trained on when all of it is there"),
     "async_rl.rollout_failure.native.generation_timeout_s": differs(
         None, why="rollouts.timeout_s ends a rollout that takes too long, with what it has"
@@ -536,12 +502,11 @@ _REST: dict[str, Rule] = {
     "async_rl.rollout_failure.*": without("no prompt is dropped: what fails is begun again, or ends the run"),
     "async_rl.generation_fleet_health.*": REPLACED,
     "async_rl.generation_router.*": ENGINE_CALLS,
-    "async_rl.stall_watchdog.*": logs("each quiet minute says who waits for whom; cluster.step_timeout_s ends a run"),
-    "async_rl.watchdog.*": logs("each quiet minute says who waits for whom; cluster.step_timeout_s ends a run"),
+    **each("async_rl", "stall_watchdog.* watchdog.*",
+           logs("each quiet minute says who waits for whom; cluster.step_timeout_s ends a run")),
     "async_rl.diagnostics": LOGS,
     "reward_penalties.token_ids": without("read with the penalties"),
     "reward_penalties.*": only(None, False, why="rewards are those of the scorers alone"),
-    "on_policy_distillation": without("it is off"),
     **dict.fromkeys(
         ("on_policy_distillation.*", "teachers", "value.*", "value_loss_fn.*", "eval.*", "generation.*",
          "tokenizer.*", *(f"{name}.*" for name in rules.ALGORITHMS)),

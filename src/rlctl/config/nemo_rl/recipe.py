@@ -9,19 +9,20 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
 from rlctl.config.files import problem_with, read_text
-from rlctl.config.keys import is_section, nearest
+from rlctl.config.keys import is_section, known_keys, nearest, nest
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
+    FOREIGN,
     HANDED_ON,
-    MEGATRON,
     OF_THE_ALGORITHM,
     Entry,
     Found,
@@ -31,17 +32,15 @@ from rlctl.config.nemo_rl.mapping_rules import (
     carry_over,
     disagreement,
     foreign_kind,
-    is_field,
     not_read,
     of_other_backend,
-    schema_error,
 )
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import TARGETS
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
-from rlctl.errors import ConfigError, InputError
+from rlctl.errors import ConfigError, InputError, first_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -55,9 +54,8 @@ ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
 """Sections that a run goes on without where they refer to what is not there."""
 
 
-ONE_VALUE = RULES.keys() - {
-    ".".join(parts[:count]) for key in RULES for parts in (key.split("."),) for count in range(1, len(parts))
-}
+SECTIONS = {".".join(key.split(".")[:count]) for key in RULES for count in range(1, key.count(".") + 1)}
+ONE_VALUE = RULES.keys() - SECTIONS
 """Keys that have one value in NeMo-RL, and nothing below."""
 
 
@@ -101,7 +99,7 @@ class Override:
             parsed = OverridesParser.create().parse_override(text)
         except HydraException as error:
             hint = "Put a text with special characters in quotes within quotes: 'key=\"a, b\"'."
-            raise ConfigError(f"{text} is not an override: {_first_line(error)}.", hint) from error
+            raise ConfigError(f"{text} is not an override: {_said(error)}.", hint) from error
         if parsed.is_sweep_override():
             raise ConfigError(f"{text}: a value cannot be several values.", "Write a list in brackets: key=[1,2].")
         return cls(parsed.key_or_group, parsed.value(), parsed.is_delete())
@@ -128,25 +126,54 @@ def is_nemo_rl(values: Mapping[str, Any]) -> bool:
     return any(mark in values for mark in MARKS)
 
 
-def knows(key: str) -> bool:
-    """Return whether NeMo-RL has a key or a section of this name, or hands it on to Megatron or vLLM, which has it."""
-    key = renamed(key)
-    section = next((section for section in ALIKE if key.startswith(f"{section}.")), None)
-    if key in RULES or key in other_keys() or is_field(key) or not OPEN.isdisjoint(key.split(".")[:-1]):
-        return True
-    if scheduler := SCHEDULER.match(key):
-        return key.removeprefix(scheduler[0]) in IN_SCHEDULER
-    if section is not None:
-        return knows(ALIKE[section] + key.removeprefix(section))
-    return any(name.startswith(f"{key}.") for name in (*RULES, *other_keys()))
-
-
 @functools.cache
 def other_keys() -> frozenset[str]:
     """Return the keys of NeMo-RL that the table has no rule for but that of their section."""
     text = (Path(__file__).parent / "other_keys.txt").read_text()
     sections = (line.split() for line in text.replace("\n  ", " ").splitlines())
     return frozenset(f"{section}{name}" for section, *names in sections for name in names)
+
+
+def names_around(key: str) -> set[str]:
+    """Return the names that `key` may be one of: NeMo-RL's, and those of the fields that it hands on to Megatron-Core
+    and vLLM in the same section."""
+    names = {*other_keys(), *(rule.removesuffix(".*") for rule in RULES)}
+    if scheduler := SCHEDULER.match(key):
+        names |= {scheduler[0] + name for name in IN_SCHEDULER}
+    for section, target in HANDED_ON.items():
+        if key.startswith(f"{section}."):
+            names |= {f"{section}.{field}" for field in TARGETS[target].fields() or ()}
+    for section, like in ALIKE.items():
+        if key.startswith(f"{section}."):
+            alike = names_around(like + key.removeprefix(section))
+            names |= {section + name.removeprefix(like) for name in alike if name.startswith(f"{like}.")}
+    return names
+
+
+def knows(key: str) -> bool:
+    """Return whether NeMo-RL has a key or a section of this name, or hands it on to Megatron or vLLM, which has it."""
+    key = renamed(key)
+    names = names_around(key)
+    return key in names or not OPEN.isdisjoint(key.split(".")[:-1]) or any(n.startswith(f"{key}.") for n in names)
+
+
+def closest(key: str, cutoff: float, present: Sequence[str] = ()) -> str | None:
+    """Return the name that is most like `key` among NeMo-RL's and `present`: where one part of the key is unknown, the
+    most similar one in the same section, else the most similar key."""
+    names = sorted({*names_around(key), *present})
+    parts = key.split(".")
+    for count, part in enumerate(parts):
+        section = "".join(f"{each}." for each in parts[:count])
+        inside = {name.removeprefix(section).partition(".")[0] for name in names if name.startswith(section)}
+        if part in inside:
+            continue
+        alike = difflib.get_close_matches(part, sorted(inside), 1, 0.75)
+        meant = [".".join((f"{section}{name}", *parts[count + 1 :])) for name in alike]
+        meant += [name for name in names if section and name.startswith(section) and name.endswith(f".{part}")]
+        if meant and (meant[0] in names or knows(meant[0])):
+            return meant[0]
+        break
+    return next(iter(difflib.get_close_matches(key, names, 1, cutoff)), None)
 
 
 def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Import:
@@ -171,14 +198,11 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         result.set("run.algorithm", algorithm, algorithm)
     other = Import(result.path)
     for key, value in leaves.items():
-        rule = find_rule(key, RULES)
-        if rule is None:
-            result.entries.append(_unknown_entry(key, value, result.foreign))
-        elif (entry := _without_rule(key, value)) is not None:
-            result.entries.append(entry)
-        elif reason := not_read(key, known, result.foreign):
-            result.entries.append(Entry(key, value, "not applicable", reason))
-        else:
+        rule = find_rule(key)
+        if told := _outcome(key, value, rule, known, result.foreign):
+            text = value.text if isinstance(value, Unresolved) else value
+            result.entries.append(Entry(key, text, *told))
+        elif rule is not None:
             _apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
     carry_over(result, other, known)
     finish(result, known)
@@ -186,40 +210,41 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         result.notes.append(line)
     _leave_out_invalid(result, known)
     for index, entry in enumerate(result.entries):
-        if entry.status == "not known" and entry.key in given - set(_paths(before)):
+        if entry.status != "not known":
+            continue
+        if entry.key in given - set(_paths(before)):
             raise _unknown(entry.key, (), entry.note)
-        if entry.status == "not known" and (close := _close(entry.key, 0.75)):
-            result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close[0]}?")
+        if close := closest(entry.key, 0.75):
+            result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close}?")
     order = {key: index for index, key in enumerate(leaves)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     return result
 
 
-def _unknown_entry(key: str, value: Any, foreign: str | None) -> Entry:
-    """Return the entry of a key that no rule is for."""
-    if value in ({}, None) and any(known_key.startswith(f"{key}.") for known_key in RULES):
-        return Entry(key, value, "not applicable", "the section is empty")
-    if foreign and key.partition(".")[0] in OF_THE_ALGORITHM:
-        return Entry(key, value, "not applicable", "it belongs to what rlctl does not run yet")
-    return Entry(
-        key, value.text if isinstance(value, Unresolved) else value, "not known", "rlctl does not know this key"
-    )
-
-
-def _without_rule(key: str, value: Any) -> Entry | None:
-    """Return the entry of a value that no rule can be applied to; None where its rule can."""
+def _outcome(
+    key: str, value: Any, rule: Rule | None, leaves: Mapping[str, Any], foreign: str | None
+) -> tuple[Status, str] | None:
+    """Return the outcome of a key that no rule is for, or whose rule cannot be applied; None where it can."""
     stops: Status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
-    if isinstance(value, Unresolved):
-        return Entry(key, value.text, stops, value.why)
+    if isinstance(value, Unresolved) and (rule is not None or key in SECTIONS):
+        return stops, value.why
+    if key in SECTIONS - RULES.keys():
+        empty = value in ({}, [], None)
+        return ("not applicable", "the section is empty") if empty else (stops, "it is a section, which holds keys")
+    if rule is None:
+        if foreign and key.partition(".")[0] in OF_THE_ALGORITHM:
+            return "not applicable", FOREIGN
+        return "not known", "rlctl does not know this key"
     if key.endswith("._override_"):
-        return Entry(key, value, "not applicable", "NeMo-RL reads it in top-level sections alone")
+        return "not applicable", "NeMo-RL reads it in top-level sections alone"
     if isinstance(value, Mapping) and value and key in ONE_VALUE:
-        return Entry(key, value, stops, "it is a section, and NeMo-RL has one value there")
+        return stops, "it is a section, and NeMo-RL has one value there"
     any_text = ".env_vars." in key or key.startswith("logger.")  # a variable's value, a name in a logger
     if isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not any_text:
         why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
-        return Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable")
-    return None
+        return "not yet", f"{why}, or ${{oc.decode:...}} around a variable"
+    reason = not_read(key, leaves, foreign)
+    return ("not applicable", reason) if reason else None
 
 
 def _apply_rule(rule: Rule, found: Found) -> None:
@@ -239,21 +264,27 @@ def _apply_rule(rule: Rule, found: Found) -> None:
 
 def _leave_out_invalid(result: Import, leaves: Mapping[str, Any]) -> None:
     """Make what rlctl's own keys cannot hold entries of the report."""
-    for key, value in list(result.values.items()):
-        if (why := schema_error(key, value)) is None:
-            continue
-        source = result.source[key]
-        del result.values[key], result.source[key]
-        result.entries[:] = [e for e in result.entries if e.key != source or e.status not in ("mapped", "changed")]
-        note = f"{key} cannot be {value!r}: {why}"
-        result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
+    own = {key: value for key, value in result.values.items() if key in known_keys()}
+    try:
+        RlctlConfig.model_validate(nest(own))
+    except ValidationError as error:
+        for problem in error.errors():
+            path = ".".join(map(str, problem["loc"]))
+            key = next((key for key in own if f"{path}.".startswith(f"{key}.")), None)
+            if key not in result.values:  # it has a line, or keys do not go together: other sources may change one
+                continue
+            source, why = result.source.pop(key), problem["msg"].replace("Input should be", "it should be")
+            del result.values[key]
+            result.entries[:] = [e for e in result.entries if e.key != source or e.status not in ("mapped", "changed")]
+            note = f"{key} cannot be {own[key]!r}: {why}"
+            result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
 
 
-def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
+def find_rule(key: str) -> Rule | None:
     """Return the rule of a key: its own, else that of the nearest section written with `.*`."""
     parts = key.split(".")
     sections = (".".join(parts[:count]) + ".*" for count in range(len(parts) - 1, 0, -1))
-    return next((rules[name] for name in (key, *sections) if name in rules), None)
+    return next((RULES[name] for name in (key, *sections) if name in RULES), None)
 
 
 def renamed(key: str) -> str:
@@ -262,34 +293,6 @@ def renamed(key: str) -> str:
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return key
-
-
-def _close(key: str, cutoff: float, names: Iterable[str] = ()) -> list[str]:
-    """Return the name that is most like `key` among those of NeMo-RL, Megatron's and vLLM's fields, and `names`: where
-    one part of the key is unknown, the most similar one in the same section, else the most similar key."""
-    known = {*names, *other_keys(), *(rule for rule in RULES if not rule.endswith("*"))}
-    sections = {rule.removesuffix(".*") for rule in RULES if rule != f"{MEGATRON}.*"}
-    if scheduler := SCHEDULER.match(key):
-        known.update(scheduler[0] + name for name in IN_SCHEDULER)
-    for section, target in HANDED_ON.items():
-        if key.startswith(f"{section}."):
-            known.update(f"{section}.{field}" for field in TARGETS[target].fields() or ())
-    for section, like in ALIKE.items():
-        if key.startswith(f"{section}."):
-            known.update(section + name.removeprefix(like) for name in sorted(known) if name.startswith(f"{like}."))
-    parts = key.split(".")
-    for count, part in enumerate(parts):
-        section = "".join(f"{each}." for each in parts[:count])
-        inside = {name.removeprefix(section).partition(".")[0] for name in known | sections if name.startswith(section)}
-        if part in inside:
-            continue
-        alike = difflib.get_close_matches(part, sorted(inside), 1, 0.75)
-        meant = [".".join((f"{section}{name}", *parts[count + 1 :])) for name in alike]
-        meant += [name for name in sorted(known) if section and name.startswith(section) and name.endswith(f".{part}")]
-        if meant and (meant[0] in known or knows(meant[0])):
-            return meant[:1]
-        break
-    return difflib.get_close_matches(key, sorted(known), 1, cutoff)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -302,25 +305,22 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, value
 
 
-def read_recipe(
-    path: Path | None, overrides: Sequence[Override] = (), files: list[Path] | None = None
-) -> dict[str, Any]:
-    """Return the recipe with its defaults merged, then overrides, then every reference resolved; a value whose
-    reference leads nowhere is `Unresolved`. Raises ConfigError for a missing default, a chain that closes on itself,
-    and an override of a key that does not exist. `files` gets the files that were read."""
-    from omegaconf import OmegaConf
+def _paths(values: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of sections, values and places in lists."""
+    items = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
+    for name, value in items:
+        yield f"{prefix}{name}"
+        yield from _paths(value, f"{prefix}{name}.")
 
-    for name, resolver in RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
-    config = OmegaConf.create({}) if path is None else _with_defaults(path, (), [] if files is None else files)
-    present = set(_paths(OmegaConf.to_container(config, resolve=False)))
-    for override in overrides:
-        for key in override.leaves():
-            if key not in present and not knows(key):
-                why = "rlctl has no such key, and NeMo-RL has none"
-                raise _unknown(key, present, *([why] if path is None else []))
-        _apply(override, config)
-    return {str(key): _resolved(config, key) for key in config}
+
+def _unknown(key: str, present: Sequence[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
+    """Return the error on an override of a key that nobody knows. Another trainer's key has one counterpart; otherwise
+    the more similar of NeMo-RL's name and rlctl's is meant."""
+    ours = nearest(key) if key in OTHER_TRAINERS or is_section(key.partition(".")[0]) else None
+    names = [name for name in (closest(key, 0.6, present), ours) if name]
+    close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
+    meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
+    return ConfigError(f"unknown key `{key}`: {why}.", meant)
 
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -332,39 +332,34 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 """Resolvers that NeMo-RL registers, next to OmegaConf's own."""
 
 
-def _unknown(key: str, present: Iterable[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
-    ours = nearest(key) if key in OTHER_TRAINERS or is_section(key.partition(".")[0]) else None
-    names = [*_close(key, 0.6, present), *filter(None, [ours])]
-    # Another trainer's key has one counterpart; otherwise the more similar of NeMo-RL's name and ours is meant.
-    close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
-    meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
-    return ConfigError(f"unknown key `{key}`: {why}.", meant)
-
-
-def _paths(values: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of sections, values and places in lists."""
-    items = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
-    for name, value in items:
-        yield f"{prefix}{name}"
-        yield from _paths(value, f"{prefix}{name}.")
-
-
-def _apply(override: Override, config: DictConfig) -> None:
-    from omegaconf import ListConfig, OmegaConf
+def read_recipe(
+    path: Path | None, overrides: Sequence[Override] = (), files: list[Path] | None = None
+) -> dict[str, Any]:
+    """Return the recipe with its defaults merged, then overrides, then every reference resolved; a value whose
+    reference leads nowhere is `Unresolved`. Raises ConfigError for a missing default, a chain that closes on itself,
+    and an override of a key that does not exist. `files` gets the files that were read."""
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    section, _, name = override.key.rpartition(".")
-    try:
-        if not override.remove:
-            OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
-            return
-        holder = OmegaConf.select(config, section) if section else config
-        if isinstance(holder, ListConfig):
-            del holder[int(name)]
-        elif holder is not None and name in holder:
-            del holder[name]
-    except (OmegaConfBaseException, ValueError, IndexError) as error:
-        raise ConfigError(f"the override of `{override.key}` cannot be applied: {_first_line(error)}.") from error
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    config = OmegaConf.create({}) if path is None else _with_defaults(path, (), [] if files is None else files)
+    present = list(_paths(OmegaConf.to_container(config, resolve=False)))
+    for override in overrides:
+        for key in override.leaves():
+            if key not in present and not knows(key):
+                why = "rlctl has no such key, and NeMo-RL has none"
+                raise _unknown(key, present, *([why] if path is None else []))
+        try:
+            if not override.remove:
+                OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
+            elif override.key in present:
+                section, _, name = override.key.rpartition(".")
+                holder = OmegaConf.select(config, section) if section else config
+                del holder[int(name) if OmegaConf.is_list(holder) else name]
+        except (OmegaConfBaseException, ValueError, IndexError) as error:
+            raise ConfigError(f"the override of `{override.key}` cannot be applied: {_said(error)}.") from error
+    return {str(key): _resolved(config, key) for key in config}
 
 
 def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
@@ -380,18 +375,19 @@ def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
     except MissingMandatoryValue:
         return "???"
     except OmegaConfBaseException as error:
-        why = _first_line(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
+        why = _said(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
         written: Any = OmegaConf.to_container(holder, resolve=False)
         return Unresolved(written[key], why)
 
 
-def _first_line(error: Exception) -> str:
-    """Return what a library says of an error, without the place in its own objects."""
-    return str(error).partition("\n")[0].removesuffix(".")
+def _said(error: Exception) -> str:
+    return first_line(error).removesuffix(".")
 
 
 def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> DictConfig:
-    from omegaconf import DictConfig, OmegaConf
+    """Return a recipe merged over its `defaults`; a section of the top level with `_override_: true` replaces the one
+    below."""
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     place = path.resolve()
@@ -399,35 +395,32 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
     if place in chain:
         raise ConfigError(f"{path}: its chain of `defaults` comes back to itself.")
     what = f"`defaults` of {chain[-1].name}:" if chain else "NeMo-RL recipe"
+    text = read_text(path, what, FILE_LIMIT_BYTES)
     try:
-        values = OmegaConf.create(read_text(path, what, FILE_LIMIT_BYTES))
+        values: Any = OmegaConf.create(text)
+        if not OmegaConf.is_dict(values):
+            raise ConfigError(f"{what} {path} must hold sections of keys, not a list.")
+        parents = values.pop("defaults", None) or []
+        merged = OmegaConf.create({})
+        for parent in [parents] if isinstance(parents, str) else parents:
+            if not isinstance(parent, str):
+                raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
+            if problem := problem_with(path.parent / parent):
+                why = f"{path} builds on {parent} (`defaults`), and {path.parent / parent} cannot be read: {problem}."
+                raise ConfigError(why, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
+            merged = _merged(merged, _with_defaults(path.parent / parent, (*chain, place), files))
+        return _merged(merged, values)
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
     except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {_first_line(error)}.") from error
-    if not isinstance(values, DictConfig):
-        raise ConfigError(f"{what} {path} must hold sections of keys, not a list.")
-    parents = values.pop("defaults", None) or []
-    merged = OmegaConf.create({})
-    for parent in [parents] if isinstance(parents, str) else parents:
-        if not isinstance(parent, str):
-            raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
-        if problem := problem_with(path.parent / parent):
-            message = f"{path} builds on {parent} (`defaults`), and {path.parent / parent} cannot be read: {problem}."
-            raise ConfigError(message, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
-        merged = _merged(merged, _with_defaults(path.parent / parent, (*chain, place), files))
-    return _merged(merged, values)
+        raise ConfigError(f"{what} {path} cannot be read: {_said(error)}.") from error
 
 
-def _merged(under: DictConfig, over: DictConfig) -> DictConfig:
-    """Return both merged by OmegaConf; a section of the top level with `_override_: true` replaces the one below."""
-    from omegaconf import DictConfig, OmegaConf
+def _merged(under: DictConfig, over: DictConfig) -> Any:
+    from omegaconf import OmegaConf
 
     for key in list(over):
-        if OmegaConf.is_missing(over, key) or OmegaConf.is_interpolation(over, key):
-            continue
-        if OmegaConf.is_dict(over[key]) and over[key].pop("_override_", False):
+        plain = not OmegaConf.is_missing(over, key) and not OmegaConf.is_interpolation(over, key)
+        if plain and OmegaConf.is_dict(over[key]) and over[key].pop("_override_", False):
             under.pop(key, None)
-    merged = OmegaConf.merge(under, over)
-    assert isinstance(merged, DictConfig)  # as both are
-    return merged
+    return OmegaConf.merge(under, over)
