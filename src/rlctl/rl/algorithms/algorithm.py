@@ -48,8 +48,8 @@ and not training: mean and maximum of |d|, the KL divergence by k3, and the mean
 multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
 NAMES_OF_A_STEP = frozenset({
-    "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy", "grad_norm",
-    "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
+    "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
+    "grad_norm", "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
     "positions", "prompt_tokens_mean",
     "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
