@@ -26,7 +26,7 @@ OTHER_SUFFIXES = {
 """How files of other kinds become data."""
 ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
 ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record}
-"""What makes a row of a record, by `data.rows`."""
+"""Functions that make a row of a record, by `data.rows`."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 

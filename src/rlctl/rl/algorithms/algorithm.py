@@ -70,7 +70,7 @@ class Algorithm(ABC):
     requires: frozenset[LogprobColumn] = frozenset()
     """Log-probs without which it cannot run, whatever the configuration says."""
     rows: ClassVar[Literal["prompts", "texts", "pairs"]] = "prompts"
-    """What it learns from, as `data.rows` has it."""
+    """The rows that it learns from, as `data.rows` has it."""
     metrics: Sequence[Metric] = ()
     """The metrics that `measure` computes."""
 
