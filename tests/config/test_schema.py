@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rlctl.config.load import resolve
@@ -68,3 +70,20 @@ def test_a_schedule_that_does_not_fall_from_the_learning_rate_is_refused(sets: l
 
 def test_a_bound_of_a_schedule_that_is_not_used_may_be_any() -> None:
     resolved("scheduler.min_lr=1", "scheduler.init_lr=1", "scheduler.decay_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sets", "said"),
+    [
+        ("grpo", ["data.train_on=all"], "data.train_on = all has no effect: data.rows = prompts"),
+        ("dpo", ["data.train_on=last"], "data.train_on = last has no effect: data.rows = pairs"),
+        ("grpo", ["data.too_long=drop"], "data.too_long = drop has no effect"),
+        ("sft", ["preference.beta=0.3"], "preference.beta has no effect: data.rows = texts has no preferences"),
+        ("sft", ["rollouts.mode=async"], "rollouts.mode = async makes rollouts"),
+        ("dpo", ["filter.groups=drop"], "data.rows = pairs has none"),
+        ("dpo", ["run.keep_best=1"], "run.keep_best = 1 needs run.keep_best_by = validation/loss"),
+    ],
+)
+def test_what_does_not_go_with_texts_is_named(algorithm: str, sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        resolve(flags={"run.algorithm": algorithm}, sets=sets, environment={})

@@ -98,7 +98,7 @@ def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
         margins = [good - bad for good, bad in zip(rewards[0::2], rewards[1::2], strict=True)]
         loss = -torch.stack(margins).sigmoid().log().mean()
     loss.backward()
-    return float(loss), {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    return loss.item(), {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])

@@ -31,7 +31,7 @@ RUNS = Path("runs")
 # A resumed run may change how long, where and how it is watched, and nothing that its numbers follow from. The model
 # may have moved: what it holds is compared.
 CHANGEABLE = (
-    "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.checkpoint_minutes", "run.keep_last",
+    "run.steps", "run.epochs", "run.dir", "run.goal", "run.checkpoint_every", "run.checkpoint_minutes", "run.keep_last",
     "run.keep_best", "run.save_final", "run.stop_within_s", "run.log_rollouts", "run.show_samples", "run.loggers",
     "run.project", "run.name", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "reward.on_error",
     "model.name", "teacher.model", "checks.", "validation.every", "validation.at_start", "validation.at_end",

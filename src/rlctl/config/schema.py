@@ -94,8 +94,8 @@ class DataConfig(Section):
     chat `messages` or as `text`; or a `prompt` with completions `chosen` and `rejected`. The algorithms sft and dpo set
     it. With texts and pairs there are no engines and no rewards."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, or all tokens. Of
-    rows with a `prompt` it is the completion, or with `all` all tokens too; of a `text` all tokens."""
+    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, or all tokens. In
+    rows with a `prompt` it is the completion, or with `all` all tokens too, and in those with a `text` all tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, or leave the
     text out of its batch."""
@@ -876,6 +876,17 @@ class RlctlConfig(Section):
                     f"{prefix}scheduler.decay_steps = {one.decay_steps} is not above {prefix}scheduler.warmup_steps = "
                     f"{one.warmup_steps}: the decay begins after the warm-up and ends at step decay_steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def validate_keys_of_texts(self) -> RlctlConfig:
+        data, plain = self.data, DataConfig()
+        for key, has_effect in (("train_on", data.rows == "texts"), ("too_long", not self.makes_rollouts)):
+            if not has_effect and getattr(data, key) != getattr(plain, key):
+                raise ValueError(f"data.{key} = {getattr(data, key)} has no effect: data.rows = {data.rows}")
+        if data.rows != "pairs" and self.preference != PreferenceConfig():
+            odd = next(iter(dict(_changed(self.preference, PreferenceConfig(), "preference."))))
+            raise ValueError(f"{odd} has no effect: data.rows = {data.rows} has no preferences")
         return self
 
     @model_validator(mode="after")

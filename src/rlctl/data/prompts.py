@@ -43,7 +43,7 @@ DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
 ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record}
-"""What makes a row of a record, by `data.rows`."""
+"""Functions that make a row of a record, by `data.rows`."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 

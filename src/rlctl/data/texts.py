@@ -23,7 +23,7 @@ from rlctl.errors import InputError
 COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 ASSISTANT = "assistant"
 Completion = str | Messages
-"""What follows a prompt: one answer, or an answer and the messages after it."""
+"""The text after a prompt: one answer, or an answer and the messages after it."""
 
 
 @dataclass(frozen=True)

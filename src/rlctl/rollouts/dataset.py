@@ -1,7 +1,7 @@
 """Texts of a dataset as batches to train on, where nothing is sampled.
 
-A row of the data is a group: one text, or the two of a pair, the chosen one first. What is trained on them follows from
-the algorithm: a text has no reward.
+A row of the data is a group: one text, or the two of a pair, the chosen one first. No text has a reward: the algorithm
+alone says what is learned from it.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient_and_sums
         total, sums = 0.0, dict.fromkeys(expected.sums, 0.0)
         for part in split:
             places = torch.cat([torch.nonzero(whole.rollout_R == number)[:, 0] for number in part])
-            own = {column: value.detach()[places] for column, value in vars(whole).items() if value is not None}
+            own = {name: value.detach()[places] for name, value in vars(whole).items() if torch.is_tensor(value)}
             numbers = {number: place for place, number in enumerate(part)}
             own["rollout_R"] = torch.tensor([numbers[number] for number in own["rollout_R"].tolist()])
             for column in gradients:

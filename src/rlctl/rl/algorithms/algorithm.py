@@ -46,8 +46,7 @@ multiplicative token probability error. The importance weights of trainer to eng
 mask, with their effective sample size; 1 where both computed the same."""
 NAMES_OF_A_STEP = frozenset({
     "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
-    "grad_norm",
-    "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
+    "grad_norm", "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
     "positions", "prompt_tokens_mean",
     "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
@@ -68,7 +67,7 @@ class Algorithm(ABC):
     requires: frozenset[LogprobColumn] = frozenset()
     """Log-probs without which it cannot run, whatever the configuration says."""
     rows: ClassVar[Literal["prompts", "texts", "pairs"]] = "prompts"
-    """What it learns from, as `data.rows` has it."""
+    """The rows that it learns from, as `data.rows` has it."""
     metrics: Sequence[Metric] = ()
     """The metrics that `measure` computes."""
     user_loss: UserLoss | None = None
