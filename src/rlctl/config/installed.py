@@ -200,7 +200,7 @@ def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
 
 
 class Names(dict[str, Any]):
-    """What names of a module stand for in an annotation; aliases and enumerations are followed to their modules."""
+    """The meanings of a module's names in an annotation; aliases and enumerations are followed to their modules."""
 
     def __init__(self, module: Module) -> None:
         super().__init__(TYPES)

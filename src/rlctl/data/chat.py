@@ -213,7 +213,7 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
 
 
 class Process:
-    """What this process does with transformers."""
+    """The use that this process makes of transformers."""
 
     reads_tokenizers_alone = False
     """It ends afterwards and loads no model, so that transformers is imported as on a machine without torch, whose

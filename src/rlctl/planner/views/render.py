@@ -145,7 +145,7 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
 
 
 def _work(work: Workload) -> str:
-    """What the plan is for: how many rollouts of which lengths."""
+    """Say how many rollouts of which lengths the plan is for."""
     if not work.rollouts:
         tokens = f"{work.mean_tokens or work.max_length:,.0f} tokens ({'their mean' if work.measured else 'assumed'})"
         return f"{work.algorithm}, {work.prompts:,} rows a step of {tokens}, at most {work.max_length:,}"
