@@ -6,9 +6,11 @@ import subprocess
 
 import pytest
 
+from rlctl.config.load import resolve
 from rlctl.errors import MachineError
+from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
-from rlctl.planner.from_config import local_gpus
+from rlctl.planner.from_config import local_gpus, moment_bytes, plan_from_config
 
 LISTED = "0, GPU-aa11, NVIDIA H100 80GB HBM3\n1, GPU-aa22, NVIDIA H100 80GB HBM3\n2, GPU-bb33, NVIDIA A100-SXM4-80GB\n"
 
@@ -50,3 +52,17 @@ def test_a_driver_that_hangs_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(from_config.subprocess, "run", hang)
     with pytest.raises(MachineError, match="nvidia-smi did not answer"):
         local_gpus()
+
+
+def test_the_optimizers_moments_are_planned() -> None:
+    """SGD keeps one value of a parameter with momentum and none without, and Adam's two may be narrow."""
+    narrow = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "uint8"}
+    sgd, plain = {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}
+    assert [moment_bytes(one) for one in ({}, sgd, plain, narrow)] == [8, 4, 0, 3]
+    facts, states = lookup("Qwen/Qwen3-8B"), []
+    assert facts is not None
+    for optimizer in ("adam", "sgd"):
+        sets = ["cluster.gpu=h100", "cluster.gpus_per_node=8", "training.tp=8", f"optimizer.optimizer={optimizer}"]
+        plan = plan_from_config(resolve(sets=sets).config, facts)
+        states.append(plan.memory["training"].parts["optimizer"])
+    assert states[1] * 12 == pytest.approx(states[0] * 8)

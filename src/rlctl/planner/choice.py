@@ -40,6 +40,8 @@ class TrainingChoice:
     weights."""
     gradient_bytes: int = 4
     """Bytes of an accumulated gradient element."""
+    moment_bytes: int = 8
+    """Bytes of an optimizer's moments of a parameter: Adam has two, in float32 unless set otherwise."""
     threads: int | None = None
     """Processor threads of each rank, on a CPU."""
     adapters: Adapters | None = None

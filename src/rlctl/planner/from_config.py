@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -226,6 +226,17 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
     return "fp8"
 
 
+def moment_bytes(passed: Mapping[str, Any]) -> int:
+    """Bytes of a parameter's moments, by the fields of Megatron's OptimizerConfig: SGD has one, or none without
+    momentum, and Adam two."""
+    if passed.get("optimizer") == "sgd":
+        return 4 if passed.get("sgd_momentum", 0.9) else 0
+    if not passed.get("use_precision_aware_optimizer"):
+        return 8
+    names = (str(passed.get(name, "float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    return sum({"float32": 4, "fp32": 4, "uint8": 1, "fp8": 1}.get(name, 2) for name in names)
+
+
 def plan_from_config(
     config: RlctlConfig,
     facts: ModelFacts,
@@ -275,5 +286,6 @@ def plan_from_config(
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
         facts, cluster, workload, pins, precision=precision, adapters=adapters,
-        gradient_bytes=gradient_bytes, top=top, constants=constants, teacher=teacher, refusal=refusal,
+        gradient_bytes=gradient_bytes, moment_bytes=moment_bytes(config.optimizer.passed), top=top,
+        constants=constants, teacher=teacher, refusal=refusal,
     )  # fmt: skip

@@ -43,6 +43,7 @@ def make_plan(
     precision: Precision | None = None,
     adapters: Adapters | None = None,
     gradient_bytes: int = 4,
+    moment_bytes: int = 8,
     top: int = 5,
     prefer_runnable: bool = True,
     teacher: ModelFacts | None = None,
@@ -62,7 +63,9 @@ def make_plan(
     pins = {key: value for key, value in (pins or {}).items() if value is not None}
     precision = precision or ("float32" if cluster.is_cpu else "bf16")
     element = 4.0 if precision == "float32" else 2.0
-    request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes, teacher)
+    request = Request(
+        facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes, moment_bytes, teacher
+    )
     _check_mover(request)
     _check_devices(request)
     if (asked := request.pin("training.backend")) or not workload.trains:

@@ -22,9 +22,6 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.request import Request
 
-MOMENTS_BYTES = 8
-"""Adam's two moments of a parameter, in float32."""
-
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -50,7 +47,7 @@ def element_bytes(choice: TrainingChoice) -> int:
 def master_and_moments(choice: TrainingChoice) -> int:
     """Bytes of optimizer states a parameter: the float32 weight next to one in bfloat16, and two moments. FSDP2's
     weights are float32 themselves."""
-    return MOMENTS_BYTES + (0 if choice.precision == "float32" or choice.sharding == "full" else 4)
+    return choice.moment_bytes + (0 if choice.precision == "float32" or choice.sharding == "full" else 4)
 
 
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
@@ -107,7 +104,7 @@ def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> flo
     states = master_and_moments(choice)
     owned = trained_parameters(facts, stage, choice).owned(choice.parallel)
     if choice.sharding == "full":
-        return MOMENTS_BYTES * owned
+        return choice.moment_bytes * owned
     width = max(facts.intermediate, facts.vocab / 2 if stage.embedding or stage.head else 0.0)
     largest = 2 * width * facts.hidden / choice.parallel.tp if choice.adapters is None else 0.0
     widened = 4 * owned if choice.gradient_bytes == 2 and choice.precision != "float32" else 0.0

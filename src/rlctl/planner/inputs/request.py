@@ -29,6 +29,7 @@ class Request:
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
+    moment_bytes: int = 8
     teacher: ModelFacts | None = None
     backend: str = "megatron"
     """The backend that trains, also where none is pinned."""

@@ -120,6 +120,7 @@ def _training(request: Request, **sizes: int) -> TrainingChoice:
         precision=request.precision,
         float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass
         gradient_bytes=request.gradient_bytes,
+        moment_bytes=request.moment_bytes,
     )
 
 
