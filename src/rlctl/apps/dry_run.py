@@ -110,7 +110,9 @@ class FirstLook:
 
     prompts: tuple[FirstPrompt, ...]
     prompt_tokens: tuple[int, ...]
-    """Lengths of the first prompts that the run uses."""
+    """Lengths of the first prompts, or texts, that the run uses."""
+    kind: str = "prompt"
+    """Word for a row of the data."""
 
     @classmethod
     def of(cls, job: Job) -> FirstLook:
@@ -124,21 +126,20 @@ class FirstLook:
             if isinstance(job.prompts, TextStream):
                 trained = max((int(one.mask_T.sum()) for one in job.prompts.texts(row)), default=0)
             prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else (), trained))
-        return cls(tuple(prompts), job.prompt_tokens)
+        return cls(tuple(prompts), job.prompt_tokens, job.prompts.kind)
 
     def text(self) -> list[str]:
         """Return lines with all of it; a long prompt is shown by its beginning and its end."""
         lines = []
         for prompt in self.prompts:
-            kind = "prompt" if prompt.trained is None else "text"
             trained = "" if prompt.trained is None else f", {prompt.trained:,} of them with a loss"
-            lines += [f"  {f'first {kind}':<12}  {prompt.where}, {prompt.tokens:,} tokens{trained}"]
+            lines += [f"  {f'first {self.kind}':<12}  {prompt.where}, {prompt.tokens:,} tokens{trained}"]
             lines += _shown(prompt.text)
             lines += [line for trial in prompt.trials for line in _given(trial)]
         ordered = sorted(self.prompt_tokens)
         shares = {"shortest": 0.0, "median": 0.5, "95%": 0.95, "longest": 1.0}
         found = (f"{name} {ordered[round(share * (len(ordered) - 1))]:,}" for name, share in shares.items())
-        return [*lines, f"  tokens of the first {len(ordered):,} prompts  {', '.join(found)}"]
+        return [*lines, f"  tokens of the first {len(ordered):,} {self.kind}s  {', '.join(found)}"]
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ PANELS = {
         "reward", "prompt", "prompts_file",
     ),
     "Training": (
-        "algorithm", "steps", "prompts", "generations", "lr", "lora", "backend", "async_", "max_staleness", "colocated",
-        "seed",
+        "algorithm", "steps", "epochs", "batch_size", "prompts", "generations", "beta", "lr", "lora", "backend",
+        "async_", "max_staleness", "colocated", "seed",
     ),
     "Sampling": ("n", "k", "limit", "temperature", "top_p", "max_new_tokens", "max_length", "mean_length"),
     "The run": (

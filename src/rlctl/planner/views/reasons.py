@@ -110,7 +110,8 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
     sp = "It saves activations at no cost with TP." if parallel.tp > 1 else "It needs training.tp > 1."
     yield "training.sequence_parallel", parallel.sequence_parallel, sp
     number = _count(plan.micro_batches, "micro-batch", "micro-batches")
-    rows = f"Rows hold the longest rollout ({request.workload.max_length:,} tokens), or more where that is faster; "
+    longest = "rollout" if request.workload.rollouts else "sequence"
+    rows = f"Rows hold the longest {longest} ({request.workload.max_length:,} tokens), or more where that is faster; "
     yield "training.micro_batch_tokens", t.micro_batch_tokens, f"{rows}a rank has {number} in an optimizer step."
     if plan.facts.unpacked:
         why = unpacked_rule(plan.facts)
