@@ -9,6 +9,8 @@ that are new since the step before.
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +25,9 @@ from rlctl.cluster.workers import WorkerGroup, WorkerPlaces, WorkerSpec
 from rlctl.errors import ConfigError, MachineError
 
 PORTS, PORT_ATTEMPTS = 4, 100
+FIRST_PORT, PORT_COUNT = 20_000, 12_000
+"""Ports above those of Ray's workers and below those that Linux gives to whoever asks for any: between the look here
+and vLLM's own listening seconds go by, and one that somebody takes meanwhile leaves the replicas waiting."""
 STEPS_A_CALL = 4
 """Steps that the replicas take between two messages of the first to the others."""
 Asked = tuple[str, Any, Any]
@@ -57,6 +62,8 @@ class Replica:
         from vllm import LLM
 
         compat.require_arguments(spec.arguments)
+        # Up to 0.27 vLLM looks for a free port long before it listens; engines that start together look in other places.
+        os.environ.setdefault("VLLM_PORT", str(FIRST_PORT + secrets.randbelow(PORT_COUNT)))
         if meeting is not None:
             compat.join_replicas(rank, *meeting)
         try:
@@ -317,14 +324,8 @@ def _open_port() -> tuple[str, int]:
     address = node_address() or "127.0.0.1"
     for _ in range(PORT_ATTEMPTS):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
-            first = _bound(held, address, 0)
-            for more in range(1, PORTS):
-                _bound(held, address, first + more)
+            first = FIRST_PORT + secrets.randbelow(PORT_COUNT)
+            for more in range(PORTS):
+                held.enter_context(socket.socket()).bind(("", first + more))  # vLLM listens on all addresses
             return address, first
     raise MachineError(f"There are no {PORTS} free ports side by side at {address}.", "End what holds so many of them.")
-
-
-def _bound(held: contextlib.ExitStack, address: str, port: int) -> int:
-    one = held.enter_context(socket.socket())
-    one.bind((address, port))
-    return one.getsockname()[1]

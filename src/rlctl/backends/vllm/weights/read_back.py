@@ -172,10 +172,10 @@ def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
     for site in every.opaque:
         if site.derived:  # no parameter in every version of vLLM
             _poison_latent_halves(site)
-    unknown = [parameter for name, parameter in model.named_parameters() if name not in known]
+    named = model.named_parameters()
+    unknown = [parameter for name, parameter in named if name not in known and parameter.is_floating_point()]
     for parameter in unknown:
-        if parameter.is_floating_point():
-            parameter.data.fill_(float("nan"))
+        parameter.data.fill_(float("nan"))
     floating = [buffer for buffer in stored.values() if buffer.is_floating_point()]
     for buffer in floating:
         buffer.fill_(float("nan"))

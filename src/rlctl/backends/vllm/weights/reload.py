@@ -1,8 +1,10 @@
-"""Runs vLLM's layerwise reload on a part of a model, and repairs two silent errors of it on the CPU platform.
+"""Runs vLLM's layerwise reload on a part of a model, and repairs three silent errors of it.
 
-1. Experts: the set-up of their kernel skips the prepacking when a kernel object already exists, so that unpacked bytes
-   land in packed storage.
-2. Output embedding: its repacked copy is not renewed when the reload wrote only the shared (tied) parameter.
+1. Experts on a CPU: the set-up of their kernel skips the prepacking when a kernel object already exists, so that
+   unpacked bytes land in packed storage.
+2. Experts on a GPU: a reload makes another kernel object, and CUDA graphs go on reading the strides of the first one,
+   whose memory is freed with it. The first comes back; its scales are the layer's parameters, which a reload fills.
+3. Output embedding on a CPU: its repacked copy is not renewed when the reload wrote only the shared (tied) parameter.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm.platforms import current_platform
 
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.weights.assign import MODEL
 from rlctl.errors import VerificationError
 
 _kernels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The kernel that the method of each layer of experts had before its reload began."""
+"""The kernel, and its settings, that the method of each layer of experts had before its reload began."""
 
 
 class Reload:
@@ -30,7 +33,7 @@ class Reload:
         self.model, self.opaque = model, opaque
         # vLLM's functions walk the modules of what they are given; a list that only holds some of them has no others.
         self.part = model if MODEL in paths else torch.nn.ModuleList([model.get_submodule(path) for path in paths])
-        self.fixes = _CpuFixes(self.part)
+        self.fixes = _Fixes(self.part)
 
     def begin(self) -> None:
         """Take the modules out of use."""
@@ -54,37 +57,38 @@ class Reload:
             for module in compat.made_of_others(self.model, self.part):
                 module.process_weights_after_loading(config.dtype)
             self.fixes.after()
-        _kernels.clear()
+        _put_kernels_back()
 
 
 def abandon(model: torch.nn.Module) -> None:
     """Put modules back whose reload was begun and not finished: with a mixture of weights, until a full refit."""
     compat.abandon_layerwise_reload(model)
-    for method, kernel in _kernels.items():
-        if method.moe_kernel is None:
-            method.moe_kernel = kernel
+    _put_kernels_back()
+
+
+def _put_kernels_back() -> None:
+    for method, (kernel, settings) in _kernels.items():
+        if method.moe_kernel is None or not current_platform.is_cpu():
+            method.moe_kernel, method.moe_quant_config = kernel, settings
     _kernels.clear()
 
 
-class _CpuFixes:
-    """`before` a layerwise reload begins and `after` it is finished. Does nothing on other platforms."""
+class _Fixes:
+    """`before` a layerwise reload begins and `after` it is finished."""
 
     def __init__(self, part: torch.nn.Module) -> None:
-        from vllm.platforms import current_platform
-
-        self.part, self.active = part, current_platform.is_cpu()
+        self.part, self.on_cpu = part, current_platform.is_cpu()
 
     def before(self) -> None:
-        if not self.active:
-            return
         for module in self.part.modules():
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
-                _kernels[method] = method.moe_kernel
-                method.moe_kernel = None
+                _kernels[method] = method.moe_kernel, method.moe_quant_config
+                if self.on_cpu:
+                    method.moe_kernel = None
 
     def after(self) -> None:
-        if not self.active:
+        if not self.on_cpu:
             return
         for module in self.part.modules():
             if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
