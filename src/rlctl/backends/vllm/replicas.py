@@ -62,7 +62,7 @@ class Replica:
         from vllm import LLM
 
         compat.require_arguments(spec.arguments)
-        # Up to 0.27 vLLM looks for a free port long before it listens; engines that start together look in other places.
+        # Up to 0.27 vLLM looks for a free port long before it listens, so engines that start together look elsewhere.
         os.environ.setdefault("VLLM_PORT", str(FIRST_PORT + secrets.randbelow(PORT_COUNT)))
         if meeting is not None:
             compat.join_replicas(rank, *meeting)
