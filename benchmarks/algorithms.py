@@ -27,8 +27,8 @@ from rlctl.telemetry.charts import ticks
 from rlctl.telemetry.metrics import read_metrics
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, BETWEEN = 250, 170, 40, 26, 24, 14
-COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea")
-"""Lines of one colour each, the first drawn widest, so that lines that coincide are all seen."""
+COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
+"""Lines of one color each, the first drawn widest, so that lines that coincide are all seen."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ def plot(curves: dict[str, list[list[float]]], seeds: Sequence[int]) -> str:
             places = "L".join(f"{x:.1f} {y:.1f}" for x, y in (at(chart, i + 1, v) for i, v in enumerate(runs[chart])))
             wide = 2 + 3 * (len(curves) - 1 - number)
             drawn.append(
-                f'<path d="M{places}" fill="none" stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="{wide}" '
+                f'<path d="M{places}" fill="none" stroke="{COLORS[number % len(COLORS)]}" stroke-width="{wide}" '
                 'stroke-linejoin="round"/>'
             )
     for number, name in enumerate(curves):
         x = LEFT + number * 150
-        drawn.append(f'<path d="M{x} 13h22" stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="4"/>')
+        drawn.append(f'<path d="M{x} 13h22" stroke="{COLORS[number % len(COLORS)]}" stroke-width="4"/>')
         drawn.append(text(name, x + 28, 17, "start"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {TOP + HEIGHT + BOTTOM}" role="img" '

@@ -41,7 +41,7 @@ LIMIT_S = 6 * 3600
 RLCTL = str(Path(sys.executable).with_name("rlctl"))
 FAST = ("--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
 QUIET = {"run.save_final": False, "run.checkpoint_every": 0, "run.loggers": []}
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b")
 SLEEPS = """
 import collections, hashlib, math, os, statistics, time
 SIGMA, GROUP = 1.0, 4
@@ -127,13 +127,13 @@ def picture(curves: list[Series], steps: int) -> str:
     chart = line_chart(curves, "mean reward of each step, for five bounds of staleness", (1.0, float(steps)))
     head, body = chart.split(">", 1)
     box = head.split('viewBox="')[1].split('"')[0]
-    style = "".join(f".c{one.colour}{{--c:{COLOURS[one.colour]}}}" for one in curves)
+    style = "".join(f".c{one.color}{{--c:{COLORS[one.color]}}}" for one in curves)
     style += (
         "path{fill:none;stroke:var(--c);stroke-width:1.4}.faint{opacity:.3}.dot{fill:var(--c)}.grid{stroke:#dfe3e8}"
         "text{font:8px system-ui,sans-serif;fill:#5b6570}.y{text-anchor:end}.x{text-anchor:middle}"
     )
     legend = "".join(
-        f'<text x="{60 + 60 * i}" y="14" style="fill:{COLOURS[one.colour]}">{one.name.removeprefix("max_")}</text>'
+        f'<text x="{60 + 60 * i}" y="14" style="fill:{COLORS[one.color]}">{one.name.removeprefix("max_")}</text>'
         for i, one in enumerate(curves)
     )
     quoted = re.sub(r"=([\w.-]+)(?=[\s/>])", r'="\1"', body)

@@ -289,9 +289,9 @@ def show_vllm_profile(path: Path) -> None:
                 continue
             old = "pre-0.17" in line["vllm"] or "v0.15" in line["vllm"]
             constants = replace(GATHERING, sampler_bytes=40.0 if old else 16.0)
-            quantised = 1.0 if "FP8" in line["model"] else 0.55 if "gpt-oss" in line["model"] else 2.0
+            quantized = 1.0 if "FP8" in line["model"] else 0.55 if "gpt-oss" in line["model"] else 2.0
             choice = GenerationChoice(
-                1, int(line["tp"] or 1), max_concurrent=1024, weight_bytes=quantised, memory_fraction=0.9
+                1, int(line["tp"] or 1), max_concurrent=1024, weight_bytes=quantized, memory_fraction=0.9
             )
             choice = replace(choice, memory_fraction=float(line["gpu_memory_utilization"] or 0.9))
             parts = overhead_bytes(facts, choice, constants)

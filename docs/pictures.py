@@ -28,7 +28,7 @@ from rich.text import Text
 
 WIDTH, HEIGHT = 110, 40
 SHAPES = (("report_wide.png", 1200, 1500, "light"), ("report_phone.png", 390, 1500, "dark"))
-"""File, width and height in pixels, and colours of each picture of the report."""
+"""File, width and height in pixels, and colors of each picture of the report."""
 TRAIN = ("train", "grpo", "--preset", "laptop")
 VALIDATION = ("validation.every=5", "validation.at_start=true", "validation.holdout=16")
 

@@ -55,7 +55,7 @@ def greedy(model: Path, questions: list[str], tokens: int) -> list[str]:
 def test_answers_are_judged_and_samples_that_the_file_has_are_not_sampled_again(
     run_here: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    questions, file = ["Name a colour.", "What is 3 + 4?", "Say hello."], tmp_path / "samples.jsonl"
+    questions, file = ["Name a color.", "What is 3 + 4?", "Say hello."], tmp_path / "samples.jsonl"
     right = greedy(tiny_llama, questions[:1], 6)[0]
     task = tmp_path / "questions.jsonl"
     answers = [right, "7", "something else"]

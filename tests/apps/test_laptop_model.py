@@ -52,7 +52,7 @@ def test_laptop_model_from_pypi_answers(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("RLCTL_CACHE_DIR", str(tmp_path))
     found = find_model(laptop_model.HUB_NAME)
     assert found.label == "smollm2-135m-instruct-q4_1"
-    assert "dequantised Q4_1" in (found.note or "")
+    assert "dequantized Q4_1" in (found.note or "")
     assert stored_parameters(found.directory) == 134_515_008
     assert json.loads((found.directory / "config.json").read_text())["rms_norm_eps"] == 1e-5
 

@@ -37,7 +37,7 @@ def loaded(directory: Path, facts: ModelFacts, parallel: ParallelSpec, rank: int
     return params
 
 
-def quantised(directory: Path, plain: Path) -> None:
+def quantized(directory: Path, plain: Path) -> None:
     """Projections of `directory` in float8 with a scale a block; `plain` gets the values they stand for."""
     held = load_file(directory / "model.safetensors")
     values = dict(held)
@@ -58,7 +58,7 @@ def quantised(directory: Path, plain: Path) -> None:
 @pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(pp=2)], ids=str)
 def test_odd_float8_blocks_are_the_same_on_every_rank(parallel: ParallelSpec, tmp_path: Path) -> None:
     scaled, plain = (write_tiny_llama(tmp_path / name, intermediate_size=200) for name in ("scaled", "plain"))
-    quantised(scaled, plain)
+    quantized(scaled, plain)
     facts = facts_of(plain)
     for rank in range(parallel.world_size):
         ours, theirs = loaded(scaled, facts, parallel, rank), loaded(plain, facts, parallel, rank)

@@ -6,7 +6,7 @@ from rlctl.cluster.placement import Bundle, place_order
 from rlctl.cluster.workers import WorkerSpec
 
 
-def test_devices_of_a_node_are_neighbours_in_the_order_of_their_numbers() -> None:
+def test_devices_of_a_node_are_neighbors_in_the_order_of_their_numbers() -> None:
     places = [("b", "10"), ("a", "2"), ("b", "9"), ("a", "0")]
     assert sorted(places, key=lambda place: place_order(*place)) == [("a", "0"), ("a", "2"), ("b", "9"), ("b", "10")]
 

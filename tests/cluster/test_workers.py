@@ -238,7 +238,7 @@ def test_a_worker_that_dies_is_named_with_its_last_lines(group, monkeypatch):
         group.part([0]).call(Counter.die)
     before = workers.oom_kills()
     monkeypatch.setattr("rlctl.cluster.workers.oom_kills", lambda: before + 1)
-    with pytest.raises(WorkerDiedError, match="kernel has ended a process of this host for want of memory") as raised:
+    with pytest.raises(WorkerDiedError, match="kernel has ended a process of this host for lack of memory") as raised:
         group.part([1]).call(Counter.die)
     assert "take a smaller model" in str(raised.value)
 

@@ -22,13 +22,13 @@ def test_generate_json_lines_agree_with_transformers(run_here: Run, tiny_llama: 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "What is 3 + 4?"}) + "\n")
     done = run_here(
-        "generate", "--model", str(tiny_llama), "--prompt", "Name a colour.", "--prompts-file", str(prompts),
+        "generate", "--model", str(tiny_llama), "--prompt", "Name a color.", "--prompts-file", str(prompts),
         "--n", "3",
         "--max-new-tokens", "12", "--temperature", "0.5", "--seed", "3", "--gpu", "cpu", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [record["prompt"] for record in records] == ["Name a colour.", "What is 3 + 4?"]
+    assert [record["prompt"] for record in records] == ["Name a color.", "What is 3 + 4?"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     for record in records:
@@ -50,10 +50,10 @@ def test_generate_json_lines_agree_with_transformers(run_here: Run, tiny_llama: 
 
 
 def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 3 + 4?\n\nName a colour.\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 3 + 4?\n\nName a color.\n"))
     rows = read_prompts([], "-", "prompt")
     assert [(row.where, row.prompt) for row in rows] == [
-        ("stdin, line 1", "What is 3 + 4?"), ("stdin, line 3", "Name a colour."),
+        ("stdin, line 1", "What is 3 + 4?"), ("stdin, line 3", "Name a color."),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\u2028prompt\x0cof a line\nanother"))
     assert [row.prompt for row in read_prompts([], "-", "prompt")] == ["one\u2028prompt\x0cof a line", "another"]
@@ -90,7 +90,7 @@ def test_bad_input_is_named(run_here: Run, arguments: list[str], message: str, t
 def test_prompts_are_completed_alike_by_one_engine_and_by_two(run_here: Run, tiny_llama: Path) -> None:
     """In the order of the prompts, whichever engine made the completion."""
     prompts = [
-        argument for text in ("Name a colour.", "What is 3 + 4?", "Say hello.") for argument in ("--prompt", text)
+        argument for text in ("Name a color.", "What is 3 + 4?", "Say hello.") for argument in ("--prompt", text)
     ]
     outputs = []
     for engines in ("1", "2"):
@@ -112,14 +112,14 @@ def test_a_megatron_checkpoint_generates_what_its_model_does(run_here: Run, tiny
     converted = run_here("convert", "hf-to-megatron", str(tiny_llama), str(tmp_path / "ckpt"))
     assert converted.returncode == 0, converted.stderr
     done = run_here(
-        "generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--max-new-tokens", "8",
+        "generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a color.", "--max-new-tokens", "8",
         "--temperature", "0", "--gpu", "cpu", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ids = json.loads(done.stdout)["completions"][0]["token_ids"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
-    messages = [{"role": "user", "content": "Name a colour."}]
+    messages = [{"role": "user", "content": "Name a color."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
@@ -128,6 +128,6 @@ def test_a_megatron_checkpoint_generates_what_its_model_does(run_here: Run, tiny
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0x10  # in the values of a tensor
     shard.write_bytes(content)
-    damaged = run_here("generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--gpu", "cpu")
+    damaged = run_here("generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a color.", "--gpu", "cpu")
     assert damaged.returncode == 5, damaged.stderr
     assert f"{tmp_path / 'ckpt'} was damaged since" in damaged.stderr

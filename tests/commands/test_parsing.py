@@ -174,11 +174,11 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NO_COLOR", "")  # put back afterwards
     monkeypatch.setenv("TERM", "xterm")
     stream: Any = Terminal()
-    assert terminal.coloured("ok", "ok", stream) == "\x1b[32mok\x1b[0m"
+    assert terminal.colored("ok", "ok", stream) == "\x1b[32mok\x1b[0m"
     with open(os.devnull, "w") as file:
-        assert terminal.coloured("ok", "ok", file) == "ok"
-    terminal.without_colour(True)
-    assert terminal.coloured("ok", "ok", stream) == "ok"
+        assert terminal.colored("ok", "ok", file) == "ok"
+    terminal.without_color(True)
+    assert terminal.colored("ok", "ok", stream) == "ok"
 
 
 def test_train_without_a_model_names_presets_and_models_that_fit(asked: Asked) -> None:

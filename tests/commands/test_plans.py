@@ -16,7 +16,7 @@ from rlctl.config.schema import ModelConfig
 from support.commands import rlctl
 
 NODE = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--gpus-per-node", "8", "--dry-run"]
-GENERATE, REFIT_TEST = ["generate", "--prompt", "Name a colour.", *NODE], ["refit-test", *NODE]
+GENERATE, REFIT_TEST = ["generate", "--prompt", "Name a color.", *NODE], ["refit-test", *NODE]
 
 
 def test_a_dry_generate_shows_the_engines_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_heads_that_a_cpu_engine_lacks_are_named_before_anything_is_opened(
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-def test_weights_that_a_quantiser_packed_are_refused_before_anything_else(
+def test_weights_that_a_quantizer_packed_are_refused_before_anything_else(
     method: str, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
@@ -172,8 +172,8 @@ def test_weights_that_a_quantiser_packed_are_refused_before_anything_else(
     train = ["train", "grpo", *here, "--data", str(data), "--reward", "exact-match", "--prompts", "4", "--dry-run"]
     for line in (train, ["plan", *here], ["refit-test", *here, "--dry-run"]):
         code, _, err = rlctl(capsys, *line)
-        assert (code, f"quantised in a way that rlctl does not read (quant_method {method})." in err) == (2, True), err
-        assert "Use a model that is not quantised." in err
+        assert (code, f"quantized in a way that rlctl does not read (quant_method {method})." in err) == (2, True), err
+        assert "Use a model that is not quantized." in err
     # An engine reads such weights by itself.
     assert rlctl(capsys, "generate", *here, "--prompt", "2 + 3?", "--dry-run")[0] == 0
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))

@@ -92,7 +92,7 @@ def test_changed_elements_alone_reach_an_engine(run_here: Run, tiny_llama: Path)
 
 
 @pytest.mark.slow
-def test_a_quantised_engine_takes_both_paths_and_each_tensor_says_which(run_here: Run, tiny_llama: Path) -> None:
+def test_a_quantized_engine_takes_both_paths_and_each_tensor_says_which(run_here: Run, tiny_llama: Path) -> None:
     arguments = [
         "refit-test", "--model", str(tiny_llama), "--gpu", "cpu", "--json", "--explain",
         "--set", "model.dtype=bfloat16", "--set", "generation.threads=1", "--set", "vllm.quantization=online",

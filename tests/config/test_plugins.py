@@ -130,7 +130,7 @@ def test_a_backend_is_registered_when_it_is_asked_for(toy: Path) -> None:
     assert "toy-backend" in (caught.value.hint or "")
 
 
-def test_a_reward_may_import_its_neighbours(toy: Path) -> None:
+def test_a_reward_may_import_its_neighbors(toy: Path) -> None:
     row = PromptRow(0, "row 1", "question", "answer")
     scorer = user_scorer("brief")
     assert scorer("four", row) == -4

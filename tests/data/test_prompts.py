@@ -200,7 +200,7 @@ def test_a_named_answer_field_must_exist(tmp_path: Path) -> None:
         open_file(path, answer_field="solution")
 
 
-def test_a_file_that_does_not_exist_suggests_its_neighbours(tmp_path: Path) -> None:
+def test_a_file_that_does_not_exist_suggests_its_neighbors(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
     with pytest.raises(InputError, match=r"trian\.jsonl does not exist\. Did you mean train\.jsonl"):
         open_file(tmp_path / "trian.jsonl")

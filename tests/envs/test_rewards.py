@@ -277,13 +277,13 @@ def test_wrong_functions_are_refused_before_the_run(tmp_path: Path, code: str, w
         assert word in str(raised.value)
 
 
-def test_a_misspelt_file_suggests_its_neighbour(tmp_path: Path) -> None:
+def test_a_misspelt_file_suggests_its_neighbor(tmp_path: Path) -> None:
     user_file(tmp_path, "def score(completion): return 1", "reward.py")
     with pytest.raises(InputError, match=r"Did you mean reward\.py"):
         prepare_rewards(reward(f"{tmp_path}/rewrad.py:score"), jsonl(tmp_path, {"prompt": "q"}))
 
 
-def test_a_function_gets_the_row_and_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_gets_the_row_and_may_import_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "helper_of_mine.py").write_text("FACTOR = 10\n")
     user_file(
         tmp_path,

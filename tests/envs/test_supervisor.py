@@ -152,8 +152,8 @@ def test_the_process_imports_nothing_from_the_working_directory(
     """Nor do modules next to the reward function replace installed ones; others next to it are found."""
     for name in ("random", "json", "numpy", "pydantic", "psutil"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'a').write({name!r})\n")
-    (tmp_path / "neighbour.py").write_text("VALUE = 0.25\n")
-    code = "import json, random, numpy\nfrom neighbour import VALUE\ndef score(completion):\n    return VALUE\n"
+    (tmp_path / "neighbor.py").write_text("VALUE = 0.25\n")
+    code = "import json, random, numpy\nfrom neighbor import VALUE\ndef score(completion):\n    return VALUE\n"
     monkeypatch.chdir(tmp_path)
     process = ScoringProcess(plan_of(tmp_path, code))
     assert process.score([Work(0, "x", ROW)])[0].value == 0.25

@@ -139,7 +139,7 @@ def test_mtp_layer_of_deepseek_v3_is_the_difference_to_the_685b_on_the_hub() -> 
 
 
 @pytest.mark.parametrize("name", ["unsloth/llama-3.1-8b", "Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct"])
-def test_lookup_ignores_case_and_organisation(name: str) -> None:
+def test_lookup_ignores_case_and_organization(name: str) -> None:
     assert lookup(name) is lookup("meta-llama/Llama-3.1-8B")
 
 

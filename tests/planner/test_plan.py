@@ -427,7 +427,7 @@ def test_unknown_gpu_names_the_nearest() -> None:
         ("Tesla T4", None),
     ],
 )
-def test_drivers_names_are_recognised(reported: str, name: str | None) -> None:
+def test_drivers_names_are_recognized(reported: str, name: str | None) -> None:
     assert match_device(reported) == name
 
 

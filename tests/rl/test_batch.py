@@ -22,7 +22,7 @@ def grpo(**sections: dict[str, Any]) -> Grpo:
     return Grpo(RlctlConfig.model_validate(sections))
 
 
-def test_each_minibatch_normalises_over_its_own_tokens():
+def test_each_minibatch_normalizes_over_its_own_tokens():
     groups = [group(0, [1.0, 0.0], [3, 5]), group(1, [0.5, 0.5], [1, 1])]
     batch = make_batch(groups, grpo(advantage={"normalize_std": False}, filter={"skip": False}), 2)
     assert [[row.token_weight for row in part] for part in batch.minibatches] == [[1 / 8, 1 / 8], [1 / 2, 1 / 2]]
@@ -114,7 +114,7 @@ def with_terms(position: int, terms: dict[str, list[Any]], tokens: list[int]) ->
     return replace(one, rollouts=tuple(scored))
 
 
-def test_each_term_is_normalised_by_itself_and_the_sum_over_the_batch():
+def test_each_term_is_normalized_by_itself_and_the_sum_over_the_batch():
     """GDPO (2601.05242): A = sum over the terms of weight * (r - mean) / std, whitened over the batch."""
     terms = {"right": [1.0, 0.0, 0.0, 1.0], "form": [10.0, 30.0, 10.0, 10.0]}
     groups = [with_terms(0, terms, [3, 1, 2, 2]), with_terms(1, {"right": [0.0, 1.0], "form": [5.0, 5.0]}, [4, 4])]

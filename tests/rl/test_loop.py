@@ -78,7 +78,7 @@ class Recorder:
         result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
         return [replace(result, sums=sums)]
 
-    # weight synchronisation
+    # weight synchronization
     def refit(self, version: int) -> SimpleNamespace:
         self.asked.append(("refit", version))
         return SimpleNamespace(seconds={}, verified=0)

@@ -31,7 +31,7 @@ def config(run: dict[str, Any] | None = None, **wanted: Any) -> RlctlConfig:
 
 
 class Engines:
-    """Answers every request, and remembers what it was asked; stands for the synchronisation of weights too."""
+    """Answers every request, and remembers what it was asked; stands for the synchronization of weights too."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[GroupRequest], Sampling]] = []

@@ -74,8 +74,8 @@ class SwappingEngine:
         with self.engine._lock.ask():
             self.engine._memory = DeviceMemory(self.engine._engine, shared=True)
 
-    def unreadable_if_quantised(self, leaf: str) -> dict[str, str]:
-        """What could not be read back if the layers called `leaf` were quantised, and why."""
+    def unreadable_if_quantized(self, leaf: str) -> dict[str, str]:
+        """What could not be read back if the layers called `leaf` were quantized, and why."""
         from rlctl.backends.vllm.weights import locate
 
         def look(worker: Any) -> dict[str, str]:
@@ -100,13 +100,13 @@ class SwappingEngine:
 
             model = worker.model_runner.get_model()
             chosen = {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] in leaves}
-            known = getattr(compat.why_quantised, "known", compat.why_quantised)
+            known = getattr(compat.why_quantized, "known", compat.why_quantized)
 
             def why(module: Any) -> str:
                 return "is declared unknown" if id(module) in chosen else known(module)
 
             why.known = known  # type: ignore[attr-defined]
-            compat.why_quantised = why
+            compat.why_quantized = why
 
         self.on_model(declare)
 

@@ -109,7 +109,7 @@ class Crew:
         decode_limit: float | None = None,
         **options: Any,
     ) -> WeightSync:
-        """Return the synchronisation of weights, with further `options` of `WeightSync`.
+        """Return the synchronization of weights, with further `options` of `WeightSync`.
 
         `source` is the model that the policy's weights are of; None: they are those of a checkpoint. The policy waits
         in host memory as `offload` says; None: where the engines can sleep. With `decode_limit` what the engines decode

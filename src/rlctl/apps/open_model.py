@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
 from rlctl.checkpoints.conversion.prepared_model import planned_text_part, text_part_of
-from rlctl.checkpoints.hf.hf_files import refuse_quantised
+from rlctl.checkpoints.hf.hf_files import refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.paths import user_path
@@ -63,7 +63,7 @@ def open_model(
 ) -> NamedModel:
     """Find or fetch the model; without `weights` only its configuration and tokenizer, and without `copies` the text
     part of one that takes images or sound as well is not taken out. Raises InputError where there is none, or none that
-    rlctl knows the family of, or one whose weights are packed by a quantiser, unless `engines_alone` read them."""
+    rlctl knows the family of, or one whose weights are packed by a quantizer, unless `engines_alone` read them."""
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
@@ -75,7 +75,7 @@ def open_model(
         tell=tell,
     )
     if source.megatron is None and not engines_alone:
-        refuse_quantised(source.directory)
+        refuse_quantized(source.directory)
     return NamedModel(source, facts_in(source.directory))
 
 
@@ -100,7 +100,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
             error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
         ) from error
     if source.megatron is None and not engines_alone:
-        refuse_quantised(source.directory)
+        refuse_quantized(source.directory)
     if source.note:
         tell(source.note)
     return facts_in(source.directory)

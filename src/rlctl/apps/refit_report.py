@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.backends.base import EngineWorker, WeightReceiver
 from rlctl.backends.clients import EngineClient, only_result
-from rlctl.backends.messages import QUANTISED, GroupRequest, GroupResult, Sampling
+from rlctl.backends.messages import QUANTIZED, GroupRequest, GroupResult, Sampling
 from rlctl.errors import RlctlError
 from rlctl.refit.decoding import LogprobDifference
 from rlctl.refit.records import RefitReport, Share
@@ -20,8 +20,8 @@ from rlctl.refit.weight_sender import WeightSender
 
 PERTURBATION = 0.02
 SPARSE_SHARE = 0.02
-# Quantised engines: largest average difference of log-probs, as a part of that with the weights before.
-QUANTISED_SHARE = 0.5
+# Quantized engines: largest average difference of log-probs, as a part of that with the weights before.
+QUANTIZED_SHARE = 0.5
 EXPLAINED = 8  # tensors whose values are looked at to guess a cause
 COPY_BYTES_LIMIT = 1 << 30
 
@@ -99,16 +99,16 @@ class RefitTestReport:
         return lines
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether the engine computes with some tensors in a precision of its own."""
-        return any(QUANTISED in why for _, why in self.unread)
+        return any(QUANTIZED in why for _, why in self.unread)
 
     def _logprobs_wrong(self) -> str:
-        """How log-probs differ by more than they may; empty: they do not. The effect of quantisation on them is not
+        """How log-probs differ by more than they may; empty: they do not. The effect of quantization on them is not
         known beforehand: such an engine must agree with the policy better than it did with the weights before."""
-        if not (self.quantised and self.after and self.stale):
+        if not (self.quantized and self.after and self.stale):
             return self.logprob_limit.exceeded(self.after)
-        limit = QUANTISED_SHARE * self.stale.mean_abs
+        limit = QUANTIZED_SHARE * self.stale.mean_abs
         return LogprobLimit(limit, float("inf")).exceeded(self.after)
 
     @property
@@ -265,7 +265,7 @@ def _generate(
 
 
 def _held(session: RefitSession) -> dict[str, int]:
-    """Fingerprint of the first copy of each tensor in the engine, to recognise stale ones."""
+    """Fingerprint of the first copy of each tensor in the engine, to recognize stale ones."""
     return {reading.tensor: reading.value for reading in session.engines.call(WeightReceiver.readings)[0]}
 
 

@@ -44,7 +44,7 @@ class LiveReport:
             return
         try:
             write_page(self._run.report, [reported(self._run, "running")])
-        except Exception as error:  # noqa: BLE001 - a run does not fail for want of a report
+        except Exception as error:  # noqa: BLE001 - a run does not fail for lack of a report
             self._due = math.inf
             self._tell(f"The report could not be written: {type(error).__name__}: {error}")
             return

@@ -48,7 +48,7 @@ from rlctl.telemetry.headline import Change, Mean, error_of, headline
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import LOSS, Metric, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
-from rlctl.telemetry.terminal import coloured
+from rlctl.telemetry.terminal import colored
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of rewards, which a run without them does not have."""
@@ -82,7 +82,7 @@ class RunSummary:
     def text(self) -> str:
         """Return the summary as a person reads it."""
         by = f"stopped by {self.stopped_by} after" if self.stopped_by else "stopped after"
-        ended = coloured(by if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout)
+        ended = colored(by if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout)
         is_saved = (self.checkpoint or "").endswith(f"step_{self.steps}")
         saved = f", {'saved' if is_saved else 'not saved'}" if self.interrupted else ""
         lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s{saved}"]
@@ -207,7 +207,7 @@ def _train(
 def _weight_sync(
     job: Job, crew: Crew, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
 ) -> WeightSync:
-    """Return the synchronisation of a run's weights, closed by `stack`. `source` None: they are those of a
+    """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
     checkpoint."""
     sync = crew.weight_sync(
         job.config.refit, source, offload=job.offload, tell=display.say,
@@ -286,7 +286,7 @@ def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
 
 
 def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, Any]]:
-    """Write report.html from the metrics of the run, which are returned. A run does not fail for want of a report."""
+    """Write report.html from the metrics of the run, which are returned. A run does not fail for lack of a report."""
     try:
         return write_report(run, state)
     except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
@@ -464,7 +464,7 @@ def _with_resume_hint(error: RlctlError, run: RunDirectory, command: str) -> Rlc
 
 
 def how_to_resume(run: RunDirectory, command: str = "train grpo") -> str:
-    """Say which checkpoint the run can be gone on from, and how."""
+    """Say which checkpoint the run can be resumed from, and how."""
     checkpoints = run.checkpoints()
     if not checkpoints and run.damaged:
         return "No checkpoint is left to resume from."

@@ -48,7 +48,7 @@ class WeightedRollout:
     """All its tokens. Those after the prompt need not all be response tokens: the loss mask of the columns tells."""
     advantage: float
     token_weight: float
-    """Weight of each of its response tokens in the loss. All normalisation is in here, over the whole mini-batch:
+    """Weight of each of its response tokens in the loss. All normalization is in here, over the whole mini-batch:
     gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
 
 

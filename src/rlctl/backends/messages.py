@@ -124,5 +124,5 @@ def joined(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupR
     return [replace(result, columns=values[result.columns], texts=values[result.texts]) for result in results]
 
 
-QUANTISED = "is quantised by"
-"""Words by which a reason why a parameter is not the published tensor says that it is quantised."""
+QUANTIZED = "is quantized by"
+"""Words by which a reason why a parameter is not the published tensor says that it is quantized."""

@@ -179,7 +179,7 @@ def _single(units: list[PackingUnit], step: int, limit: int) -> list[list[Packin
 
 
 def _rectangles(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
-    """Bins of neighbours in length whose padded rectangle fits; the costliest are halved until `step` divides them."""
+    """Bins of neighbors in length whose padded rectangle fits; the costliest are halved until `step` divides them."""
     bins: list[list[PackingUnit]] = []
     for unit in sorted(units, key=lambda unit: -unit.tokens):
         if bins and bins[-1][0].tokens * (len(bins[-1]) + 1) <= limit:

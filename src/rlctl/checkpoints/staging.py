@@ -99,7 +99,7 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
 
 
 def is_full(directory: Path, error: BaseException) -> bool:
-    """Whether a write to `directory` failed for want of space: torch's writers do not say, the free space then does."""
+    """Whether a write to `directory` failed for lack of space: torch's writers do not say, the free space then does."""
     reasons = (error, error.__cause__, error.__context__)
     if any(isinstance(reason, OSError) and reason.errno in FULL for reason in reasons):
         return True

@@ -32,7 +32,7 @@ class Bundle:
 
 
 class Placement:
-    """`count` bundles on the cluster, numbered so that neighbours share a node where they can."""
+    """`count` bundles on the cluster, numbered so that neighbors share a node where they can."""
 
     def __init__(self, count: int, *, gpus: bool, timeout_s: float, away_from: Sequence[Bundle] = ()) -> None:
         """Reserve the bundles, none of them on a node that holds one of `away_from`. Raises MachineError when Ray
@@ -144,7 +144,7 @@ class Placement:
 
 
 def place_order(node: str, gpu: str | None) -> tuple[str, int, str]:
-    """A key by which devices of one node are neighbours, in the order of their numbers."""
+    """A key by which devices of one node are neighbors, in the order of their numbers."""
     return node, int(gpu) if gpu and gpu.isdigit() else -1, gpu or ""
 
 

@@ -475,7 +475,7 @@ class WorkerGroup(Generic[W_co]):
             where = "" if here else f" on {node}"
             told = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
             killed = here and oom_kills() > self._oom_kills
-            told += " The kernel has ended a process of this host for want of memory meanwhile." if killed else ""
+            told += " The kernel has ended a process of this host for lack of memory meanwhile." if killed else ""
             why = f"{self.name} rank {rank}{pid}{where} died during `{method}`.{told}{self.log_tail(rank)}"
             raise WorkerDiedError(why, MEMORY_ADVICE if killed else None) from None
         except OutOfMemoryError as error:
@@ -522,7 +522,7 @@ class WorkerGroup(Generic[W_co]):
 
 
 def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """How many processes of this host the kernel has ended for want of memory, of the host or of a control group."""
+    """How many processes of this host the kernel has ended for lack of memory, of the host or of a control group."""
     with contextlib.suppress(OSError):
         lines = counters.read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

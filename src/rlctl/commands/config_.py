@@ -13,7 +13,7 @@ import typer
 from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
-from rlctl.telemetry.terminal import Severity, coloured
+from rlctl.telemetry.terminal import Severity, colored
 
 if TYPE_CHECKING:
     from rlctl.config.nemo_rl.mapping_rules import Import, Status
@@ -106,12 +106,12 @@ def validate(
 
     resolved = options.resolve_config(**context.params)
     for line in not_checked(list(resolved.origin)):
-        message(f"{coloured('note:', 'warn', sys.stderr)} {line}")
+        message(f"{colored('note:', 'warn', sys.stderr)} {line}")
     for line in resolved.notes:
         message(line)
     decided = sum(origin != DEFAULT for origin in resolved.origin.values())
     message(
-        f"The configuration is {coloured('valid', 'ok', sys.stderr)}: {decided} keys set, the others at their defaults."
+        f"The configuration is {colored('valid', 'ok', sys.stderr)}: {decided} keys set, the others at their defaults."
     )
     if json_:
         print_json({"valid": True, "keys_set": decided})
@@ -200,7 +200,7 @@ HEADINGS: dict[Status, tuple[str, Severity | None]] = {
     "mapped": ("These keys are in the configuration:", None),
     "not applicable": ("These keys become nothing, for the reason given:", None),
 }
-"""The heading of each outcome of a key in a report, in the order of the report, and its colour."""
+"""The heading of each outcome of a key in a report, in the order of the report, and its color."""
 REST = ("mapped", "not applicable")
 """Outcomes that only --all shows."""
 
@@ -213,8 +213,8 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
     counts = ", ".join(f"{len(recipe.of(status))} {status}" for status in HEADINGS if recipe.of(status))
     yield f"{recipe.path.name}: {len(recipe.entries)} keys: {counts}."
     if recipe.foreign is not None:
-        yield coloured(recipe.foreign, "fail", stream)
-    for status, (heading, colour) in HEADINGS.items():
+        yield colored(recipe.foreign, "fail", stream)
+    for status, (heading, color) in HEADINGS.items():
         entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
         # The sentence on a whole recipe that is not for rlctl says all but what is not known.
         told = recipe.foreign is not None and status != "not known"
@@ -222,7 +222,7 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
             continue
         if recipe.foreign is not None and status == "not yet":
             heading = "rlctl cannot run this yet:"
-        yield coloured(heading, colour, stream) if colour else heading
+        yield colored(heading, color, stream) if color else heading
         parts = [[entry] for entry in entries] if everything else [entries]
         lines = [line for part in parts for line, _ in grouped(part)]
         shown = lines if everything else lines[:MOST_LINES]

@@ -18,7 +18,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
-from rlctl.telemetry.terminal import coloured
+from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.conversion.hf_megatron import Options, Report
@@ -270,14 +270,14 @@ def _settings(json_: bool, **chosen: Any) -> Iterator[Options]:
 def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
         held = "1 tensor holds" if len(report.nans) == 1 else f"{len(report.nans):,} tensors hold"
-        found = coloured(f"{held} NaNs", "warn", sys.stderr)
+        found = colored(f"{held} NaNs", "warn", sys.stderr)
         message(f"{found}, which were kept: {', '.join(report.nans[:8])}")
     if json_:
         print_json(asdict(report) | ({"hub": address} if address else {}))
         return
-    checked = coloured("not verified", "warn", sys.stdout)
+    checked = colored("not verified", "warn", sys.stdout)
     if report.verified:
-        checked = coloured("every tensor read back and equal", "ok", sys.stdout)
+        checked = colored("every tensor read back and equal", "ok", sys.stdout)
     gb, seconds = report.bytes / 1e9, report.seconds
     rate = f"{gb:.2f} GB in {seconds:.1f} s ({gb / max(seconds, 1e-9):.2f} GB/s)"
     output.show(f"{report.tensors} tensors, {rate}, {checked}: {report.destination}")

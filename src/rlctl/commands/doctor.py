@@ -12,7 +12,7 @@ from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 from rlctl.errors import MachineError
-from rlctl.telemetry.terminal import coloured
+from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RlctlConfig
@@ -99,7 +99,7 @@ def measure(json_: bool) -> None:
 
 
 def show(check: Check) -> None:
-    mark = coloured(MARKS[check.status], check.status, sys.stdout)
+    mark = colored(MARKS[check.status], check.status, sys.stdout)
     output.show(f"{mark}  {check.name:<19} {check.detail}")
     if check.fix:
         output.show(f"{'':26}-> {check.fix}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.commands.parsing import App
 from rlctl.errors import RlctlError
 from rlctl.telemetry.metrics import finite
-from rlctl.telemetry.terminal import Verbosity, coloured, discard
+from rlctl.telemetry.terminal import Verbosity, colored, discard
 
 if TYPE_CHECKING:
     from rlctl.apps.dry_run import DryRun
@@ -88,7 +88,7 @@ def complain(text: str) -> None:
 
 def report_error(error: RlctlError) -> None:
     """Say what went wrong and what to do next; a reader of --json gets an object, unless it already got one."""
-    complain(f"{coloured('rlctl:', 'fail', sys.stderr)} {error.message}")
+    complain(f"{colored('rlctl:', 'fail', sys.stderr)} {error.message}")
     if error.hint:
         complain(f"  {error.hint}")
     if JsonMode.wanted and not JsonMode.printed:

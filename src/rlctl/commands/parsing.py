@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlctl.errors import InputError
-from rlctl.telemetry.terminal import be_quiet, be_verbose, without_colour
+from rlctl.telemetry.terminal import be_quiet, be_verbose, without_color
 
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -123,7 +123,7 @@ Verbose = Annotated[
     bool, typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started.")
 ]
 NoColor = Annotated[
-    bool, typer.Option("--no-color", callback=without_colour, expose_value=False, help="Print without colours.")
+    bool, typer.Option("--no-color", callback=without_color, expose_value=False, help="Print without colors.")
 ]
 
 

@@ -10,7 +10,7 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
 from rlctl.errors import InputError
-from rlctl.telemetry.terminal import coloured
+from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
     from rlctl.apps.refit_report import RefitTestReport
@@ -129,15 +129,15 @@ def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
         lines += [f"  {one['name']}: {one['path']}, {one['reason']}" for one in test.tensor_paths]
     if test.synthetic:
         lines.append("parameters of reduced width without an engine: every tensor compared, nothing generated")
-    left_out = coloured("not compared", "warn", sys.stdout)
+    left_out = colored("not compared", "warn", sys.stdout)
     lines += [f"{left_out}: {name}: {why}" for name, why in test.unread[:NAMED]]
     if len(test.unread) > NAMED:
         lines.append(f"{left_out}: {len(test.unread) - NAMED} more (--json names them)")
-    if test.quantised:
-        lines.append("log-probs are those of quantised weights: they need only be closer than with the weights before")
+    if test.quantized:
+        lines.append("log-probs are those of quantized weights: they need only be closer than with the weights before")
     equal = "every tensor equal" if not test.unread else f"{found['tensors']} tensors equal, the others not compared"
-    wrong = coloured("WRONG", "fail", sys.stdout)
-    lines += [f"{wrong}  {problem}" for problem in test.problems] or [coloured(equal, "ok", sys.stdout)]
+    wrong = colored("WRONG", "fail", sys.stdout)
+    lines += [f"{wrong}  {problem}" for problem in test.problems] or [colored(equal, "ok", sys.stdout)]
     return lines
 
 

@@ -143,7 +143,7 @@ def check_flashinfer(
     lacking = [name for name, found in (("nvcc", nvcc), ("ninja", ninja)) if not found]
     detail = "its kernels are compiled when they are first used, for minutes and with downloads"
     if lacking and not own["flashinfer-cubin"]:
-        detail = f"vLLM leaves it out, for want of kernels and of {' and '.join(lacking)} to compile them"
+        detail = f"vLLM leaves it out, for lack of kernels and of {' and '.join(lacking)} to compile them"
     return Check("flashinfer", "warn", f"FlashInfer {wanted}: {detail}", "Get its kernels: `vllm download-kernels`.")
 
 

@@ -58,7 +58,7 @@ def check_python(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of all installed distributions by their normalised names."""
+    """Return the versions of all installed distributions by their normalized names."""
     found = ((dist.metadata["Name"], dist.version) for dist in metadata.distributions())
     return {name.lower().replace("_", "-"): version for name, version in found if name}
 

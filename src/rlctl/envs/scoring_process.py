@@ -190,7 +190,7 @@ def main() -> None:
     connection, process = Connection(number), os.getpid()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
     os.set_inheritable(number, False)
-    os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbours of its own
+    os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbors of its own
     plan: RewardPlan = connection.recv()
     try:
         scorers = plan.build()

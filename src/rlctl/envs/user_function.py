@@ -188,7 +188,7 @@ def user_scorer(name: str) -> UserScorer | UserBatchScorer:
 
 @functools.lru_cache(maxsize=16)
 def _module(code: UserCode) -> ModuleType:
-    """Run the source as a module. It may import its neighbours, unless an installed module has the name."""
+    """Run the source as a module. It may import its neighbors, unless an installed module has the name."""
     what = f"{code.what} {code.reference!r}"
     spec = importlib.util.spec_from_loader(f"rlctl_user_{code.path.stem}", loader=None, origin=str(code.path))
     assert spec is not None  # without a loader there is always one

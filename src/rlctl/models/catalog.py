@@ -30,7 +30,7 @@ class CatalogEntry:
 
 
 def lookup(name: str) -> ModelFacts | None:
-    """Facts by hub name; case and organisation do not matter (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown."""
+    """Facts by hub name; case and organization do not matter (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown."""
     return entry.facts if (entry := lookup_entry(name)) else None
 
 

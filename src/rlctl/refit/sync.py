@@ -1,4 +1,4 @@
-"""Weight synchronisation: the policy's weights in every engine, on devices that both may share, also after a loss.
+"""Weight synchronization: the policy's weights in every engine, on devices that both may share, also after a loss.
 
 Where policy and engines share devices, one of them computes at a time, and what the other holds waits in host memory
 (`training.offload`, vLLM's sleep mode) or is dropped. While weights move both hold theirs, and nothing else that can

@@ -57,7 +57,7 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
 def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndarray:
     """Return the advantages with mean 0 and standard deviation 1 over all response tokens of the batch; float64 [N].
 
-    REINFORCE++ (arXiv 2501.03262) normalises the advantages of tokens over the batch, and GDPO (arXiv
+    REINFORCE++ (arXiv 2501.03262) normalizes the advantages of tokens over the batch, and GDPO (arXiv
     2601.05242) the sums of its terms. The tokens of a rollout share its advantage, so that a rollout counts by its
     length. A batch of equal advantages has nothing to compare, and advantage 0.
     """

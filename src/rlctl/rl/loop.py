@@ -275,7 +275,7 @@ def filtered(options: FilterConfig) -> tuple[Metric, ...]:
 
 
 def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
-    """Return the groups that are not trained on, and the rollouts that are not computed for want of a gradient."""
+    """Return the groups that are not trained on, and the rollouts that are not computed for lack of a gradient."""
     computed = sum(rollout.tokens for one in trained.minibatches for rollout in one)
     skipped = sum(rollout.tokens for rollout in trained.skipped)
     return {

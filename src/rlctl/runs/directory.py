@@ -153,7 +153,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn errors of the block for want of the directory, of space or of permission into one that names the run."""
+        """Turn errors of the block for lack of the directory, of space or of permission into one that names the run."""
         try:
             yield
         except Exception as error:
@@ -224,7 +224,7 @@ class RunDirectory:
         return bool(self.checkpoint_directories()) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints that can be gone on from as far as is known, oldest first: their state is readable,
+        """Return the checkpoints that can be resumed from as far as is known, oldest first: their state is readable,
         and their files were not found to be damaged."""
         return [one for one in self.checkpoint_directories() if one.step not in self.damaged and one.readable]
 

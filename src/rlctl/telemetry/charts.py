@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines over steps, and stacked bars. Colours are those of the page's style, `c0` to `c9`."""
+"""Charts as SVG text: lines over steps, and stacked bars. Colors are those of the page's style, `c0` to `c9`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ SMOOTH_FROM = 20
 LOG_RANGE = 300.0
 """Ratio of the largest to the smallest value from which the axis is logarithmic."""
 GAP = 1.5
-"""Distance of two neighbouring points, in multiples of the usual one, from which nothing was measured between them."""
-COLOURS = 10
+"""Distance of two neighboring points, in multiples of the usual one, from which nothing was measured between them."""
+COLORS = 10
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, its points in order of x, and the number of its colour."""
+    """A line: its name, its points in order of x, and the number of its color."""
 
     name: str
     points: Sequence[Point]
-    colour: int = 0
+    color: int = 0
     band: Sequence[tuple[float, float, float]] = ()
     """(x, lowest, highest) of the runs whose mean the points are."""
 
 
 def thinned(points: Sequence[Point], size: int) -> list[tuple[float, float, float, float]]:
-    """Return one point in place of each `size` neighbours: the means of x and value, the lowest and highest value."""
+    """Return one point in place of each `size` neighbors: the means of x and value, the lowest and highest value."""
     found = []
     for first in range(0, len(points), size):
         xs, ys = zip(*points[first : first + size], strict=True)
@@ -46,7 +46,7 @@ def thinned(points: Sequence[Point], size: int) -> list[tuple[float, float, floa
 
 
 def segments(points: Sequence[Point]) -> list[Sequence[Point]]:
-    """Return the points in parts: where two neighbours are further apart than is usual, no line connects them."""
+    """Return the points in parts: where two neighbors are further apart than is usual, no line connects them."""
     distances = [after[0] - before[0] for before, after in pairwise(points)]
     widest = GAP * median(distances) if distances else 0.0
     ends = [place + 1 for place, distance in enumerate(distances) if distance > widest]
@@ -157,27 +157,27 @@ def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "
 
 
 def _line(axes: Axes, one: Series) -> str:
-    colour, size = f"c{one.colour % COLOURS}", max(1, math.ceil(len(one.points) / MOST_POINTS))
+    color, size = f"c{one.color % COLORS}", max(1, math.ceil(len(one.points) / MOST_POINTS))
     parts = segments(one.points)
     courses = [thinned(part, size) for part in parts]
     bands = [[(x, low, high) for x, _, low, high in course] for course in courses] if size > 1 else []
     shapes = []
     for band in [one.band[::size]] if one.band else bands:
         outline = [*((x, high) for x, _, high in band), *((x, low) for x, low, _ in reversed(band))]
-        shapes.append(f'<path class="{colour} band" d="{axes.path(outline)}Z"/>')
+        shapes.append(f'<path class="{color} band" d="{axes.path(outline)}Z"/>')
     few = len(one.points) < SMOOTH_FROM
     dotted = [point for course in courses if few or len(course) == 1 for point in course]
     if not few:
-        shapes += [f'<path class="{colour} faint" d="{axes.path(course)}"/>' for course in courses]
+        shapes += [f'<path class="{color} faint" d="{axes.path(course)}"/>' for course in courses]
         smooth = dict(smoothed(one.points))
         courses = [thinned([(x, smooth[x]) for x, _ in part], size) for part in parts]
-    shapes += [f'<path class="{colour}" d="{axes.path(course)}"/>' for course in courses]
-    shapes += [f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{colour} dot"/>' for x, y, *_ in dotted]
+    shapes += [f'<path class="{color}" d="{axes.path(course)}"/>' for course in courses]
+    shapes += [f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{color} dot"/>' for x, y, *_ in dotted]
     return f"<g><title>{html.escape(one.name)}</title>{''.join(shapes)}</g>"
 
 
 def bar_chart(steps: Sequence[tuple[float, Mapping[str, float]]], parts: Sequence[str], label: str) -> str:
-    """Return stacked bars, one a step (or the mean of neighbouring steps); the parts in the order of their colours."""
+    """Return stacked bars, one a step (or the mean of neighboring steps); the parts in the order of their colors."""
     size = max(1, math.ceil(len(steps) / MOST_BARS))
     groups = [steps[first : first + size] for first in range(0, len(steps), size)]
     bars = [
@@ -195,7 +195,7 @@ def bar_chart(steps: Sequence[tuple[float, Mapping[str, float]]], parts: Sequenc
         when = f"step {group[0][0]:.0f}" + (f" to {group[-1][0]:.0f}" if len(group) > 1 else "")
         drawn += [
             f"<rect x={left + 0.3:.1f} y={axes.y(high):.1f} width={max(right - left - 0.6, 0.4):.1f} "
-            f'height={axes.y(low) - axes.y(high):.1f} class="c{index % COLOURS} bar">'
+            f'height={axes.y(low) - axes.y(high):.1f} class="c{index % COLORS} bar">'
             f"<title>{when}: {html.escape(part)} {high - low:.2f} s</title></rect>"
             for index, (part, (low, high)) in enumerate(zip(parts, pairwise(edges), strict=True))
             if high - low > 0.002 * (highest or 1.0)

@@ -1,7 +1,7 @@
 """Loggers of a run, next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio, with one table of names.
 
 Each logger works in a thread of its own, so that a slow server slows no step. One that fails is said once and switched
-off: a run does not end for want of a logger.
+off: a run does not end for lack of a logger.
 """
 
 from __future__ import annotations

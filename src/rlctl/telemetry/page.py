@@ -1,6 +1,6 @@
 """The report of runs: one self-contained HTML page with tiles, curves, times, samples and messages.
 
-It needs no network and no script, follows the reader's light or dark colours, and stays small for a run of any length.
+It needs no network and no script, follows the reader's light or dark colors, and stays small for a run of any length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.telemetry.charts import COLOURS, Series, bar_chart, line_chart, number
+from rlctl.telemetry.charts import COLORS, Series, bar_chart, line_chart, number
 from rlctl.telemetry.conversation import as_text, conversation
 from rlctl.telemetry.headline import VALIDATION, Change
 from rlctl.telemetry.phases import Phase
@@ -137,7 +137,7 @@ def _one(run: ReportedRun) -> str:
 
 def _several(found: Sequence[Arm]) -> str:
     names, count = [arm.name for arm in found], sum(len(arm.runs) for arm in found)
-    legend = "".join(f"<li><i class=c{index % COLOURS}></i>{_text(name)}" for index, name in enumerate(names))
+    legend = "".join(f"<li><i class=c{index % COLORS}></i>{_text(name)}" for index, name in enumerate(names))
     bands = "<p>A line is the mean of its seeds, and the band reaches from the lowest to the highest of them.</p>"
     facts = [dict((*arm.runs[0].identity, *arm.runs[0].facts)) for arm in found]
     labels = list(dict.fromkeys(label for one in facts for label in one))
@@ -315,7 +315,7 @@ def _times(run: ReportedRun) -> str:
     steps = [(line["step"], line["seconds"]) for line in run.lines if line.get("seconds")]
     if not steps or not parts:
         return ""
-    legend = "".join(f"<li><i class=c{index % COLOURS}></i>{part}" for index, part in enumerate(parts))
+    legend = "".join(f"<li><i class=c{index % COLORS}></i>{part}" for index, part in enumerate(parts))
     total = sum(seconds["total"] for _, seconds in steps) or 1.0
     rows = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The terminal: how much a command says there, in which colours, and streams that may be lost.
+"""The terminal: how much a command says there, in which colors, and streams that may be lost.
 
 A command says results and errors alone (-q), the usual messages, or also what it reads and starts (-v): code that reads
 a file, makes a choice or starts something says so with `logging.getLogger(__name__).info(...)`, and nobody sees that
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 Severity = Literal["ok", "warn", "fail"]
-COLOURS: dict[Severity, str] = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m"}
+COLORS: dict[Severity, str] = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m"}
 PLAIN = "\x1b[0m"
 
 
@@ -96,14 +96,14 @@ def be_verbose(value: bool) -> None:
         logger.addHandler(_teller)
 
 
-def without_colour(value: bool) -> None:
+def without_color(value: bool) -> None:
     """Callback of --no-color."""
     if value:
         os.environ["NO_COLOR"] = "1"
 
 
-def coloured(text: str, status: Severity, stream: TextIO | None) -> str:
-    """Return `text` in the colour of a status where `stream` is a terminal that may show colours."""
+def colored(text: str, status: Severity, stream: TextIO | None) -> str:
+    """Return `text` in the color of a status where `stream` is a terminal that may show colors."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or stream is None or not stream.isatty():
         return text
-    return f"{COLOURS[status]}{text}{PLAIN}"
+    return f"{COLORS[status]}{text}{PLAIN}"

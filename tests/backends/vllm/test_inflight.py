@@ -323,8 +323,8 @@ def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights
 ) -> None:
     engine, policy, short = start("wait"), WholeTensorPolicy(tiny_llama), Sampling(16)
     # The matrix is square: its shape gives nothing away.
-    (quantised,) = engine.group.call(SwappingEngine.unreadable_if_quantised, "o_proj")
-    assert quantised == {f"model.layers.{layer}.self_attn.o_proj.weight": "is quantised by Fp8LinearMethod"
+    (quantized,) = engine.group.call(SwappingEngine.unreadable_if_quantized, "o_proj")
+    assert quantized == {f"model.layers.{layer}.self_attn.o_proj.weight": "is quantized by Fp8LinearMethod"
                          for layer in range(2)}  # fmt: skip
     engine.group.call(SwappingEngine.share_device)
     policy.refit(engine, 1)

@@ -108,11 +108,11 @@ def test_nans_are_reported_and_kept(model: Path, tmp_path: Path) -> None:
     assert int(torch.isnan(tensors(tmp_path / "back")[name]).sum()) == 3
 
 
-def test_block_scaled_float8_is_dequantised(tmp_path: Path) -> None:
+def test_block_scaled_float8_is_dequantized(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model", quantization_config={"weight_block_size": [48, 64]})
     expected: dict[str, torch.Tensor] = {}
 
-    def quantise(held: dict[str, torch.Tensor]) -> None:
+    def quantize(held: dict[str, torch.Tensor]) -> None:
         for name in [n for n in held if n.endswith("_proj.weight")]:
             rows, columns = held[name].shape
             scale = torch.rand(-(-rows // 48), -(-columns // 64)) + 0.5
@@ -121,7 +121,7 @@ def test_block_scaled_float8_is_dequantised(tmp_path: Path) -> None:
             wide = scale.repeat_interleave(48, 0)[:rows].repeat_interleave(64, 1)[:, :columns]
             expected[name] = (held[name].float() * wide).to(torch.bfloat16)
 
-    change(model, quantise)
+    change(model, quantize)
     hf_to_megatron(model, tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     back = tensors(tmp_path / "back")
@@ -309,13 +309,13 @@ BAD = {
     ),
     "tied to another head": (set_config(tie_word_embeddings=True), r"lm_head\.weight differs from model\.embed_tokens"),
     "another activation": (set_config(hidden_act="gelu"), "`hidden_act` is 'gelu', but rlctl computes a llama"),
-    "packed by a quantiser": (
+    "packed by a quantizer": (
         lambda d: change(d, lambda h: h.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)})),
-        r"quantised in a way that rlctl does not read \(tensor model\.layers\.0\.mlp\.up_proj\.",
+        r"quantized in a way that rlctl does not read \(tensor model\.layers\.0\.mlp\.up_proj\.",
     ),
-    "quantised as it computes": (
+    "quantized as it computes": (
         set_config(quantization_config={"quant_method": "bitnet", "quantization_mode": "online"}),
-        r"quantised in a way that rlctl does not read \(quant_method bitnet",
+        r"quantized in a way that rlctl does not read \(quant_method bitnet",
     ),
     "rope without its factor": (set_config(rope_scaling={"rope_type": "yarn"}), "`yarn` lacks `factor`"),
     "rope": (set_config(rope_scaling={"rope_type": "made-up"}), "made-up"),

@@ -112,7 +112,7 @@ def test_values_around_the_text_section_are_the_text_models(gemma: Path) -> None
     assert (found["eos_token_id"], found["dtype"], found["tie_word_embeddings"]) == ([1, 106], "bfloat16", True)
     assert "vision_config" not in found
     change(gemma, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(InputError, match="quantised in a way that rlctl does not read"):
+    with pytest.raises(InputError, match="quantized in a way that rlctl does not read"):
         text_config(gemma)
 
 
@@ -207,7 +207,7 @@ def test_block_scaled_weights_keep_their_scales(written: Any, tmp_path: Path) ->
     assert torch.equal(tensors_in(tmp_path / "text")[scale], held[f"language_model.{scale}"])
     checkpoint = tmp_path / "megatron"
     assert hf_to_megatron(tmp_path / "text", checkpoint, Options(dtype="float32")).verified
-    with pytest.raises(InputError, match=r"its text part is quantised \(tensor .* is float8_e4m3fn\)"):
+    with pytest.raises(InputError, match=r"its text part is quantized \(tensor .* is float8_e4m3fn\)"):
         megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=model))
 
 

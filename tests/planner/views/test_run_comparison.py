@@ -46,7 +46,7 @@ def test_a_run_without_a_finished_step_is_named(tmp_path: Path) -> None:
 
 
 def test_memory_is_compared_by_process(tmp_path: Path) -> None:
-    """On a CPU the whole process, on a GPU what torch reserved: without contexts, graphs and sleeping neighbours."""
+    """On a CPU the whole process, on a GPU what torch reserved: without contexts, graphs and sleeping neighbors."""
     run = run_directory(tmp_path / "run", {"total": 1.0}, [{"total": 1.0}])
     assert compare_memory(run) == []
     gib = 1024**3

@@ -135,7 +135,7 @@ def test_what_a_step_is_told_of_the_teacher() -> None:
 
 
 def test_rewards_are_learned_from_by_their_weight_alone() -> None:
-    """Without it no rollout is left out for want of an advantage."""
+    """Without it no rollout is left out for lack of an advantage."""
     plain, weighed = (made(f"distillation.reward_weight={weight}") for weight in (0, 0.5))
     advantages = [[row.advantage for row in make_batch(GROUPS, one, 1).minibatches[0]] for one in (plain, weighed)]
     assert advantages[0] == [0.0] * 4

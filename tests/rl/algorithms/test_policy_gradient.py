@@ -1,6 +1,6 @@
 """Each built-in algorithm against its paper's objective in plain Python, values and gradients, in float64.
 
-The references know rollouts and tokens, and neither micro-batches nor weights of tokens: what normalises a batch must
+The references know rollouts and tokens, and neither micro-batches nor weights of tokens: what normalizes a batch must
 come out of the rows that the driver makes.
 """
 

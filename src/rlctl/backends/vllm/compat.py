@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlctl.backends.messages import QUANTISED, Sampling
+from rlctl.backends.messages import QUANTIZED, Sampling
 from rlctl.backends.vllm import interfaces
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.families import families
@@ -408,11 +408,11 @@ def made_of_others(model: torch.nn.Module, part: torch.nn.Module) -> list[Any]:
     ]
 
 
-def why_quantised(module: Any) -> str:
+def why_quantized(module: Any) -> str:
     """Why a layer's parameters are not the published ones, whatever their shape; empty: they are."""
     method = getattr(module, "quant_method", None)
     plain = method is None or type(method).__name__.startswith("Unquantized")
-    return "" if plain else f"{QUANTISED} {type(method).__name__}"
+    return "" if plain else f"{QUANTIZED} {type(method).__name__}"
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,7 @@ class ExpertOrder:
 def expert_order(experts: Any) -> ExpertOrder:
     """How `experts`, vLLM's container of a layer's experts, keeps them."""
     method = experts.quant_method
-    if why := why_quantised(experts):
+    if why := why_quantized(experts):
         return ExpertOrder(reason=why)
     backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
     if backend in ("TRITON", "BATCHED_TRITON"):

@@ -48,11 +48,11 @@ def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layou
     """The weights `own` of a text model with these `facts` and the other tensors of the whole model, and the files of
     the whole, which they are written to.
 
-    Raises InputError where the whole is quantised, or its text part another model.
+    Raises InputError where the whole is quantized, or its text part another model.
     """
     directory, ours, theirs = part.files.directory, weights_of(facts).tensors, weights_of(part.facts).tensors
     if packed := [name for name, spec in part.specs.items() if spec.dtype not in FLOATS]:
-        why = f"--into {directory}: its text part is quantised (tensor {packed[0]} is {part.specs[packed[0]].dtype})."
+        why = f"--into {directory}: its text part is quantized (tensor {packed[0]} is {part.specs[packed[0]].dtype})."
         raise InputError(why, "Name the same model in plain weights, or export the text model alone.")
     if different := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
         why = f"--into {directory}: its text part is another model than this one, by {listed(different)}."

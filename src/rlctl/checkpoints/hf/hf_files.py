@@ -52,26 +52,26 @@ def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str
     return value
 
 
-READ_QUANTISED = ("fp8", "mxfp4")
+READ_QUANTIZED = ("fp8", "mxfp4")
 """Values of `quant_method` whose tensors are read: float8 with scales of blocks, and four bits of gpt-oss's experts."""
 PACKED = (".qweight", ".weight_packed", ".absmax")
 """How names of packed weights end."""
 
 
-def refuse_quantised(directory: Path, tensors: Iterable[str] = ()) -> None:
-    """Raise InputError where a quantiser was used whose format is not read, by `config.json` or by names of tensors.
+def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
+    """Raise InputError where a quantizer was used whose format is not read, by `config.json` or by names of tensors.
 
     Some (GPTQ, AWQ, bitsandbytes) pack weights into tensors of their own; others (BitNet) keep the names, and the model
     computes with other numbers than the files hold. Without `tensors` this is known before weights are fetched.
     """
-    quantised = read_config(directory).get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    quantized = read_config(directory).get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     packed = next((name for name in tensors if name.endswith(PACKED)), None)
-    if method in (None, *READ_QUANTISED) and packed is None:
+    if method in (None, *READ_QUANTIZED) and packed is None:
         return
-    found = f"quant_method {method}" if method not in (None, *READ_QUANTISED) else f"tensor {packed}"
-    why = f"{directory}: the model is quantised in a way that rlctl does not read ({found})."
-    raise InputError(why, "Use a model that is not quantised.")
+    found = f"quant_method {method}" if method not in (None, *READ_QUANTIZED) else f"tensor {packed}"
+    why = f"{directory}: the model is quantized in a way that rlctl does not read ({found})."
+    raise InputError(why, "Use a model that is not quantized.")
 
 
 def copy_companions(source: Path, destination: Path, drop_from_config: tuple[str, ...] = (), **config: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantised
+from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
 from rlctl.errors import InputError, listed
@@ -68,7 +68,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     config = read_config(directory)
     facts = facts or facts_in(directory)
     files = SafetensorsDirectory.open(directory)
-    refuse_quantised(directory, files.tensors)
+    refuse_quantized(directory, files.tensors)
     facts = without_absent_mtp(facts, files.tensors)
     wanted = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantised
+from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantized
 from rlctl.checkpoints.hf.hf_model import SCALE, without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header, shard_files
@@ -63,7 +63,7 @@ def has_text_part(directory: Path) -> bool:
 
 def text_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a model's text part. Raises InputError where it cannot be trained alone."""
-    refuse_quantised(directory)
+    refuse_quantized(directory)
     names: set[str] = set()  # of the stored tensors, as far as an index or headers tell
     if (directory / INDEX).is_file():
         names = {*(read_object(directory, INDEX).get("weight_map") or ())}

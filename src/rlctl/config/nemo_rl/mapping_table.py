@@ -283,7 +283,7 @@ _MEGATRON: dict[str, Rule] = {
     ), KERNELS),
     **dict.fromkeys(
         ("calculate_per_token_loss", "scale_loss_by_dp_cp_size", "do_not_average_loss", "cp_normalize"),
-        without("the loss carries its own normalisation, and gradients are summed"),
+        without("the loss carries its own normalization, and gradients are summed"),
     ),
     **dict.fromkeys((
         "freeze_config.*", "freeze_vision_model", "freeze_vision_projection", "freeze_sound_encoder",
@@ -370,7 +370,7 @@ _MEGATRON: dict[str, Rule] = {
     "scheduler.use_checkpoint_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
     "scheduler.*": only(None, why="rlctl's schedule has no such setting"),
     "distributed_data_parallel_config.average_in_collective": without(
-        "gradients are summed, since the loss carries its normalisation; Megatron refuses both together"
+        "gradients are summed, since the loss carries its normalization; Megatron refuses both together"
     ),
     "distributed_data_parallel_config.use_megatron_fsdp": only(None, False, why="weights are not sharded"),
     "distributed_data_parallel_config.data_parallel_sharding_strategy": without("for Megatron-FSDP"),

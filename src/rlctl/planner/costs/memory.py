@@ -65,7 +65,7 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         weights, gradients = copy + (4 * owned if choice.adapters else 0.0), 4 * owned
         gathered["gathered"] = _gathered_bytes(params, choice)
     else:
-        # FP8 keeps quantised copies of the layers' matrices next to the BF16 ones; embedding and head have none.
+        # FP8 keeps quantized copies of the layers' matrices next to the BF16 ones; embedding and head have none.
         copies = choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0
         copy = element * params.total
         weights = copy + copies * (params.total - params.tables)
@@ -116,7 +116,7 @@ def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool,
     element = element_bytes(choice)
     h, tp = facts.hidden, choice.parallel.tp
     hidden_split = tp if choice.parallel.sequence_parallel else 1
-    # TransformerEngine keeps the inputs of FP8 matmuls quantised: norms, attention output, activated MLP.
+    # TransformerEngine keeps the inputs of FP8 matmuls quantized: norms, attention output, activated MLP.
     kept = 1 if choice.precision in ("fp8", "fp4") else element
     residuals, norms = 2 * h * element / hidden_split, 2 * h * kept / hidden_split
     if facts.mla is not None:

@@ -150,7 +150,7 @@ class ClusterFacts:
         return min(self.device.link_domain, self.gpus) if wide else min(self.device.link_domain, self.gpus_per_node)
 
     def bandwidth(self, ranks: int) -> float:
-        """Bytes a second out of each of `ranks` neighbouring devices that talk to each other."""
+        """Bytes a second out of each of `ranks` neighboring devices that talk to each other."""
         device = self.device
         if self.is_cpu:
             return device.link

@@ -164,7 +164,7 @@ class Algorithm(ABC):
         return 0 if masked else rollout.response_tokens
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
-        """Return the weight of each response token of a rollout; float64 [N]. All normalisation is in them."""
+        """Return the weight of each response token of a rollout; float64 [N]. All normalization is in them."""
         options = self.config.loss
         divisor = options.length_divisor or self.config.generation.max_new_tokens
         return token_weights(response_tokens_N, options.level, divisor)

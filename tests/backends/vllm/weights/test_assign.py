@@ -10,7 +10,7 @@ from rlctl.backends.vllm.weights.assign import BESIDE, MODEL, UNMATCHED, Assignm
 from rlctl.backends.vllm.weights.locate import Form, Site, Sites
 from rlctl.weights.vllm import MatrixPart
 
-WHY = "is quantised"
+WHY = "is quantized"
 
 
 def site(path: str, *tensors: str, parameter: str = "weight", form: Form = Form.PLAIN, **kinds: object) -> Site:

@@ -1,4 +1,4 @@
-"""Engines that keep some tensors as published and others quantised: in one refit the first are written directly, and
+"""Engines that keep some tensors as published and others quantized: in one refit the first are written directly, and
 the others go through vLLM's loader."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from support.tiny_families import write_tiny_family
 
 SAMPLING = Sampling(12)
 SMALL_BUFFERS = 300_000  # bytes; tensors of both paths share rounds, and some are larger
-# vLLM quantises the linear layers while it loads them, on this platform to FP8 with a scale for each row.
+# vLLM quantizes the linear layers while it loads them, on this platform to FP8 with a scale for each row.
 ONLINE = {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}
-QUANTISED = {"dtype": "bfloat16", "vllm": ONLINE}
+QUANTIZED = {"dtype": "bfloat16", "vllm": ONLINE}
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def sampled(engine: FamilyEngine) -> list[tuple[list[int], np.ndarray]]:
         ("deepseek_v3", 2),
     ],
 )
-def test_quantised_layers_are_as_in_an_engine_started_from_the_weights(
+def test_quantized_layers_are_as_in_an_engine_started_from_the_weights(
     host: Any, family: str, tp: int, tmp_path: Path
 ) -> None:
-    engine = FamilyEngine(host, family, write_tiny_family(tmp_path / "published", family), tp, **QUANTISED)
+    engine = FamilyEngine(host, family, write_tiny_family(tmp_path / "published", family), tp, **QUANTIZED)
     started = sampled(engine)
     for version in (1, 2):
         poisoned_and_refitted(engine, version)
@@ -89,7 +89,7 @@ def test_quantised_layers_are_as_in_an_engine_started_from_the_weights(
     }
     assert all("Fp8PtpcOnlineLinearMethod" in why for _, why in compared.unread)
     refitted = sampled(engine)
-    fresh = sampled(FamilyEngine(host, family, engine.policy.save(tmp_path / "perturbed"), tp, **QUANTISED))
+    fresh = sampled(FamilyEngine(host, family, engine.policy.save(tmp_path / "perturbed"), tp, **QUANTIZED))
     for (tokens, logprobs), (expected_tokens, expected), (old_tokens, _) in zip(refitted, fresh, started, strict=True):
         assert tokens == expected_tokens != old_tokens
         assert np.array_equal(logprobs, expected)

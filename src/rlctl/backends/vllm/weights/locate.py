@@ -290,9 +290,9 @@ def _of_module(
 ) -> Iterator[Site]:
     kind = {base.__name__ for base in type(module).__mro__}
     if "VocabParallelEmbedding" in kind:
-        yield _embedding(path, module, output="ParallelLMHead" in kind).because(compat.why_quantised(module))
+        yield _embedding(path, module, output="ParallelLMHead" in kind).because(compat.why_quantized(module))
     elif "LinearBase" in kind:
-        why = compat.why_quantised(module)
+        why = compat.why_quantized(module)
         yield from (site.because(why) for site in _linear(path, module, kind, fused))
         yield from _correction_bias(path, module, path)
     elif "MLAAttention" in kind:
@@ -411,7 +411,7 @@ def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator
 
 def _why_not_halved(module: Any) -> str:
     """Why the halves of kv_b are not its own elements; empty: they are."""
-    if why := compat.why_quantised(module.kv_b_proj):
+    if why := compat.why_quantized(module.kv_b_proj):
         return f"is made from kv_b_proj, which {why}"
     return "" if hasattr(module, "W_UK_T") and hasattr(module, "W_UV") else "is kept in an order of the kernel's own"
 
