@@ -73,7 +73,6 @@ def train(model: Path, *more: str) -> list[str]:
         (["--gpu", "h100", "--gpus-per-node", "8"], 3, "this machine has none"),
         (["--run-dir", "sums.jsonl"], 2, "sums.jsonl is a file"),
         (["--run-dir", "noconfig/../sums.jsonl/run"], 2, "--run-dir"),
-        (["--run-dir", "loop/run"], 2, "loop/run cannot be made: Too many levels of symbolic links"),
         (["--model", "./folder-for-weights"], 2, "model.safetensors cannot be read: it is a directory, not a file"),
         (["--model", "./pipe-for-weights"], 2, "model.safetensors cannot be read: it is a pipe, not a file"),
         (["--resume"], 2, "run holds no run"),
@@ -95,7 +94,6 @@ def train(model: Path, *more: str) -> list[str]:
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
     monkeypatch.setattr("rlctl.apps.prepare.local_gpus", list)
-    (files / "loop").symlink_to("loop")
     for name in ("folder-for-weights", "pipe-for-weights"):
         shutil.copytree(tiny_llama, files / name)
         (files / name / "model.safetensors").unlink()

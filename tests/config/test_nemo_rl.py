@@ -1034,7 +1034,7 @@ def test_lines_with_one_reason_are_one_line(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}
     lines = recipe(tmp_path, policy__hf_config_overrides__rope_scaling=scaling).unsupported
     assert [line.partition(":")[0] for line in lines] == [
-        "policy.hf_config_overrides.rope_scaling.beta_fast and 2 more"
+        "policy.hf_config_overrides.rope_scaling.rope_type and 2 more"
     ]
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,9 @@ def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
     here. Raises InputError for data that the user named wrongly."""
     config = resolved.config
     if not (config.data.name or config.data.sources):
+        return None
+    if find_spec("transformers") is None:
+        tell("transformers is not installed, so the lengths of prompts are assumed.")
         return None
     try:
         source = find_model(config.model.name or "", config.model.revision, weights=False)

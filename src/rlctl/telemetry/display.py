@@ -94,6 +94,7 @@ class Display:
         wanted = stream or sys.stderr
         self._stream = wanted if isinstance(wanted, Unbreakable) else Unbreakable(wanted)
         self.console = Console(file=cast(TextIO, self._stream), soft_wrap=True, highlight=False, quiet=quiet)
+        self.steps = steps
         self.metrics: Sequence[Metric] = ()
         """Further metrics that may have a column: those of the framework and of the run's algorithm."""
         self.without: Sequence[str] = ()
@@ -118,15 +119,6 @@ class Display:
         self._live: Live | None = None
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
-
-    @property
-    def steps(self) -> int:
-        """Steps that the run is to take."""
-        return self._now.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._now = self._now._replace(steps=steps)
 
     @property
     def in_terminal(self) -> bool:

@@ -164,7 +164,7 @@ def test_rewards_are_learned_from_by_their_weight_alone() -> None:
         (
             {"run.algorithm": "distillation", "teacher.model": "big"},
             ("advantage.baseline=critic", "advantage.normalize_std=false"),
-            "advantage.baseline = critic is for rewards",
+            "advantage.baseline = critic learns from rewards",
         ),
     ],
 )
