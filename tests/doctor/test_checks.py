@@ -269,7 +269,7 @@ def test_kernels_of_flashinfer() -> None:
     alone = {"flashinfer-python": "0.7.0", "flashinfer-cubin": "0.6.0"}
     expect(gpus.check_flashinfer(alone, nothing, {}), "warn", "vLLM leaves it out", "nvcc and ninja")
     expect(gpus.check_flashinfer(alone, has, {"CUDA_HOME": "/opt/cuda"}), "warn", "compiled when they are first used")
-    expect(gpus.check_flashinfer(alone, has, {"CUDA_HOME": "/opt/none"}), "warn", "want of kernels and of nvcc to")
+    expect(gpus.check_flashinfer(alone, has, {"CUDA_HOME": "/opt/none"}), "warn", "lack of kernels and of nvcc to")
 
 
 def test_driver_and_torch() -> None:

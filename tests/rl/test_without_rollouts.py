@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray import cloudpickle
 
 from rlctl.apps.crew import start_crew
 from rlctl.apps.planned_crew import planned_crew
@@ -15,6 +16,7 @@ from rlctl.planner.from_config import plan_from_config
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts
 from rlctl.telemetry.phases import StepTimer
+from support import toy_texts
 from support.engines import tiny_facts
 from support.toy_texts import PROMPT, Quiet, Stop, ToySource, TwoLosses, extra, text
 
@@ -42,6 +44,7 @@ def expected_loss(model: Path) -> float:
 def test_a_run_without_rollouts_has_a_policy_alone_and_a_loss_of_its_own_for_each_token(
     placement: Any, tiny_llama: Path, tmp_path: Path
 ) -> None:
+    cloudpickle.register_pickle_by_value(toy_texts)  # workers do not find the tests' own modules
     config = RlctlConfig.model_validate(
         {
             "data": {"rows": "texts"},

@@ -217,7 +217,7 @@ with StopRequest(print):
 def test_a_signal_to_the_run_alone_leaves_no_part_of_a_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_tiny_llama(tmp_path / "model", vocab_size=200_000)  # 0.2 GB: longer than to see that it has begun
+    model = write_tiny_llama(tmp_path / "model", vocab_size=500_000)  # 0.5 GB: longer than to see that it has begun
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
     place = tmp_path / "shared" / "rlctl"
     for number, said in ((signal.SIGTERM, "KeyboardInterrupt"), (signal.SIGKILL, "")):
