@@ -31,7 +31,7 @@ def test_a_critic_learns_and_a_resumed_run_is_bitwise_the_same(run_here, tiny_ll
     assert ["loss" in line for line in lines] == [False, True, True, True]  # the first step is the critic's alone
     critics = [line["critic"] for line in lines]
     assert critics[0]["values_mean"] == 0
-    assert critics[-1]["values_mean"] != 0  # that its loss falls on one batch is held by the tests of the critic
+    assert critics[-1]["loss"] < critics[0]["loss"]
     assert all(line["grad_norm"] > 0 for line in lines[1:])
     assert all(line["seconds"]["critic"] > 0 for line in lines)
     assert list((whole / "checkpoints" / "step_4" / "policy" / "critic").glob("*.distcp"))
