@@ -22,10 +22,10 @@ CORPUS = [
     "A model reads tokens and writes tokens; rewards say which of the answers were right, and weights follow.",
     "In the beginning there was a tensor, then there were shards of it, and every shard knew where it came from.",
     "Language models predict one word after another; reinforcement learning changes which continuation becomes likely.",
-    "Parallel workers exchange gradients, synchronize parameters, checkpoint progress, resume without losing anything.",
+    "Parallel workers exchange gradients, synchronise parameters, checkpoint progress, resume without losing anything.",
     "Mathematics, geography, literature, chemistry and history lessons begin on Monday morning at half past seven.",
     "Please explain briefly why water boils at lower temperatures on high mountains, using simple everyday language.",
-    "Seventeen engineers measured bandwidth between neighboring machines before choosing how to divide their work.",
+    "Seventeen engineers measured bandwidth between neighbouring machines before choosing how to divide their work.",
     *(
         f"What is {a} + {b}? The answer is {a + b}. What is {b} - {a}? It is {b - a}."
         for a in range(12)
