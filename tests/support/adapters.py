@@ -143,31 +143,15 @@ def adapted_worker(rank: int, case: Case, model: Model) -> Any:
     """A worker on the model's weights, with the adapters of `adapters_of`."""
     whole = adapters_of(case.kind)
     if isinstance(model, dict):
-        return make_worker(rank, replace(case, lora=LORA), model | megatron_adapters(case.kind, whole))
-    worker = make_worker(rank, replace(case, lora=LORA), model)
-    named = worker.saved()
-    assert named.keys() == whole.keys()
-    for name, value in named.items():
-        set_part(worker.layouts(), rank, name, value, whole[name])
+        worker = make_worker(rank, replace(case, lora=LORA), model | megatron_adapters(case.kind, whole))
+    else:
+        worker = make_worker(rank, replace(case, lora=LORA), model)
+        named = worker.saved()
+        assert named.keys() == whole.keys()
+        for name, value in named.items():
+            set_part(worker.layouts(), rank, name, value, whole[name])
+    worker.merge_adapters()
     return worker
-
-
-def merged_pieces(worker: Any) -> list[Any]:
-    """What a refit would read of this rank of a Megatron policy, as `pieces`."""
-    merged = worker.parameters()
-    names = [
-        worker._name(core, name)
-        for core in worker._cores()
-        for name in (
-            *(name for name, _ in core.named_parameters()),
-            *(name for name, _ in core.named_buffers() if name.endswith("expert_bias")),
-        )
-    ]
-    return [
-        (name, merged[local].clone(), part, parts, axis)
-        for (name, _, part, parts, axis), local in zip(pieces(worker, "data"), names, strict=True)
-        if local in merged
-    ]
 
 
 def parts_agree(worker: DTensorWorker, wanted: dict[str, Tensor]) -> float:
@@ -193,7 +177,7 @@ def run_adapters(
     of_modules = case.backend == "dtensor"
     out: dict[str, Any] = {
         "differs": parts_agree(worker, merged) if of_modules else 0.0,
-        "merged": [] if of_modules else merged_pieces(worker),
+        "merged": [] if of_modules else list(pieces(worker, "data")),
     }
     shard = load_batch(worker, rank, case, batch)
     worker.add_logprobs("old_logprobs")

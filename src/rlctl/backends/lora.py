@@ -1,18 +1,21 @@
-"""LoRA (arXiv 2106.09685), as far as it is the same whatever backend trains: where adapters are, how they begin, merged
-weights for refits, and the model without them.
+"""LoRA (arXiv 2106.09685), as far as it is the same whatever backend trains: where adapters are, how they begin, and
+the gradients of merged weights.
 
-W' = W + alpha / rank * B A. Parts of a layer that Megatron fuses (q, k and v; gate and up) share one A in every
-backend, so that a run can go on under another.
+W' = W + alpha / rank * B A. The model computes with W', which is made after each step and is what engines get. A layer
+that added B A x to W x would round the sum of two rounded products: in bfloat16 its log-probs are twice as far from an
+engine's. Parts of a layer that Megatron fuses (q, k and v; gate and up) share one A in every backend, so that a run can
+go on under another.
 
-Shapes: r rank, O outputs, I inputs of a layer.
+Shapes: T tokens, r rank, O outputs, I inputs of a layer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +32,40 @@ their base weights."""
 
 
 class Adapted:
-    """The common part of adapted layers. With `adapting` off the base layer is computed."""
+    """The common part of adapted layers, whose weight is the merged one."""
 
+    weight: nn.Parameter
     lora_a: nn.Parameter  # [r, I], or this rank's part
     lora_b: nn.Parameter  # [O, r], or this rank's part
     scale: float
-    adapting: bool = True
+
+    def with_gradients(self, out: Tensor, inner_Tr: Tensor) -> Tensor:
+        """Return `out`, of the merged weight; its gradient is B's, and that of A x (`inner_Tr`), too."""
+        return _WithGradients.apply(out, inner_Tr, self.lora_b, self.scale)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, inner_Tr: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(inner_Tr, b)
+        ctx.scale = scale
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inner_Tr, b = ctx.saved_tensors
+        scaled = ctx.scale * grad
+        return grad, scaled @ b, scaled.flatten(0, -2).T @ inner_Tr.flatten(0, -2), None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """This rank's part of an adapted layer: its weight, live, and the adapter in the dtype that is computed in."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 def takes_adapter(layer: str, lora: LoraConfig) -> bool:
@@ -62,41 +93,3 @@ def first_a(rank: int, inputs: int, seed: int, name: str) -> Tensor:
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of an adapter."""
     return name.rpartition(".")[2] in ("lora_a", "lora_b")
-
-
-@contextlib.contextmanager
-def base_weights(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute without adapters: the model that training began with."""
-    adapted = [module for model in models for module in model.modules() if isinstance(module, Adapted)]
-    try:
-        for module in adapted:
-            module.adapting = False
-        yield
-    finally:
-        for module in adapted:
-            module.adapting = True
-
-
-class MergedParameters(Mapping[str, Tensor]):
-    """A rank's parameters as a model without adapters has them; an adapted weight is merged when it is asked for, and
-    only the last one is kept."""
-
-    def __init__(self, plain: Mapping[str, Tensor], adapted: Mapping[str, Callable[[], Tensor]]) -> None:
-        """`adapted` has for each adapted weight what merges it."""
-        self._plain, self._adapted = plain, adapted
-        self.computed = frozenset(adapted)
-        """Names whose tensors are made anew each time, and are no live memory."""
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._adapted:
-            return self._plain[name]
-        if self._last is None or self._last[0] != name:
-            self._last = name, self._adapted[name]()
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plain)
-
-    def __len__(self) -> int:
-        return len(self._plain)

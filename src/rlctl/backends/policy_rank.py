@@ -36,13 +36,15 @@ from rlctl.backends.batch import (
     ValueLoss,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora import base_weights
+from rlctl.backends.lora import Adapter
 from rlctl.backends.movement import Movement
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.backends.rows import PackedRow, add_taught, fetch_rows, taught_by_group
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
+from rlctl.checkpoints.plan_execution import with_adapter
 from rlctl.checkpoints.rank_loading import require_policy
+from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.cluster.progress import report
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, WorkerError
@@ -105,6 +107,7 @@ class PolicyRank(ABC):
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self.master_addr = master_addr
         self.rounding: Rounding = spec.optimizer.rounding
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self.groups: Any = None
@@ -112,6 +115,9 @@ class PolicyRank(ABC):
         self._shard = BatchShard({}, ())
         self._rows: list[list[PackedRow]] = []
         self._reference: dict[str, Tensor] | None = None
+        self._base = dict[str, Tensor]()
+        """From the first step on, the weights of adapted layers without their adapters, in host memory and in the
+        dtype that is computed in."""
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
@@ -143,6 +149,10 @@ class PolicyRank(ABC):
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]: ...
+
+    @abstractmethod
+    def adapters(self) -> Iterable[tuple[str, Adapter]]:
+        """The adapted weights by name; collective."""
 
     @abstractmethod
     def trained(self) -> Iterable[tuple[str, Tensor]]:
@@ -197,6 +207,7 @@ class PolicyRank(ABC):
         self.groups = self.join_groups()
         self.build_model()
         self._reference = None
+        self._base = {}
         self._rows = []
         self.critic, critic = None, self.spec.critic
         if critic is None:
@@ -271,11 +282,12 @@ class PolicyRank(ABC):
     def new_movement(self) -> Movement | None:
         """Return what follows the weights of a new optimizer; None: they are float32, frozen, or adapters."""
         narrow = self.spec.dtype != "float32" and not self.spec.lora.rank and self.spec.teaches is None
-        return Movement(getattr(torch, self.spec.dtype), self.rounding) if narrow else None
+        return Movement(self.dtype, self.rounding) if narrow else None
 
     # --- weights
 
     def load_model(self, directory: Path | str) -> None:
+        self._base = {}
         self.load_weights(Path(directory))
         if self.critic is not None:
             with self._critics_turn():
@@ -294,8 +306,29 @@ class PolicyRank(ABC):
             return
         if self._reference is None:
             raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
-        with base_weights(self.models) if self.spec.lora.rank else self.with_weights(self._reference):
+        with self._without_adapters() if self.spec.lora.rank else self.with_weights(self._reference):
             yield
+
+    @torch.no_grad()
+    def merge_adapters(self) -> None:
+        """Have the model compute with W' of each adapted layer; to be called when adapters have changed."""
+        for name, layer in self.adapters() if self.spec.lora.rank else ():
+            if name not in self._base:
+                begun = narrowed(layer.weight, self.dtype, self.rounding)
+                self._base[name] = torch.empty_like(begun, device="cpu", pin_memory=begun.is_cuda).copy_(begun)
+            merged = with_adapter(self._base[name].to(layer.weight.device), layer.a, layer.b, layer.scale)
+            narrow_into(layer.weight, merged, self.rounding)
+
+    @contextlib.contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """Compute with the weights that training began with for a moment."""
+        try:
+            for name, layer in self.adapters():
+                if name in self._base:
+                    layer.weight.copy_(self._base[name])
+            yield
+        finally:
+            self.merge_adapters()
 
     def parameters_not_finite(self) -> list[str]:
         odd = [name for name, value in self.trained() if not value.isfinite().all()]
@@ -374,6 +407,7 @@ class PolicyRank(ABC):
         found = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
         report(len(rows), len(rows))
         outcome = self.take_step(lr, weight_decay)
+        self.merge_adapters()
         if self.movement is not None and not outcome.skipped:
             outcome = replace(outcome, rounded=self.movement.total(self.device))
         return self._result(minibatch_result(found, outcome, self.data_group) if found else None)
@@ -428,6 +462,7 @@ class PolicyRank(ABC):
             self.load_adapters(directory)
         else:
             self.load_weights(directory, saved=True)
+        self.merge_adapters()
         if self.critic is not None:
             with self._critics_turn():
                 self.critic.load_saved(directory / CRITIC)

@@ -59,12 +59,11 @@ def message_parts(copies: Sequence[Copy]) -> tuple[MessagePart, ...]:
 
 @dataclass
 class _Bound:
-    """Views for all copies of a round: plain ones for one call, and those whose values change on the way, with the
-    source's view unless the parameter has no memory of its own."""
+    """Views for all copies of a round: plain ones for one call, and those whose values change on the way."""
 
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
-    changed: list[tuple[Copy, torch.Tensor | None, torch.Tensor]] = field(default_factory=list)
+    changed: list[tuple[Copy, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 class Packer:
@@ -86,10 +85,8 @@ class Packer:
         self._where: dict[str, int] = {}
 
     def look(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the live parameters for the refit that begins. Views of parameters that the mapping names in `computed`
-        (merged with their adapters) are not kept: they would hold the values of the refit before."""
-        self._computed: frozenset[str] = getattr(parameters, "computed", frozenset())
-        where = {name: parameters[name].data_ptr() for name in parameters if name not in self._computed}
+        """Take the live parameters for the refit that begins."""
+        where = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         if where != self._where:
             self._where, self._bound = where, {}
         self.parameters = parameters
@@ -103,8 +100,7 @@ class Packer:
         bound = self._bound[key]
         copy_all(bound.targets, bound.sources)
         for copy, source, target in bound.changed:
-            values = self.source(copy) if source is None else source
-            target.copy_(transformed(values, copy, rounding=self.rounding))
+            target.copy_(transformed(source, copy, rounding=self.rounding))
 
     def source(self, copy: Copy) -> torch.Tensor:
         return source_view(copy, self.parameters, self.who)
@@ -118,9 +114,8 @@ class Packer:
                 target = flat.view(copy.destination_view.shape)
             else:
                 target = strided(chunk_view(buffer, self.rounds[index][chunk_number(copy)]), copy.destination_view)
-            computed = copy.source_param in self._computed
-            if computed or not all(isinstance(step, Cast) and step.exact for step in copy.transforms):
-                bound.changed.append((copy, None if computed else self.source(copy), target))
+            if not all(isinstance(step, Cast) and step.exact for step in copy.transforms):
+                bound.changed.append((copy, self.source(copy), target))
             else:
                 bound.targets.append(target)
                 bound.sources.append(self.source(copy))

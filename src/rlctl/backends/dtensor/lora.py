@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
-from rlctl.backends.lora import Adapted, first_a, require_kind, takes_adapter
+from rlctl.backends.lora import Adapted, Adapter, first_a, require_kind, takes_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_path
-from rlctl.checkpoints.plan_execution import with_adapter
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 from rlctl.models.matrices import Role
@@ -46,9 +44,9 @@ class AdaptedLinear(Adapted, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         self.called = True
         out = super().forward(input)
-        if not self.adapting:
+        if not torch.is_grad_enabled():
             return out
-        return out + self.scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
+        return self.with_gradients(out, F.linear(input.detach(), self.lora_a))
 
 
 def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
@@ -162,21 +160,15 @@ def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def merges(inner: nn.Module, narrow: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """For the weight of each adapted layer what makes this rank's part of W', in float32, from what the model computes
-    with (`narrow`). Collective: gathers A, of which FSDP2 has given each rank some rows."""
-    gathered, found = dict[str, Tensor](), {}
+def adapters(inner: nn.Module, narrow: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Adapter]]:
+    """The adapted weights by name, with adapters as the model computes with them (`narrow`). Collective: gathers A, of
+    which FSDP2 has given each rank some rows."""
+    gathered = dict[str, Tensor]()
     for name, layer in adapted_layers(inner).items():
         if layer.shared not in gathered:
-            gathered[layer.shared] = _all_rows(layer.lora_a.detach())
-        parts = local_part(layer.weight), gathered[layer.shared], local_part(layer.lora_b)
-        found[f"{name}.weight"] = partial(_merged, parts, layer.scale, narrow)
-    return found
-
-
-def _merged(parts: tuple[Tensor, Tensor, Tensor], scale: float, narrow: Callable[[Tensor], Tensor]) -> Tensor:
-    weight, a, b = (narrow(part.detach()) for part in parts)
-    return with_adapter(weight, a, b, scale)
+            gathered[layer.shared] = narrow(_all_rows(layer.lora_a.detach()))
+        weight, b = local_part(layer.weight.detach()), narrow(local_part(layer.lora_b.detach()))
+        yield f"{name}.weight", Adapter(weight, gathered[layer.shared], b, layer.scale)
 
 
 def _all_rows(a: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.backends.dtensor.backend import layouts
-from rlctl.backends.dtensor.lora import adapter_parameters, merges, require_called, set_part
+from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_called, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora import MergedParameters, is_adapter
+from rlctl.backends.lora import Adapter, is_adapter
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow
@@ -81,17 +81,13 @@ class DTensorWorker(PolicyRank):
         world = layouts(self.spec)
         return replace(world, head=False) if self.is_critic else world
 
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Views of the live weights: what this rank holds of each. Adapted ones are merged when they are asked for."""
-        live = self._live()
-        if not self.spec.lora.rank:
-            return live
-        dtype = getattr(torch, self.spec.dtype)
-        return MergedParameters(live, merges(self.model.inner, lambda part: narrowed(part, dtype, self.rounding)))
-
-    def _live(self) -> dict[str, Tensor]:
-        """This rank's part of each weight of the layout, a view of the live memory; not collective."""
+    def parameters(self) -> dict[str, Tensor]:
+        """Views of the live weights: what this rank holds of each."""
         return {name: local_part(value.detach()) for name, value in self._named().items()}
+
+    def adapters(self) -> Iterator[tuple[str, Adapter]]:
+        self._reshard()
+        return adapters(self.model.inner, lambda part: narrowed(part, self.dtype, self.rounding))
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters of the model itself (no adapters), and buffers that are stored, by the names of the layout;
@@ -119,7 +115,7 @@ class DTensorWorker(PolicyRank):
     def load_weights(self, directory: Path, *, saved: bool = False) -> None:
         world = self.layouts()
         critic = saved and self.is_critic
-        load_rank(directory, world, self.rank, self._live(), world.facts, critic=critic, masters=saved)
+        load_rank(directory, world, self.rank, self.parameters(), world.facts, critic=critic, masters=saved)
         if critic:
             head = local_part(self.model.get_parameter("head.weight").detach())
             head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
@@ -148,13 +144,13 @@ class DTensorWorker(PolicyRank):
     @torch.no_grad()
     def _exchange(self, others: dict[str, Tensor]) -> None:
         """Exchange the weights with `others`, one after the other: FSDP2 gathers from the memory that it has."""
-        for name, live in self._live().items():
+        for name, live in self.parameters().items():
             kept = live.clone()
             live.copy_(others[name])
             others[name].copy_(kept)
 
     def offload(self, keep_weights: bool) -> Offloaded:
-        weights = [*self._live().values(), *(local_part(value.detach()) for value in self.model.parameters())]
+        weights = [*self.parameters().values(), *(local_part(value.detach()) for value in self.model.parameters())]
         self.clear_gradients()
         moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights)]
         return Offloaded(moving, (), self.host_memory())

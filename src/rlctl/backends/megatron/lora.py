@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel as tp
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -19,9 +20,7 @@ from torch import Tensor, nn
 
 from rlctl.backends.lora import Adapted, first_a, require_kind, takes_adapter
 from rlctl.backends.megatron.modules import normed_output
-from rlctl.checkpoints.plan_execution import with_adapter
-from rlctl.checkpoints.rounding import narrowed
-from rlctl.config.schema import LoraConfig, Rounding
+from rlctl.config.schema import LoraConfig
 
 
 class AdaptedParallel(Adapted):
@@ -29,12 +28,6 @@ class AdaptedParallel(Adapted):
 
     split: ClassVar[dict[str, int]]
     """Parameter -> the dimension that is split over tensor-parallel ranks."""
-
-    def merged(self, rounding: Rounding) -> Tensor:
-        """This rank's part of W': added up in float32, and rounded once to the weight's dtype."""
-        weight = self.weight.detach()  # type: ignore[attr-defined]
-        whole = with_adapter(weight, self.lora_a.detach(), self.lora_b.detach(), self.scale)
-        return narrowed(whole, weight.dtype, rounding)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """As the base layer's, with the adapters split as they are."""
@@ -59,14 +52,14 @@ class AdaptedColumn(AdaptedParallel, ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_, *args, **kwargs)
-        if not self.adapting:
+        if not torch.is_grad_enabled():
             return out, bias
-        inner_Tr = F.linear(input_, self.lora_a)
+        inner_Tr = F.linear(input_.detach(), self.lora_a)
         if self.sequence_parallel:
             inner_Tr = tp.gather_from_sequence_parallel_region(inner_Tr, group=self.tp_group)
         else:
             inner_Tr = tp.copy_to_tensor_model_parallel_region(inner_Tr, group=self.tp_group)
-        return out + self.scale * F.linear(inner_Tr, self.lora_b), bias
+        return self.with_gradients(out, inner_Tr), bias
 
 
 class AdaptedRow(AdaptedParallel, RowParallelLinear):
@@ -76,14 +69,14 @@ class AdaptedRow(AdaptedParallel, RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         out, bias = super().forward(input_)
-        if not self.adapting:
+        if not torch.is_grad_enabled():
             return out, bias
-        inner_Tr = F.linear(input_, self.lora_a)
+        inner_Tr = F.linear(input_.detach(), self.lora_a)
         if self.sequence_parallel:
             inner_Tr = tp.reduce_scatter_to_sequence_parallel_region(inner_Tr, group=self.tp_group)
         else:
             inner_Tr = tp.reduce_from_tensor_model_parallel_region(inner_Tr, group=self.tp_group)
-        return out + self.scale * F.linear(inner_Tr, self.lora_b), bias
+        return self.with_gradients(out, inner_Tr), bias
 
 
 ADAPTED: dict[type, type] = {

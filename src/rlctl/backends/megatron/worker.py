@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.backends.host_memory import Offloaded
-from rlctl.backends.lora import MergedParameters, is_adapter
+from rlctl.backends.lora import Adapter, is_adapter
 from rlctl.backends.megatron import compat, cpu
 from rlctl.backends.megatron.args import has_transformer_engine
 from rlctl.backends.megatron.backend import layouts
@@ -98,14 +97,15 @@ class MegatronWorker(PolicyRank):
     # --- weights
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Views of the live weights, but adapted ones are merged when they are asked for. Layers are counted within the
-        pipeline stage, over the whole model where a rank has several chunks of it."""
+        """Views of the live weights. Layers are counted within the pipeline stage, over the whole model where a rank
+        has several chunks of it."""
         self._gather_parameters()
-        plain = {name: value.data for name, value in self._named()}
-        if not self.spec.lora.rank:
-            return plain
-        merges = {name: partial(module.merged, self.rounding) for name, module in self._adapted().items()}
-        return MergedParameters(plain, merges)
+        return {name: value.data for name, value in self._named()}
+
+    def adapters(self) -> Iterator[tuple[str, Adapter]]:
+        self._gather_parameters()
+        for name, layer in self._adapted().items():
+            yield name, Adapter(layer.weight.data, layer.lora_a.data, layer.lora_b.data, layer.scale)
 
     def _adapted(self) -> dict[str, AdaptedParallel]:
         """Adapted layers by the names of their weights."""

@@ -13,6 +13,7 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
+    adapted_parameters,
     distinct_stages,
     rank_parameters,
     stages,
@@ -77,6 +78,13 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
     reference = {"reference": copy} if choice.reference and choice.adapters is None else {}
     return states | gathered | critic | reference
+
+
+def unadapted_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
+    """Host memory of a rank for the adapted weights as training found them; adapters are merged into others."""
+    held = [adapted_parameters(facts, stage, choice) for stage in stages(facts, choice)]
+    full = choice.sharding == "full"
+    return element_bytes(choice) * max(one.owned(choice.parallel) if full else one.total for one in held)
 
 
 def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
@@ -202,6 +210,7 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
         parts["fragmentation"] = constants.fragmentation * dynamic
         parts["runtime"] = runtime_bytes(request, choice)
         parts["engine asleep"] = asleep
+        parts["weights without adapters"] = unadapted_bytes(facts, choice) if request.cluster.is_cpu else 0.0
         found.append(PhaseMemory(parts))
     return max(found, key=lambda memory: memory.total)
 
@@ -259,6 +268,7 @@ def host_memory(
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
     weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
+    offloaded += unadapted_bytes(facts, choice)
     # vLLM pins the memory that its weights wait in, and torch rounds what it pins up to a power of two.
     asleep = weights + engine_weights * (1 if cluster.is_cpu else 2) if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker

@@ -226,26 +226,37 @@ def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
     """Those of `rank_parameters` that have gradients and optimizer states: all, or the adapters."""
     if choice.adapters is None:
         return rank_parameters(facts, stage, choice)
-    return RankParameters(_adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp), 0.0, 0.0, 0.0)
+    adapters, _ = _adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp)
+    return RankParameters(adapters, 0.0, 0.0, 0.0)
+
+
+def adapted_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
+    """Those of `rank_parameters` that have adapters."""
+    adapters = choice.adapters
+    adapted = _adapter_parameters(facts, stage, adapters, choice.parallel.tp)[1] if adapters else 0.0
+    return RankParameters(adapted, 0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=65536)
-def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: Adapters, tp: int) -> float:
-    """Adapters of one tensor-parallel rank: split outputs share A (whole inputs), split inputs B (whole outputs)."""
-
-    def pair(column: tuple[int, int], row: tuple[int, int]) -> float:
-        return adapters.rank * (column[0] + column[1] / tp + row[0] / tp + row[1])
-
-    attention = 0.0
-    if adapters.attention and facts.mla is not None:
-        mla, h = facts.mla, facts.hidden
+def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: Adapters, tp: int) -> tuple[float, float]:
+    """(adapters of one tensor-parallel rank, weights that they are on). A matrix that is split by its outputs has a
+    whole A, and one that is split by its inputs a whole B."""
+    h, moe, mla, layers = facts.hidden, facts.moe, facts.mla, stage.layers
+    by_outputs, by_inputs = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # layers, inputs, outputs
+    if adapters.attention and mla is not None:
         query = facts.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         keys = facts.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        attention = pair((mla.q_lora_rank or h, query), (facts.heads * mla.v_head_dim, h))
-        attention += adapters.rank * (mla.kv_lora_rank + keys / tp)
+        by_outputs += [(layers, mla.q_lora_rank or h, query), (layers, mla.kv_lora_rank, keys)]
+        by_inputs.append((layers, facts.heads * mla.v_head_dim, h))
     elif adapters.attention:
         width = facts.heads * facts.head_dim
-        attention = pair((facts.hidden, width + 2 * facts.kv_heads * facts.head_dim), (width, facts.hidden))
-    widths = [facts.intermediate, facts.moe.shared_expert_intermediate if facts.moe else 0]
-    mlps = [pair((facts.hidden, 2 * w), (w, facts.hidden)) if adapters.mlp and w else 0.0 for w in widths]
-    return stage.layers * attention + stage.dense_layers * mlps[0] + stage.moe_layers * mlps[1]
+        by_outputs.append((layers, h, width + 2 * facts.kv_heads * facts.head_dim))
+        by_inputs.append((layers, width, h))
+    shared = (stage.moe_layers, moe.shared_expert_intermediate if moe else 0)
+    for count, width in ((stage.dense_layers, facts.intermediate), shared) if adapters.mlp else ():
+        if width:
+            by_outputs.append((count, h, 2 * width))
+            by_inputs.append((count, width, h))
+    own = sum(count * (inputs + outputs / tp) for count, inputs, outputs in by_outputs)
+    own += sum(count * (inputs / tp + outputs) for count, inputs, outputs in by_inputs)
+    return adapters.rank * own, sum(prod(matrix) for matrix in (*by_outputs, *by_inputs)) / tp

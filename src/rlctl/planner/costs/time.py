@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import weight_bytes
-from rlctl.planner.costs.memory import element_bytes, layer_activation_bytes, master_and_moments, most_weight_bytes
+from rlctl.planner.costs.memory import (
+    element_bytes,
+    layer_activation_bytes,
+    master_and_moments,
+    most_weight_bytes,
+    unadapted_bytes,
+)
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
@@ -254,7 +260,8 @@ def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number
         rate = cluster.bandwidth(span) * (constants.link_efficiency if inside else constants.network_efficiency)
         exposed = (1 - constants.data_overlap) * (shared * (gradient + element_bytes(choice))) / rate
     update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
-    update += owned * state_traffic(choice) / (cluster.device.host_link * constants.pinned_copy)
+    through_host = owned * state_traffic(choice) + unadapted_bytes(request.facts, choice)
+    update += through_host / (cluster.device.host_link * constants.pinned_copy)
     return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
 
 
