@@ -10,11 +10,20 @@ import pytest
 from rlctl.apps.backend_arguments import BackendArguments
 from rlctl.apps.planned_crew import planned_crew
 from rlctl.backends import lookup
-from rlctl.backends.base import PolicySpec
-from rlctl.backends.lookup import PolicyBackend, SectionArguments, policy_backend, register_backend, require_backend
+from rlctl.backends.base import EngineSpec, PolicySpec
+from rlctl.backends.lookup import (
+    EngineBackend,
+    PolicyBackend,
+    SectionArguments,
+    policy_backend,
+    register_backend,
+    require_backends,
+)
 from rlctl.cluster.workers import imported
 from rlctl.config.load import resolve
+from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.refit.policy_side import RefitSender
@@ -63,10 +72,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> PolicyBackend:
     return record
 
 
-def planned(*sets: str) -> Any:
+def planned(*sets: str, backend: str = "toy") -> Any:
     """The crew of a run of the tiny Llama with the toy for a policy."""
-    config = resolve(preset="laptop", sets=["training.backend=toy", *sets], environment={}).config
-    require_backend(config.training.backend)
+    config = resolve(preset="laptop", sets=[f"training.backend={backend}", *sets], environment={}).config
+    require_backends(config)
     plan = plan_from_config(config, tiny_facts(tied=False))
     refuse_unrunnable(plan)
     return planned_crew(config, plan.facts, plan, Path("model"), None)
@@ -114,8 +123,34 @@ def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
     assert policy_backend("auto").name == "megatron"
 
 
-def test_a_misspelt_backend_is_told_the_nearest_name() -> None:
-    require_backend("dtensor")
-    with pytest.raises(ConfigError, match=r"training\.backend = megatorn is not known") as caught:
-        require_backend("megatorn")
-    assert "megatron" in (caught.value.hint or "")
+@pytest.mark.parametrize("key", ["training.backend", "generation.backend"])
+def test_a_misspelt_backend_is_told_the_nearest_name(key: str) -> None:
+    names = {"training.backend": ("dtensor", "dtenser"), "generation.backend": ("vllm", "vlm")}[key]
+    right, wrong = (resolve(sets=[f"{key}={name}"], environment={}).config for name in names)
+    require_backends(right)
+    with pytest.raises(ConfigError, match=rf"{key} = {names[1]} is not known") as caught:
+        require_backends(wrong)
+    assert names[0] in (caught.value.hint or "")
+
+
+def test_an_engine_from_outside_is_selected_planned_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: RlctlConfig, facts: ModelFacts, device: str) -> None:
+        if config.model.dtype == "float16":
+            raise ConfigError("the toy does not know float16.")
+
+    def spec(config: RlctlConfig, facts: ModelFacts, model_dir: Path | str, **decided: Any) -> EngineSpec:
+        refused(config, facts, decided["device"])
+        arguments = {"path": str(model_dir), "max_model_len": decided["max_length"]}
+        return EngineSpec(decided["device"], arguments, None, {})
+
+    def shown(spec: EngineSpec) -> list[SectionArguments]:
+        return [SectionArguments("toy", "Toy", spec.arguments, {})]
+
+    monkeypatch.setattr(lookup, "ENGINES", dict(lookup.ENGINES))
+    register_backend(EngineBackend("toy", f"{__name__}:ToyEngine", spec, shown, refused))
+    crew = planned("generation.backend=toy", backend="auto")
+    assert crew.engines is not None
+    assert crew.engines.backend.worker.endswith(":ToyEngine")
+    assert BackendArguments.of(crew).to_json()["toy"]["path"] == "model"
+    with pytest.raises(ConfigError, match="the toy does not know float16"):
+        planned("generation.backend=toy", "model.dtype=float16", backend="auto")

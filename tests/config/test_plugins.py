@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.backends import lookup
-from rlctl.backends.lookup import policy_backend, require_backend
+from rlctl.backends.lookup import policy_backend, require_backends
 from rlctl.config.plugins import find_plugin, plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
@@ -118,15 +118,19 @@ def test_an_algorithm_whose_package_is_gone_is_told(toy: Path, monkeypatch: pyte
         pickle.loads(pickled)
 
 
+def selected(backend: str) -> RlctlConfig:
+    return RlctlConfig.model_validate({"training": {"backend": backend}})
+
+
 def test_a_backend_is_registered_when_it_is_asked_for(toy: Path) -> None:
-    require_backend("megatron")
+    require_backends(selected("megatron"))
     assert "toy_rlctl.backend" not in sys.modules
-    require_backend("toy-backend")
+    require_backends(selected("toy-backend"))
     assert policy_backend("toy-backend").worker == "toy_rlctl.worker:Worker"
     with pytest.raises(ConfigError, match="is no PolicyBackend of that name"):
-        require_backend("other-name")
+        require_backends(selected("other-name"))
     with pytest.raises(ConfigError, match="toy-bckend is not known") as caught:
-        require_backend("toy-bckend")
+        require_backends(selected("toy-bckend"))
     assert "toy-backend" in (caught.value.hint or "")
 
 

@@ -36,7 +36,7 @@ class BackendArguments:
         """A line for each value that the user passes through, with the value that it would have otherwise."""
         lines = []
         for one in self.classes:
-            for key, value in getattr(resolved.config, one.section).passed.items():
+            for key, value in one.passed.items():
                 usual = _usual(one, key)
                 if usual != value:
                     origin = resolved.origin[f"{one.section}.{key}"]
@@ -66,9 +66,10 @@ def _usual(one: SectionArguments, key: str) -> Any:
 
 
 def _given(one: SectionArguments) -> dict[str, Any]:
-    """The values that the installed version has a field for, as the backends drop the others."""
+    """The values that the installed version has a field for, as the backends drop the others; all of a class whose
+    fields are not looked up."""
     values = one.ours | one.passed
-    fields = fields_of(TARGETS[one.section].module, one.class_name)
+    fields = fields_of(TARGETS[one.section].module, one.class_name) if one.section in TARGETS else None
     return values if fields is None else {key: value for key, value in values.items() if key in fields}
 
 

@@ -127,7 +127,8 @@ class Crew:
             options["converted_at"] = source.megatron and source.megatron.parent
         if decode_limit is not None:
             vocab, length = policy.facts.vocab, engine.max_length
-            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, policy.temperature)
+            graphs = self.spec.engines.backend.without_graphs
+            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, policy.temperature, graphs)
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
         options["offload"] = engine.sleeps if offload is None else offload
         return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)

@@ -80,7 +80,7 @@ class CompletionJob:
         """The plan, refused where it cannot be run, this machine lacks its devices, or nodes may not see the model."""
         plan = self.plan(prompt_tokens)
         refuse_unrunnable(plan)
-        engine_backend().refuse(self.config, self.facts, device_of(plan))
+        engine_backend(self.config.generation.backend).refuse(self.config, self.facts, device_of(plan))
         require_devices(plan, self.config)
         require_seen(self.model.source, plan.cluster.nodes)
         return plan

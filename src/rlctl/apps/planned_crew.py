@@ -166,7 +166,7 @@ def planned_engines(
 ) -> EnginesSpec:
     """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
     themselves, and never sleep."""
-    backend, generation = engine_backend(), plan.generation
+    backend, generation = engine_backend(config.generation.backend), plan.generation
     assert generation is not None  # a plan without engines starts none
     sizes = {key: getattr(generation, key) for key in ("pp", "dp", "ep")}
     config = config.model_copy(update={"generation": config.generation.model_copy(update=sizes)})

@@ -26,7 +26,7 @@ from rlctl.apps.open_model import (
 )
 from rlctl.apps.planned_crew import converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.backends.base import Device, Dtype, resolve_dtype
-from rlctl.backends.lookup import engine_backend, require_backend
+from rlctl.backends.lookup import engine_backend, require_backends
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import commit_of, installed_versions
@@ -179,7 +179,7 @@ def runnable_plan(
 ) -> tuple[Resolved, Plan]:
     """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
     refuse_without_effect(resolved, facts)
-    require_backend(resolved.config.training.backend)
+    require_backends(resolved.config)
     plan = step_plan(resolved.config, facts, None, teacher, assume)
     refuse_unrunnable(plan)
     return resolved.with_values(plan.config_values()), plan
@@ -251,7 +251,7 @@ def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algori
     yet, and names of backends, files, scorers, algorithms and packages that are not there."""
     resolved.require_supported()
     config = resolved.config
-    require_backend(config.training.backend)
+    require_backends(config)
     _require_places(config)
     if not config.model.name:
         missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
@@ -287,7 +287,7 @@ def check_plan(
     if teacher is not None:
         planned_teacher(config, facts, teacher, plan)
     if plan.generation is not None:
-        engine_backend().refuse(config, facts, device_of(plan))
+        engine_backend(config.generation.backend).refuse(config, facts, device_of(plan))
     return plan
 
 
@@ -318,7 +318,7 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
     NoPlanError when nothing fits."""
     config = resolved.config
-    require_backend(config.training.backend)
+    require_backends(config)
     require_algorithm(config)
     facts = published_facts(config.model, tell)
     refuse_without_effect(resolved, facts)

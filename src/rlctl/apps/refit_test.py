@@ -74,7 +74,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     resolved.require_supported()
     model = open_model(resolved.config.model, weights=False)
     planned, plan = runnable_plan(resolved, model.facts)
-    engine_backend().refuse(planned.config, model.facts, device_of(plan))
+    engine_backend(planned.config.generation.backend).refuse(planned.config, model.facts, device_of(plan))
     require_devices(plan, resolved.config)
     model = open_model(planned.config.model, tell)
     if model.source.note:

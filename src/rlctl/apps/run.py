@@ -213,13 +213,15 @@ def _weight_sync(
         job.config.refit, source, offload=job.offload, tell=display.say,
         restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
     )  # fmt: skip
-    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used)) else None
+    assert crew.spec.engines is not None  # weights are sent to engines
+    frugal = crew.spec.engines.backend.without_graphs
+    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, frugal)) else None
     return stack.enter_context(sync)
 
 
-def crowded(plan: Plan, used: tuple[int, int]) -> str:
+def crowded(plan: Plan, used: tuple[int, int], frugal: str) -> str:
     """Return why training will not fit after all, with `used` (bytes in use, all bytes) of a GPU on which policy and
-    engines sleep; empty: it fits."""
+    engines sleep; empty: it fits. `frugal`: the flag with which engines keep less, empty where there is none."""
     in_use, size = used
     training = plan.memory["training"]
     planned = training.parts["engine asleep"] + plan.memory["generation"].parts["policy asleep"]
@@ -229,8 +231,8 @@ def crowded(plan: Plan, used: tuple[int, int]) -> str:
     return (
         f"While policy and engines sleep, {in_use / GIB:.1f} GiB of a GPU are in use, and the plan has "
         f"{planned / GIB:.1f}. Training then needs about {need / GIB:.1f} GiB of {size / GIB:.1f} and may run out of "
-        "memory. Give it less with --set training.micro_batch_tokens=N, or engines that keep less with "
-        "--set vllm.enforce_eager=true (no CUDA graphs)."
+        "memory. Give it less with --set training.micro_batch_tokens=N"
+        + (f", or engines that keep less with {frugal} (no CUDA graphs)." if frugal else ".")
     )
 
 

@@ -2,8 +2,7 @@
 
 A backend's record names its worker class and holds what the driver needs of it before a process runs. Records are
 imported when they are asked for, so that no command imports an engine it does not use. `register_backend` adds one from
-outside of the package, and so does an entry point of an installed one; the loop, refits and commands need no change. No
-key of the configuration selects a generation engine yet: a registered one is used where it takes the name `vllm`.
+outside of the package, and so does an entry point of an installed one; the loop, refits and commands need no change.
 """
 
 from __future__ import annotations
@@ -78,6 +77,7 @@ class EngineBackend:
     """A generation engine."""
 
     name: str
+    """The value of `generation.backend` that selects it."""
     worker: str
     """Its `EngineWorker`, as `module:Class`; built from `spec` and `index`."""
     spec: MakeEngineSpec
@@ -85,6 +85,8 @@ class EngineBackend:
     """The arguments of its own classes, for a dry run to show."""
     refuse: Callable[[RlctlConfig, ModelFacts, Device], None]
     """Raises ConfigError for a combination that the engine cannot run; `spec` does too."""
+    without_graphs: str = ""
+    """The flag with which it decodes without graphs, which take memory and could keep earlier weights; empty: none."""
 
 
 POLICIES: dict[str, PolicyBackend | str] = {
@@ -107,27 +109,32 @@ def policy_backend(name: str) -> PolicyBackend:
     return _found(POLICIES, POLICY if name == "auto" else name, "training.backend")
 
 
-def require_backend(name: str) -> None:
-    """Raise ConfigError, with the nearest known name, where `training.backend` names nothing that can be planned. The
-    backend of an installed package is imported and registered here."""
-    known = ("auto", *POLICIES)
-    if name not in known and (entry := find_plugin("rlctl.backends", name)):
+def require_backends(config: RlctlConfig) -> None:
+    """Raise ConfigError, with the nearest known name, where `training.backend` or `generation.backend` names nothing
+    that can be planned. Backends of installed packages are imported and registered here."""
+    _require(POLICIES, PolicyBackend, "training.backend", config.training.backend)
+    _require(ENGINES, EngineBackend, "generation.backend", config.generation.backend)
+
+
+def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], key: str, name: str) -> None:
+    if name in ("auto", *known):
+        return
+    if entry := find_plugin("rlctl.backends", name):
         record = load_plugin(entry)
-        if not (isinstance(record, PolicyBackend) and record.name == name):
+        if not (isinstance(record, kind) and record.name == name):
             raise ConfigError(
-                f"training.backend = {name}: {entry.value} of {origin(entry)} is no PolicyBackend of that name.",
+                f"{key} = {name}: {entry.value} of {origin(entry)} is no {kind.__name__} of that name.",
                 "Update or uninstall that package.",
             )
         register_backend(record)
-    elif name not in known:
-        known = (*known, *plugin_names("rlctl.backends"))
-        hint = suggest(name, known) or f"Choose one of {', '.join(known)}."
-        raise ConfigError(f"training.backend = {name} is not known.", hint)
+        return
+    names = ("auto", *known, *plugin_names("rlctl.backends"))
+    raise ConfigError(f"{key} = {name} is not known.", suggest(name, names) or f"Choose one of {', '.join(names)}.")
 
 
-def engine_backend(name: str = ENGINE) -> EngineBackend:
-    """The generation engine called `name`. Raises ConfigError where there is none."""
-    return _found(ENGINES, name, "The generation engine")
+def engine_backend(name: str = "auto") -> EngineBackend:
+    """The generation engine called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
+    return _found(ENGINES, ENGINE if name == "auto" else name, "generation.backend")
 
 
 def _found(known: dict[str, Any], name: str, what: str) -> Any:

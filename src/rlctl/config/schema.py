@@ -562,8 +562,10 @@ class TrainingConfig(Section):
 class GenerationConfig(Section):
     """How completions are generated: engines, parallelism, sampling, memory."""
 
+    backend: str = "auto"
+    """What generates: `vllm`, which `auto` is, or an engine that an installed package adds."""
     engines: Positive | None = None
-    """Number of vLLM engines."""
+    """Number of engines."""
     tp: Positive | None = None
     """Tensor parallel size of one engine."""
     pp: Positive | None = None

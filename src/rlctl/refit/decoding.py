@@ -70,6 +70,8 @@ class DecodeCheck:
     """Most tokens of a sequence in the engines."""
     temperature: float
     """The policy's own."""
+    without_graphs: str = ""
+    """The flag with which the engine decodes without graphs; empty: there is none."""
 
     def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
         """Return the completions of each engine. Raises the error of one that fails."""
@@ -99,8 +101,9 @@ class DecodeCheck:
                     f"{self.limit:g}).",
                     "It decodes with something else than its parameters, such as a graph or a cache that still has "
                     "earlier weights, or by other arithmetic than the policy. The engine refuses to generate. "
-                    "`rlctl refit-test` says more; --set vllm.enforce_eager=true decodes without graphs; "
-                    "--set checks.logprob_diff_error=... goes on regardless.",
+                    "`rlctl refit-test` says more; "
+                    + (f"{self.without_graphs} decodes without graphs; " if self.without_graphs else "")
+                    + "--set checks.logprob_diff_error=... goes on regardless.",
                 )
         whole = differences[0]
         for one in differences[1:]:

@@ -12,4 +12,11 @@ def arguments(spec: EngineSpec) -> list[SectionArguments]:
     return [SectionArguments("vllm", "EngineArgs", ours, spec.passed)]
 
 
-BACKEND = EngineBackend("vllm", "rlctl.backends.vllm.engine:VllmEngine", engine_spec, arguments, refuse_unsupported)
+BACKEND = EngineBackend(
+    "vllm",
+    "rlctl.backends.vllm.engine:VllmEngine",
+    engine_spec,
+    arguments,
+    refuse_unsupported,
+    without_graphs="--set vllm.enforce_eager=true",
+)
