@@ -11,6 +11,8 @@ from rlctl.errors import MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
 from rlctl.planner.from_config import local_gpus, moment_bytes, plan_from_config
+from rlctl.planner.result import Plan
+from rlctl.telemetry.phases import Phase
 
 LISTED = "0, GPU-aa11, NVIDIA H100 80GB HBM3\n1, GPU-aa22, NVIDIA H100 80GB HBM3\n2, GPU-bb33, NVIDIA A100-SXM4-80GB\n"
 
@@ -66,3 +68,28 @@ def test_the_optimizers_moments_are_planned() -> None:
         plan = plan_from_config(resolve(sets=sets).config, facts)
         states.append(plan.memory["training"].parts["optimizer"])
     assert states[1] * 12 == pytest.approx(states[0] * 8)
+
+
+def test_what_an_engine_is_told_changes_what_is_planned_of_it() -> None:
+    facts, pins = lookup("meta-llama/Llama-3.1-8B"), ["generation.tp=1", "generation.memory_fraction=0.5"]
+    machine = ["cluster.gpu=h100", "cluster.nodes=1", "cluster.gpus_per_node=8", "model.name=x"]
+
+    def planned(*sets: str) -> Plan:
+        assert facts is not None
+        return plan_from_config(resolve(sets=[*machine, *pins, *sets], environment={}).config, facts)
+
+    def tokens(plan: Plan) -> int:
+        assert plan.generation is not None
+        return plan.generation.kv_cache_tokens
+
+    usual = planned()
+    weights, graphs = (usual.memory["generation"].parts[part] for part in ("weights", "CUDA graphs"))
+    narrow = planned("vllm.quantization=fp8_per_block")
+    assert 0.5 < narrow.memory["generation"].parts["weights"] / weights < 0.6  # embedding and head are as they were
+    assert narrow.seconds[Phase.GENERATION] < usual.seconds[Phase.GENERATION]
+    cache = planned("vllm.kv_cache_dtype=fp8")
+    assert tokens(cache) == pytest.approx(2 * tokens(usual), rel=1e-3)
+    eager = planned("vllm.enforce_eager=true")
+    assert eager.memory["generation"].parts["CUDA graphs"] == 0
+    assert usual.memory["training"].parts["engine asleep"] - eager.memory["training"].parts["engine asleep"] == graphs
+    assert eager.seconds[Phase.GENERATION] > usual.seconds[Phase.GENERATION]

@@ -725,6 +725,25 @@ class MegatronConfig(PassThrough):
 class VllmConfig(PassThrough):
     """Fields of vLLM's EngineArgs, which replace the values that rlctl would give."""
 
+    @property
+    def matrix_bytes(self) -> float | None:
+        """Bytes of a weight of the layers where `quantization` makes them narrower; None: it does not."""
+        method = str(self.passed.get("quantization") or "")
+        widths = {1.0: ("fp8", "int8"), 0.5: ("fp4", "int4", "awq", "gptq")}
+        return next((width for width, names in widths.items() if any(name in method for name in names)), None)
+
+    @property
+    def cache_element_bytes(self) -> float | None:
+        """Bytes of an element of the KV cache where `kv_cache_dtype` names its format; None: it is the model's."""
+        name = str(self.passed.get("kv_cache_dtype") or "auto")
+        widths = {1.0: ("fp8", "int8"), 2.0: ("bfloat16", "float16"), 4.0: ("float32",)}
+        return next((width for width, names in widths.items() if name.startswith(names)), None)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether decoding is recorded in CUDA graphs."""
+        return self.passed.get("enforce_eager") is not True
+
 
 class ClusterConfig(Section):
     """The machine: nodes, GPUs, Ray, and timeouts."""

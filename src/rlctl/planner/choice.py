@@ -13,6 +13,22 @@ Precision = Literal["float32", "bf16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True)
+class EngineNumbers:
+    """What an engine's own settings change of its memory and its speed."""
+
+    matrix_bytes: float | None = None
+    """Bytes of a weight of the layers; None: as embedding and head."""
+    cache_element_bytes: float | None = None
+    """Bytes of an element of the KV cache; None: as of an activation."""
+    graphs: bool = True
+    """Whether a GPU decodes with CUDA graphs."""
+
+
+PLAIN_ENGINE = EngineNumbers()
+"""An engine of which nothing is set."""
+
+
+@dataclass(frozen=True)
 class Adapters:
     """Low-rank adapters that are trained instead of the weights (arXiv:2106.09685)."""
 
@@ -94,6 +110,17 @@ class GenerationChoice:
     threads: int | None = None
     weight_bytes: float = 2.0
     """Bytes of a weight: 2 bf16, 1 fp8, 4 float32."""
+    numbers: EngineNumbers = PLAIN_ENGINE
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of a weight of the layers."""
+        return self.numbers.matrix_bytes or self.weight_bytes
+
+    @property
+    def cache_element_bytes(self) -> float:
+        """Bytes of an element of the KV cache."""
+        return self.numbers.cache_element_bytes or (4.0 if self.weight_bytes == 4 else 2.0)
 
     @property
     def replica_gpus(self) -> int:

@@ -15,7 +15,7 @@ from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, Precision
+from rlctl.planner.choice import Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
@@ -281,11 +281,13 @@ def plan_from_config(
     adapters = Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
+    passed = config.vllm
+    engine = EngineNumbers(passed.matrix_bytes, passed.cache_element_bytes, passed.graphs)
     constants = DEFAULTS
     if config.refit.staging_mb is not None and not cluster.is_cpu:
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
-        facts, cluster, workload, pins, precision=precision, adapters=adapters,
+        facts, cluster, workload, pins, precision=precision, adapters=adapters, engine=engine,
         gradient_bytes=gradient_bytes, moment_bytes=moment_bytes(config.optimizer.passed), top=top,
         constants=constants, teacher=teacher, refusal=refusal,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.request import Request
@@ -42,6 +42,7 @@ def make_plan(
     constants: Constants = DEFAULTS,
     precision: Precision | None = None,
     adapters: Adapters | None = None,
+    engine: EngineNumbers = PLAIN_ENGINE,
     gradient_bytes: int = 4,
     moment_bytes: int = 8,
     top: int = 5,
@@ -64,8 +65,9 @@ def make_plan(
     precision = precision or ("float32" if cluster.is_cpu else "bf16")
     element = 4.0 if precision == "float32" else 2.0
     request = Request(
-        facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes, moment_bytes, teacher
-    )
+        facts, cluster, workload, pins, constants, precision, adapters, element, engine, gradient_bytes, moment_bytes,
+        teacher,
+    )  # fmt: skip
     _check_mover(request)
     _check_devices(request)
     if (asked := request.pin("training.backend")) or not workload.trains:

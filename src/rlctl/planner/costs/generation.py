@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
-from rlctl.planner.costs.memory import PhaseMemory
+from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
 from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
@@ -37,14 +37,13 @@ def _layers_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
         mla = facts.mla
         replicated = facts.layers * facts.hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
         dense += replicated * (1 - 1 / choice.tp)
-    return choice.weight_bytes * (dense + parts.experts / (choice.tp * choice.dp))
+    return choice.matrix_bytes * (dense + parts.experts / (choice.tp * choice.dp))
 
 
 def kv_bytes_per_token_on_device(facts: ModelFacts, choice: GenerationChoice) -> float:
     """KV cache bytes of one token on one device: heads are split or repeated by TP; MLA's latent is on every device."""
-    element = 4 if choice.weight_bytes == 4 else 2
     share = 1.0 if facts.mla is not None else 1 / min(choice.tp, facts.kv_heads)
-    return kv_bytes_per_token(facts, element) * share / choice.pp
+    return kv_bytes_per_token(facts, choice.cache_element_bytes) * share / choice.pp
 
 
 def overhead_bytes(facts: ModelFacts, choice: GenerationChoice, constants: Constants = DEFAULTS) -> dict[str, float]:
@@ -57,7 +56,7 @@ def overhead_bytes(facts: ModelFacts, choice: GenerationChoice, constants: Const
     return {
         "activations": max(sampler, forward),
         "runtime": 0.13 * GIB + (0.42 * GIB if choice.replica_gpus > 1 else 0.0),
-        "CUDA graphs": (1.0 if facts.moe else 0.5) * GIB,
+        "CUDA graphs": graph_bytes(facts) if choice.numbers.graphs else 0.0,
     }
 
 
@@ -106,21 +105,23 @@ def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: f
     if cluster.is_cpu:
         share = min(1.0, (choice.threads or device.cores) / max(1, device.cores))
         compute = 2.0 * parts.active * sequences / (device.flops("float32") * share * CPU_DECODE_EFFICIENCY)
-        read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(facts, 4)
+        read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(
+            facts, choice.cache_element_bytes
+        )
         return max(compute, read / device.memory_bandwidth) + 0.004
     weights = _layers_bytes(facts, choice) / choice.pp
     weights += choice.weight_bytes * (parts.embedding + parts.head) / choice.tp / choice.pp
-    layer_s = constants.decode_layer_s * facts.layers
+    layer_s = (constants.decode_layer_s if choice.numbers.graphs else constants.layer_host_s) * facts.layers
     if facts.moe is not None:
         batch = sequences * choice.dp
         touched = 1 - (1 - facts.moe.experts_per_token / facts.moe.experts) ** batch
-        experts = choice.weight_bytes * parts.experts / (choice.tp * choice.dp) / choice.pp
+        experts = choice.matrix_bytes * parts.experts / (choice.tp * choice.dp) / choice.pp
         weights -= experts * (1 - touched)
         layer_s += facts.layers * constants.moe_decode_layer_s
     kv = sequences * attended(facts, context) * kv_bytes_per_token_on_device(facts, choice)
     read = (weights + kv) / (device.memory_bandwidth * constants.decode_bandwidth_efficiency)
     compute = 2.0 * parts.active * sequences / choice.tp / choice.pp
-    compute /= device.flops("fp8" if choice.weight_bytes <= 1 else "bf16") * constants.prefill_efficiency
+    compute /= device.flops("fp8" if choice.matrix_bytes <= 1 else "bf16") * constants.prefill_efficiency
     fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layer_s
     fixed += constants.replica_step_s * (choice.dp - 1)
     # All-reduces of tensor parallelism (two a layer) or expert all-to-all, and pipeline hand-over.

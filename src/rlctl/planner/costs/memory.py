@@ -242,6 +242,17 @@ def split_refit_memory(request: Request, choice: TrainingChoice, generation: Pha
     return max(policy, engine, key=lambda memory: memory.total)
 
 
+def graph_bytes(facts: ModelFacts) -> float:
+    """Bytes of an engine's CUDA graphs on a GPU."""
+    return (1.0 if facts.moe else 0.5) * GIB
+
+
+def engine_asleep_bytes(request: Request) -> float:
+    """Bytes that a sleeping engine keeps on a GPU."""
+    without = 0.0 if request.engine.graphs else graph_bytes(request.facts)
+    return request.constants.engine_asleep_bytes - without
+
+
 def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float) -> PhaseMemory:
     """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV
     cache. Float8 copies of the weights are gone."""
@@ -253,7 +264,7 @@ def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float
             "engine weights": engine_weights,
             "staging": (0.5 if on_cpu else 2) * constants.staging_bytes,
             "runtime": runtime_bytes(request, choice),
-            "engine runtime": constants.cpu_process_bytes if on_cpu else constants.engine_asleep_bytes,
+            "engine runtime": constants.cpu_process_bytes if on_cpu else engine_asleep_bytes(request),
         }
     )
 

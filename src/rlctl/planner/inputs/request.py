@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.workload import Workload
@@ -28,6 +28,7 @@ class Request:
     precision: Precision = "bf16"
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
+    engine: EngineNumbers = PLAIN_ENGINE
     gradient_bytes: int = 4
     moment_bytes: int = 8
     teacher: ModelFacts | None = None

@@ -38,7 +38,7 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
     """Engines over `devices` devices, before rules and memory."""
     facts, cluster, workload = request.facts, request.cluster, request.workload
     batched = request.pin("generation.max_batched_tokens", 8192)
-    base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched}
+    base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched, "numbers": request.engine}
     if cluster.is_cpu:
         pp, dp = request.pin("generation.pp", 1), request.pin("generation.dp", 1)
         engines = request.pin("generation.engines", min(cluster.nodes, workload.prompts))

@@ -174,7 +174,7 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
 def asleep_bytes(request: Request, colocated: bool) -> float:
     """Return the bytes that the sleeping engine keeps on the policy's device."""
     shared = colocated and request.workload.rollouts and not request.cluster.is_cpu
-    return request.constants.engine_asleep_bytes if shared else 0.0
+    return mem.engine_asleep_bytes(request) if shared else 0.0
 
 
 def ruled_trainings(request: Request, devices: int) -> Iterator[tuple[TrainingChoice, list[Problem]]]:

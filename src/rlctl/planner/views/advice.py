@@ -123,8 +123,9 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
             yield f"--max-length {length}", replace(request, workload=shorter)
     if request.adapters is None and workload.trains:
         yield "adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16))
-    if request.generation_bytes == 2.0:
-        yield "FP8 weights in generation", replace(request, generation_bytes=1.0)
+    if request.engine.matrix_bytes is None and request.generation_bytes == 2.0:
+        words = "float8 weights in the engines (vllm.quantization=fp8_per_block)"
+        yield words, replace(request, engine=replace(request.engine, matrix_bytes=1.0))
 
 
 def _cheapest_change(request: Request) -> str | None:
@@ -132,8 +133,7 @@ def _cheapest_change(request: Request) -> str | None:
     planned = None
     for words, changed in _changes(request):
         plans = feasible_plans(changed)[0]
-        runs = changed.generation_bytes == request.generation_bytes  # no run has engines of fewer bytes
-        if runs and any(plan.runnable for plan in plans):
+        if any(plan.runnable for plan in plans):
             return f"It fits with {words}."
         if plans and planned is None:
             because = plans[0].not_runnable_because
