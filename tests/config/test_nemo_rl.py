@@ -242,9 +242,25 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
           ]),
         (sampler(name="custom", target="mine:Sampler"), {"rollouts.mode": ABSENT},
          {"async_rl.sampler.name": "not yet"}),
-        # Penalties that rlctl does not have
-        ({"grpo__reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0.0}},
-         {"reward.overlong_buffer": ABSENT}, {"grpo.reward_shaping.enabled": "not yet"}),
+        # The factor of cut completions replaces DAPO's penalty
+        ({"grpo__reward_shaping": SHAPED | {"stop_properly_penalty_coef": 0.25}},
+         {"reward.overlong_buffer": ABSENT, "reward.truncated_factor": 0.25}, {}),
+        ({"grpo__advantage_clip_low": -50, "grpo__advantage_clip_high": 50, "grpo__seq_logprob_error_threshold": 2},
+         {"advantage.clip_low": -50, "advantage.clip_high": 50, "loss.error_mask": 2}, {}),
+        ({"grpo__zero_variance_prompt_filtering": True}, {"filter.groups": "drop"}, {}),
+        ({"policy__tokenizer__chat_template_kwargs": {"enable_thinking": False}},
+         {"model.chat_template_kwargs.enable_thinking": False}, {}),
+        # Engines: another program means the same, and float8 is quantized at each refit
+        *(({"policy__generation__backend": name}, {"generation.backend": ABSENT},
+           {"policy.generation.backend": "changed"}) for name in ("sglang", "trtllm", "megatron", "dynamo")),
+        ({"policy__generation__vllm_cfg__precision": "fp8"}, {"vllm.quantization": "fp8_per_block"}, {}),
+        ({"policy__generation__vllm_cfg": {"precision": "fp8", "is_mx": True, "num_last_layers_in_bf16": 2}},
+         {"vllm.quantization": "mxfp8"}, {"policy.generation.vllm_cfg.num_last_layers_in_bf16": "changed"}),
+        # DAPO's own comparison of answers
+        ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
+        ({"env__math__math_verify_impl": "dapo_math_verify",
+          "grpo__reward_scaling": {"enabled": True, "target_min": -1.0}},
+         {"reward.terms": [{"name": "dapo-math", "weight": 2.0}]}, {"grpo.reward_scaling.enabled": "changed"}),
     ],
 )  # fmt: skip
 def test_keys_become_rlctls_with_these_values(
@@ -324,8 +340,8 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("grpo__max_rollout_turns", 5),
-        ("policy__generation__backend", "sglang"),
-        ("policy__generation__vllm_cfg__precision", "fp8"),
+        ("policy__generation__backend", "llamacpp"),
+        ("policy__generation__vllm_cfg__precision", "int4"),
         ("policy__generation__vllm_kwargs__worker_extension_cls", "a.B"),
         ("policy__megatron_cfg__distributed_data_parallel_config__bucket_size", "many"),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True}),

@@ -219,6 +219,13 @@ def test_a_template_that_takes_content_in_parts_is_given_parts(tiny_llama: Path)
     assert made.stop_token_ids == plain.stop_token_ids
 
 
+def test_a_template_is_given_its_variables(tiny_llama: Path) -> None:
+    template = "{{ messages[-1]['content'] }}{% if thinks is defined and not thinks %} Do not think.{% endif %}"
+    plain = encoder(tiny_llama, ModelConfig(chat_template=template))
+    told = encoder(tiny_llama, ModelConfig(chat_template=template, chat_template_kwargs={"thinks": False}))
+    assert told.text(row()) == plain.text(row()) + " Do not think."
+
+
 def test_a_template_without_system_role_is_refused_with_a_system_prompt(tiny_llama: Path) -> None:
     with pytest.raises(InputError, match=r"No system role.*data\.system_prompt"):
         encoder(tiny_llama, ModelConfig(chat_template=NO_SYSTEM), system_prompt="Be brief.")

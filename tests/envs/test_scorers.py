@@ -10,7 +10,7 @@ from rlctl.config.schema import DataConfig
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_gym
 from rlctl.envs.extraction import choose_extraction, vote
-from rlctl.envs.scorers import ExactMatch, IfEval, MathVerify, TaskScorer
+from rlctl.envs.scorers import DapoMath, ExactMatch, IfEval, MathVerify, TaskScorer
 from rlctl.errors import InputError, MachineError
 
 
@@ -159,6 +159,26 @@ def test_exact_match(answer: object, completion: str, score: float) -> None:
 )
 def test_math_verify_compares_expressions_not_texts(answer: object, completion: str, score: float) -> None:
     assert MathVerify(None)(completion, row(answer)) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "score"),
+    [
+        ("12", "So the sum is 12.\nAnswer: 12", 1),
+        ("12", "The answer is 12.", 0),
+        ("12", "Answer: 11\nNo. answer : $12$ units", 1),
+        ("12", "Answer: x = 12", 1),
+        ("1000", "Answer: 1,000 dollars", 1),
+        (r"\frac{1}{2}", r"Answer: $\frac12$", 1),
+        (r"\frac{1}{2}", "Answer: 1/2", 0),
+        (r"\sqrt{3}", r"Answer: \boxed{\sqrt3}", 1),
+        ("45", r"Answer: 45^\circ", 1),
+        ("4", "Answer: 4" + " and so on" * 40, 0),
+        ("4", "." * 400 + "Answer: \\text{4}", 1),
+    ],
+)
+def test_dapo_compares_texts_that_are_written_alike(answer: str, completion: str, score: float) -> None:
+    assert DapoMath()(completion, row(answer)) == score
 
 
 def test_math_verify_keeps_to_the_extraction_that_is_asked_for() -> None:

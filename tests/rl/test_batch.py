@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from rlctl.backends.batch import TrainBatch
 from rlctl.config.schema import RlctlConfig
@@ -169,6 +170,17 @@ def test_the_cost_of_length_is_part_of_what_rollouts_are_compared_by():
     algorithm = grpo(**options, advantage={"normalize_std": False}, filter={"groups": "drop"})
     (part,) = make_batch(groups, algorithm, 1).minibatches
     assert [(row.position, row.advantage) for row in part] == [(0, 0.25), (0, -0.25)]
+
+
+def test_rewards_of_cut_completions_have_a_factor_and_advantages_have_bounds():
+    """Only what is learned from is scaled, and only where a limit of length ended a rollout."""
+    one = group(0, [1.0, 1.0, 0.0], [3, 3, 3])
+    one = replace(one, rollouts=(replace(one.rollouts[0], stop_reason="length"), *one.rollouts[1:]))
+    algorithm = grpo(reward={"truncated_factor": 0.25}, advantage={"normalize_std": False, "clip_low": -0.2})
+    np.testing.assert_allclose(algorithm.batch_advantages([one])[0], [-1 / 6, 7 / 12, -0.2], rtol=1e-12)
+    assert one.rewards_G.tolist() == [1.0, 1.0, 0.0]
+    with pytest.raises(ValidationError, match="need a baseline other than critic"):
+        RlctlConfig.model_validate({"advantage": {"baseline": "critic", "clip_high": 1.0}})
 
 
 def test_an_algorithm_can_compare_rollouts_of_the_whole_batch():

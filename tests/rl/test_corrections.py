@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +79,17 @@ def test_a_rollout_whose_geometric_mean_is_out_of_bounds_has_no_weight() -> None
     assert got.weights_R.tolist() == [float(low <= mean <= high) for mean in means for _ in range(3)]
     assert got.limited_R.tolist() == [not low <= mean <= high for mean in means for _ in range(3)]
     assert 0 < got.limited_R.sum() < 12
+
+
+def test_a_rollout_whose_tokens_are_off_by_too_much_on_average_has_no_weight() -> None:
+    """NeMo-RL's `seq_logprob_error_threshold`: the mean of exp|log pi - log mu| over a rollout."""
+    off_R = f64([0.5, -0.1, 0.3, 0.1, 0.1, -0.1, -0.5, 0.6, 0.1])
+    batch = token_batch()
+    batch = token_batch(rollout_logprobs_R=batch.logprobs_R.detach() + off_R)
+    means = [fmean(math.exp(abs(one)) for one in part) for part in np.split(off_R.numpy(), 3)]
+    got = corrected(batch, importance_correction="off", error_mask=1.3)
+    assert got.weights_R.tolist() == [float(mean <= 1.3) for mean in means for _ in range(3)]
+    assert 0 < got.limited_R.sum() < 9
 
 
 def test_only_rollouts_with_a_negative_advantage_are_masked_for_being_off_policy() -> None:

@@ -335,6 +335,7 @@ class Encoded:
             "prompt_suffix": data.prompt_suffix,
             "chat_template": template_digest(template) if template else None,
             "tokenizer": config.model.tokenizer,
+            **({"chat_template_kwargs": own} if (own := config.model.chat_template_kwargs) else {}),
             "scorers": [_identity_of(term) for term in task.rewards.terms],
             "extract": task.rewards.extraction,
         }

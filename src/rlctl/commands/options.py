@@ -59,7 +59,7 @@ FLAGS = {
     "reward": Flag(
         list[str],
         "reward.terms",
-        "task, exact-match, math-verify, ifeval, or file.py:function. Repeat it to add up.",
+        "task, exact-match, math-verify, dapo-math, ifeval, file.py:function; repeat to add.",
         "NAME[=WEIGHT]",
     ),
     "algorithm": Flag(

@@ -67,6 +67,8 @@ class ModelConfig(Section):
     """Directory or hub name of a tokenizer to use instead of the model's own."""
     chat_template: PathText | None = None
     """Jinja chat template to use instead of the model's own: a file, or the text itself."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU. float16 is eight times as
     fine as bfloat16, and its losses are scaled."""
@@ -188,6 +190,9 @@ class RewardConfig(SourceReward):
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
     penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`."""
+    truncated_factor: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Factor of the rewards of completions that a limit of length ended. They are learned from as that says, and
+    `reward_mean` is without it."""
     overlong_factor: PositiveNumber = 1.0
     """Penalty of a completion that takes all of generation.max_new_tokens."""
 
@@ -309,6 +314,16 @@ class AdvantageConfig(Section):
     """Compute the advantages of each reward term by itself and add them up by the weights of the terms (GDPO)."""
     whiten: bool = False
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
+    clip_low: float | None = None
+    """Least advantage of a rollout, below which it is cut; unset: none."""
+    clip_high: float | None = None
+    """Largest advantage of a rollout, above which it is cut; unset: none."""
+
+    @model_validator(mode="after")
+    def validate_where_advantages_are_clipped(self) -> AdvantageConfig:
+        if self.baseline == "critic" and (self.clip_low, self.clip_high) != (None, None):
+            raise ValueError("advantage.clip_low and advantage.clip_high need a baseline other than critic")
+        return self
 
     @property
     def compares(self) -> bool:
@@ -369,6 +384,9 @@ class LossConfig(Section):
     sequence_mask: tuple[PositiveNumber, PositiveNumber] | None = None
     """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
     outside of them is not learned from. Unset: off."""
+    error_mask: Annotated[float, Field(gt=1)] | None = None
+    """Largest mean of exp|log(trainer / engine)| over the tokens of a rollout; a rollout beyond it is not learned from.
+    Unset: off."""
     off_policy_mask: PositiveNumber | None = None
     """Largest mean of log(engine / policy) over the tokens of a rollout with a negative advantage, in nats; a rollout
     beyond it is not learned from. Unset: off."""

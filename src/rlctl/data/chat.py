@@ -6,8 +6,8 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,6 +54,8 @@ class PromptEncoder:
     """Number of tokens that the model has; None: its configuration does not say so at its top."""
     note: str | None
     """Note about the format for the user, if there is one."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as enable_thinking."""
     in_parts: bool = False
     """Whether the template takes the content of a message as a list of parts, as those of models with images do."""
 
@@ -82,6 +84,7 @@ class PromptEncoder:
             stop_token_ids=tuple(sorted(token for token in ends if token is not None)),
             vocab=size if isinstance(size, int) else None,
             note=None if template else PLAIN_NOTE,
+            variables=model.chat_template_kwargs,
         )
         return encoder._tried() if template else encoder
 
@@ -131,7 +134,7 @@ class PromptEncoder:
             shown = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered
+                shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **self.variables
             )
             return cast(str, text)  # without `tokenize` it is a text
         # A template is a program: what it computes with may be missing or zero.

@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol, cast
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
 from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
+from rlctl.envs.minerva import ANSWER, answers_alike
 from rlctl.envs.user_function import UserBatchScorer, user_scorer
 from rlctl.errors import InputError, MachineError
 
-BUILT_IN = ("task", "exact-match", "math-verify", "ifeval")
+BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval")
 """Scorers of which rlctl knows what a failure means (0), rather than the user."""
 
 
@@ -99,6 +100,13 @@ class MathVerify:
         return self._math_verify.parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$")
 
 
+class DapoMath:
+    """1 where the last `Answer: ...` is the reference, written alike (`envs/minerva.py`). It looks by itself."""
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        return float(answers_alike(completion, str(row.answer)))
+
+
 class IfEval:
     """The share of the instructions in a row that the completion follows to the letter (IFEval, arXiv 2311.07911)."""
 
@@ -179,6 +187,8 @@ class RewardPlan:
         """Return whether each completion has an answer that can be read; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
+        if self.accuracy_by == "dapo-math":
+            return tuple(bool(ANSWER.search(text)) for text in completions)
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
         by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
         ways = own if by_itself else (self.extraction,)
@@ -195,6 +205,7 @@ class RewardPlan:
             "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction),
             "exact-match": lambda: ExactMatch(self.extraction),
             "ifeval": IfEval,
+            "dapo-math": DapoMath,
             "math-verify": lambda: MathVerify(chosen),
         }
         return [made[name]() if name in made else user_scorer(name) for name in self.scorers]

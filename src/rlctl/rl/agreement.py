@@ -36,6 +36,7 @@ def refuse_cut_sampling(config: RlctlConfig) -> None:
     compared = {
         "loss.importance_correction": None if loss.importance_correction == "off" else loss.importance_correction,
         "loss.sequence_mask": loss.sequence_mask and list(loss.sequence_mask),
+        "loss.error_mask": loss.error_mask,
         "loss.off_policy_mask": loss.off_policy_mask,
     }
     key, value = next(((key, value) for key, value in compared.items() if value), (None, None))

@@ -145,6 +145,8 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
     - `sequence_mask`: 0 where the geometric mean of w over the rollout is out of bounds (Liu, Li et al., "When speed
       kills stability: demystifying RL collapse from the training-inference mismatch", 2025). Unlike the product, the
       mean does not grow with the length of a rollout.
+    - `error_mask`: 0 where the mean of exp|log w| over the rollout's tokens is above the limit (NeMo-RL's
+      `seq_logprob_error_threshold`).
     - `off_policy_mask`: 0 where the advantage is negative and the rollout's mean of log(mu / pi) is above the limit,
       with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556).
     """
@@ -162,6 +164,9 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
     if bounds := options.sequence_mask:
         mean_N = rollout_means(_log_ratio(old_logprobs(batch), batch.rollout_logprobs_R), batch.rollout_R).exp()
         kept_R = kept_R & ((mean_N >= bounds[0]) & (mean_N <= bounds[1]))[batch.rollout_R]
+    if (limit := options.error_mask) is not None:
+        error_R = _log_ratio(old_logprobs(batch), batch.rollout_logprobs_R).abs().exp()
+        kept_R = kept_R & (rollout_means(error_R, batch.rollout_R) <= limit)[batch.rollout_R]
     if (limit := options.off_policy_mask) is not None:
         mean_N = rollout_means(_log_ratio(batch.rollout_logprobs_R, batch.logprobs_R), batch.rollout_R)
         kept_R = kept_R & ((batch.advantages_R >= 0) | (mean_N <= limit)[batch.rollout_R])

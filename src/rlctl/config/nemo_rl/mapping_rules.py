@@ -375,7 +375,7 @@ def reward_scaling(found: Found) -> None:
         found.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
         return
     if scale != 1:
-        found.set("reward.terms", [{"name": "math-verify", "weight": scale}])
+        found.set("reward.terms", [{"name": math_scorer(found.leaves), "weight": scale}])
     shift = "it is not shifted, which advantages do not depend on"
     found.say("changed", f"the reward has the weight {scale:g} (reward.terms); {shift}")
 
@@ -388,9 +388,8 @@ def reward_shaping(found: Found) -> None:
     """
     section = "grpo.reward_shaping"
     buffer, longest = found.get(f"{section}.overlong_buffer_length"), found.get(f"{section}.max_response_length")
-    if found.get(f"{section}.stop_properly_penalty_coef") is not None:
-        why = "rewards of cut completions are not scaled; rlctl has filter.truncated=mask"
-        found.say("not yet", why, "filter.truncated")
+    if (factor := found.get(f"{section}.stop_properly_penalty_coef")) is not None:
+        found.map("reward.truncated_factor", factor)
     elif not buffer or not longest:
         found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
     else:
@@ -520,8 +519,33 @@ def sharded_states_on_host(found: Found) -> None:
 
 def engine(found: Found) -> None:
     names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "megatron": "Megatron's own engine", "dynamo": "Dynamo"}
-    why = f"the recipe generates with {names.get(str(found.value), found.value)}, and rlctl with vLLM"
-    only("vllm", None, why=why)(found)
+    if found.value in names:
+        found.say("changed", f"the recipe generates with {names[found.value]}, and rlctl with vLLM")
+    else:
+        to("generation.backend", {"vllm": "vllm", None: None})(found)
+
+
+def engine_precision(found: Found) -> None:
+    """Map float8 in the engines: weights in blocks of 128 x 128, or in MX blocks, quantized at each refit."""
+    if found.value == "fp8":
+        method = "mxfp8" if found.get(f"{VLLM}.is_mx") is True else "fp8_per_block"
+        found.map("vllm.quantization", method)
+    else:
+        only(None, "bfloat16", "float32", "float16", why="engines hold the weights in model.dtype, or in fp8")(found)
+
+
+def template_variables(found: Found) -> None:
+    """Map a variable of the chat template."""
+    found.map(f"model.chat_template_kwargs.{found.name.rpartition('.')[2]}", found.value)
+
+
+MATH_SCORERS = {"hf_math_verify": "math-verify", "dapo_math_verify": "dapo-math"}
+"""NeMo-RL's ways to compare answers, and rlctl's rewards."""
+
+
+def math_scorer(leaves: Mapping[str, Any]) -> str:
+    """Return the reward that compares answers as the recipe's environment `math` does."""
+    return MATH_SCORERS.get(str(leaves.get("env.math.math_verify_impl")), "math-verify")
 
 
 def epochs(found: Found) -> None:

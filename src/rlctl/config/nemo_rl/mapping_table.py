@@ -123,10 +123,9 @@ _GRPO: dict[str, Rule] = {
     "grpo.deduplicate_multimodal_data": without("prompts are texts"),
     "grpo.invalid_tool_call_advantage": TOOLS,
     "grpo.malformed_thinking_advantage": only(None, why="advantages follow from rewards alone"),
-    **each("grpo", "advantage_clip_low advantage_clip_high", only(None, why="advantages are not clipped")),
-    "grpo.zero_variance_prompt_filtering": only(
-        None, False, why="it is not imported yet; rlctl has filter.groups=drop"
-    ),
+    "grpo.advantage_clip_low": to("advantage.clip_low"),
+    "grpo.advantage_clip_high": to("advantage.clip_high"),
+    "grpo.zero_variance_prompt_filtering": if_on(to("filter.groups", {True: "drop"})),
     "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
     "grpo.async_grpo.max_trajectory_age_steps": to("rollouts.max_staleness"),
     "grpo.async_grpo.in_flight_weight_updates": to("refit.in_flight", {True: "keep", False: "wait"}),
@@ -148,7 +147,7 @@ _GRPO: dict[str, Rule] = {
     "grpo.reward_scaling.*": without("read with grpo.reward_scaling.enabled"),
     "grpo.calculate_advantages_on_gpu": KERNELS,
     "grpo.skip_reference_policy_logprobs_calculation": without("no reference is evaluated when the KL penalty is 0"),
-    "grpo.seq_logprob_error_threshold": only(None, why="there is no such filter yet"),
+    "grpo.seq_logprob_error_threshold": to("loss.error_mask"),
     "grpo.adv_estimator.name": rules.estimator,
     "grpo.adv_estimator.*": without("for other estimators"),
     "loss_fn.reference_policy_kl_penalty": to("loss.kl_coefficient"),
@@ -189,7 +188,7 @@ _POLICY: dict[str, Rule] = {
         to("model.chat_template", null=rules.JOINED_MESSAGES),
         "model.chat_template stays at its default",
     ),
-    "policy.tokenizer.chat_template_kwargs.*": only(why="templates take no arguments yet"),
+    "policy.tokenizer.chat_template_kwargs.*": rules.template_variables,
     "policy.train_global_batch_size": rules.batches,
     "policy.train_micro_batch_size": without("rows are sized in tokens"),
     "policy.generation_batch_size": without("vLLM batches by itself"),
@@ -400,8 +399,12 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.logprobs_mode": only(
         None, "raw_logprobs", "processed_logprobs", why="log-probs are those of the distribution that was sampled from"
     ),
-    **each(VLLM, "is_mx quantization_ignored_layer_kws use_deep_gemm num_first_layers_in_bf16 num_last_layers_in_bf16",
-           without("read with vllm_cfg.precision")),
+    **each(VLLM, "is_mx use_deep_gemm", without("read with vllm_cfg.precision")),
+    **each(VLLM, "quantization_ignored_layer_kws num_first_layers_in_bf16 num_last_layers_in_bf16", when(
+        lambda found: found.get(f"{VLLM}.precision") == "fp8",
+        differs(None, 0, why="all layers of the engines are in float8 (vllm.quantization_config can leave some out)"),
+        "read with vllm_cfg.precision",
+    )),
     **each(VLLM, "expose_http_server http_server_serving_chat_kwargs http_server_serving_chat_kwargs.* "
            "reasoning_parser_plugin http_refit_server_port http_refit_api_key_env_var zmq_refit_server_port",
            without("engines take and return token ids, and have no server")),
@@ -414,7 +417,7 @@ _GENERATION: dict[str, Rule] = {
     **each("policy.generation.colocated.resources", "gpus_per_node num_nodes", rules.engine_devices),
     f"{VLLM}.expert_parallel_size": rules.expert_engines,
     f"{VLLM}.max_model_len": without("model.max_length"),
-    f"{VLLM}.precision": only(None, "bfloat16", "float32", "float16", why="engines hold the weights in model.dtype"),
+    f"{VLLM}.precision": rules.engine_precision,
     f"{VLLM}.load_format": without("engines start without weights, and the first refit fills them"),
     f"{VLLM}.skip_tokenizer_init": without("engines take and return token ids, and end texts by rlctl's stop rules"),
     f"{VLLM}.distributed_executor_backend": without("Ray places the engines"),
@@ -456,7 +459,8 @@ _REST: dict[str, Rule] = {
     **each("data", "add_bos add_eos add_generation_prompt add_system_prompt", without("the chat template decides")),
     "env.math.num_workers": without("rewards are computed in one process"),
     "env.math.math_verify_impl": rules.when_math(
-        only(None, "hf_math_verify", why="answers are compared by math-verify", settled_by="reward.terms")
+        only(None, *rules.MATH_SCORERS, why="rlctl knows hf_math_verify and dapo_math_verify",
+             settled_by="reward.terms")
     ),
     "env.math.verifier_type": rules.when_math(
         only(None, "math", why="answers are compared by math-verify", settled_by="reward.terms")
@@ -540,5 +544,5 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         tokens = length * (rows if isinstance(rows, int) else 1)
         default("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
     if result.foreign is None and rules.environment_used(leaves) == "math":
-        default("reward.terms", [{"name": "math-verify"}], "env.math")
+        default("reward.terms", [{"name": rules.math_scorer(leaves)}], "env.math")
         default("reward.extract", "boxed", "env.math")

@@ -131,24 +131,31 @@ class Algorithm(ABC):
             for group in groups
         ]
         if not self.config.advantage.whiten or self.config.has_critic or not groups:
-            return found  # with a critic there are rewards until the ranks have the values of tokens
+            return self._clipped(found)  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
         ends = np.cumsum([len(group.rollouts) for group in groups])[:-1]
-        return np.split(whitened(np.concatenate(found), tokens_N), ends)
+        return self._clipped(np.split(whitened(np.concatenate(found), tokens_N), ends))
+
+    def _clipped(self, advantages_P_G: list[np.ndarray]) -> list[np.ndarray]:
+        low, high = self.config.advantage.clip_low, self.config.advantage.clip_high
+        return advantages_P_G if low is high is None else [np.clip(one, low, high) for one in advantages_P_G]
 
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
-        """Return what the rollouts of a group are compared by, as (weight, values [G]): their rewards with the cost of
-        their lengths, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO, arXiv
-        2601.05242). A term is NaN for rollouts that it does not apply to, and is left out where it applies to none."""
+        """Return what the rollouts of a group are compared by, as (weight, values [G]): their rewards with what
+        their lengths cost, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO,
+        arXiv 2601.05242). A term is NaN for rollouts that it does not apply to, and is left out where it applies to
+        none."""
         penalties_G = self.length_penalties(group)
+        factor_G = np.where([one.truncated for one in group.rollouts], self.config.reward.truncated_factor, 1.0)
         if not (self.config.advantage.per_term and group.rollouts[0].terms):
-            return [(1.0, group.rewards_G + penalties_G)]
+            return [(1.0, factor_G * group.rewards_G + penalties_G)]
         # They are in the order of the configured ones, or the task's own scorer is there alone. Rollouts from before a
         # resume that changed the terms may have more or fewer.
         names = group.rollouts[0].terms
         terms = {source.label: source.reward.terms for source in source_settings(self.config)}
         weights = [term.weight for term in terms[group.prompt.source]] or [1.0]
-        values_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
+        terms_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
+        values_G = (factor_G * term_G for term_G in terms_G)
         found = [pair for pair in zip(weights, values_G, strict=False) if not np.isnan(pair[1]).all()]
         return [*found, (1.0, penalties_G)] if penalties_G.any() else found
 
