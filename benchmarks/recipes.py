@@ -4,7 +4,8 @@
     python benchmarks/recipes.py --git path/to/RL/.git --ref v0.3.0 --ref v0.7.0 --reasons 20
 
 A recipe counts as planned where its keys are imported, nothing in it stops a run, and a layout fits the machine it asks
-for (H100s, or `--gpu`). Models that are not in rlctl's catalog have no facts without the hub, and are counted apart.
+for: H100s (or `--gpu`), and GB200s where a node has four GPUs. Models that are not in rlctl's catalog have no facts
+without the hub, and are counted apart.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def kind_of(path: Path) -> str:
     return next((name for name in KINDS if name in sections), "other")
 
 
+FOUR_TO_A_NODE = "gb200"
+
+
 def outcome(path: Path, gpu: str) -> str:
     """Return `PLANNED`, or the reason why a recipe has no plan."""
     try:
@@ -51,7 +55,8 @@ def outcome(path: Path, gpu: str) -> str:
         facts = lookup(resolved.config.model.name or "")
         if facts is None:
             return f"{resolved.config.model.name} is not in the catalog"
-        plan = plan_from_config(resolved.config, facts, assume=gpu)
+        of_four = resolved.config.cluster.gpus_per_node == 4
+        plan = plan_from_config(resolved.config, facts, assume=FOUR_TO_A_NODE if of_four else gpu)
         return PLANNED if plan.runnable else "no plan that runs"
     except RlctlError as error:
         lines = error.message.splitlines()

@@ -11,7 +11,7 @@ from rlctl.config.parallel import SIZES
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import Adapters
-from rlctl.planner.inputs.cluster import ClusterFacts, cpu_device
+from rlctl.planner.inputs.cluster import DEVICES, ClusterFacts, cpu_device
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
@@ -36,7 +36,7 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
         if feasible_plans(replace(without, backend="megatron") if key == "training.backend" else without)[0]:
             free = f"Without {key}={request.pins[key]} a plan fits."
             break
-    advice = (free, _cheapest_change(request), _smallest_machine(request))
+    advice = (free, _cheapest_change(request), _larger_device(request), _smallest_machine(request))
     error = NoPlanError(_closest(request, rejected), " ".join(text for text in advice if text) or None)
     error.rejected = tuple((other.plan, other.why) for other in rejected[:SHOWN])
     return error
@@ -140,6 +140,19 @@ def _cheapest_change(request: Request) -> str | None:
             why = f" ({because[0]})" if because else " (which rlctl does not run yet)"
             planned = f"It would fit with {words}{why}."
     return planned
+
+
+def _larger_device(request: Request) -> str | None:
+    """The smallest type of GPU with more memory on which a plan runs that has as many nodes and GPUs. Nodes of four
+    GPUs are usual for some types only, which come first."""
+    cluster = request.cluster
+    larger = [device for device in DEVICES.values() if device.memory > cluster.device.memory and not cluster.is_cpu]
+    for device in sorted(larger, key=lambda one: (one.gpus_per_node != cluster.gpus_per_node, one.memory)):
+        there = replace(cluster, device=device)
+        fits = device.gpus_per_node >= cluster.gpus_per_node
+        if fits and any(plan.runnable for plan in feasible_plans(replace(request, cluster=there))[0]):
+            return f"It fits with --gpu {device.name}."
+    return None
 
 
 def _smallest_machine(request: Request) -> str | None:
