@@ -435,7 +435,7 @@ class PreferenceConfig(Section):
     """The formula, by its name in the literature. simpo and orpo compare without a reference model."""
     beta: PositiveNumber = 0.1
     """Weight of the distance to the reference model: the reward of a completion is beta times the log-prob that it has
-    more under the policy than under the model that the run began with. Of orpo it is the weight of the odds ratio."""
+    more under the policy than under the model that the run began with. With orpo it is the weight of the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """With dpo, the part of the pairs whose labels are taken to be wrong (cDPO)."""
     average: bool = False
