@@ -470,8 +470,6 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"sft": {"max_num_steps": 10}}, "supervised fine-tuning"),
-        ({"dpo": {"reference_policy_kl_penalty": 0.05}}, "DPO"),
         ({"rm": {"max_num_steps": -1}}, "reward models"),
         ({"distillation": {"num_generations_per_prompt": 1}, "teachers": [{"model_name": "x"}]}, "across tokenizers"),
         ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
@@ -1147,3 +1145,52 @@ def test_a_teacher_of_dtensor_keeps_its_sizes(tmp_path: Path) -> None:
     sizes = {"enabled": True, "tensor_parallel_size": 8, "context_parallel_size": 2}
     result = distillation(tmp_path, teacher__megatron_cfg={"enabled": False}, teacher__dtensor_cfg=sizes)
     assert (result.values["teacher.tp"], result.values["teacher.cp"]) == (8, 2)
+
+
+def texts_recipe(tmp_path: Path, **sections: Any) -> Import:
+    values = {"policy": {"train_global_batch_size": 32, "max_total_sequence_length": 1024}} | sections
+    return import_recipe(written(tmp_path, values))
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "prompt", "answer"),
+    [
+        ({"train": {"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"}},
+         "nvidia/OpenMathInstruct-2", "problem", "generated_solution"),
+        ({"dataset_name": "openmathinstruct2"}, "nvidia/OpenMathInstruct-2", "problem", "expected_answer"),
+        ({"dataset_name": "squad"}, "rajpurkar/squad", None, None),
+        ({"train": {"dataset_name": "ResponseDataset", "data_path": "x.jsonl", "input_key": "q"}},
+         "x.jsonl", "q", "output"),
+    ],
+)  # fmt: skip
+def test_recipes_of_texts_run(tmp_path: Path, data: dict[str, Any], name: str, prompt: Any, answer: Any) -> None:
+    result = texts_recipe(tmp_path, sft={"max_num_steps": 10, "only_unmask_final": True}, data=data)
+    assert result.unsupported == []
+    config = resolve(files=[result.path], environment={}).config
+    assert (config.run.algorithm, config.run.steps, config.batch.prompts) == ("sft", 10, 32)
+    assert (config.data.rows, config.data.train_on, config.data.too_long) == ("texts", "last", "drop")
+    assert config.data.name == name
+    assert (result.values.get("data.prompt_field"), result.values.get("data.answer_field")) == (prompt, answer)
+
+
+def test_recipes_of_preferences_run(tmp_path: Path) -> None:
+    dpo = {"max_num_steps": 5, "reference_policy_kl_penalty": 0.05, "preference_average_log_probs": True,
+           "sft_average_log_probs": True, "sft_loss_weight": 0.01, "preference_loss_weight": 1}  # fmt: skip
+    result = texts_recipe(tmp_path, dpo=dpo, data={"dataset_name": "HelpSteer3"})
+    assert result.unsupported == []
+    config = resolve(files=[result.path], environment={}).config
+    options = config.preference
+    assert (options.beta, options.average, options.sft_weight) == (0.05, True, 0.01)
+    assert (config.data.name, config.data.prompt_field) == ("nvidia/HelpSteer3:preference", "context")
+    assert config.training.micro_batch_tokens == 2 * 1024
+    dpo |= {"sft_average_log_probs": False, "preference_loss_weight": 2}
+    refused = texts_recipe(tmp_path, dpo=dpo, data={"dataset_name": "clevr"})
+    assert len(refused.unsupported) == 3
+
+
+def test_a_template_of_a_recipe_of_texts_ends_answers(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    policy = {"tokenizer": {"chat_template": template}}
+    for data, ends in (({"dataset_name": "squad"}, True), ({"dataset_name": "squad", "add_eos": False}, False)):
+        written_one = texts_recipe(tmp_path, sft={"max_num_steps": 1}, data=data, policy=policy)
+        assert ("eos_token" in written_one.values["model.chat_template"]) is ends

@@ -181,3 +181,23 @@ def test_answers_of_a_task_are_texts_too(tiny_llama: Path) -> None:
     encoder, row = encoder_of(tiny_llama), open_prompts(data)[0]
     (text,) = trained_texts(encoder, row)
     assert parts(encoder, text)[1] == [f"{row.answer}<|im_end|>"]
+
+
+def test_rows_of_squad_are_a_context_a_question_and_the_first_answer(tmp_path: Path) -> None:
+    path = tmp_path / "squad.jsonl"
+    row = {"id": "1", "context": "It rained.", "question": "What fell?", "answers": {"text": ["Rain", "Water"]}}
+    path.write_text(json.dumps(row) + "\n")
+    found = open_prompts(DataConfig(name=str(path), rows="texts"))[0]
+    assert found.prompt == [{"role": "system", "content": "It rained."}, {"role": "user", "content": "What fell?"}]
+    assert found.answer == ("Rain",)
+    path.write_text(json.dumps(row | {"answers": {"text": []}}) + "\n")
+    with pytest.raises(InputError, match="the question has no answer"):
+        open_prompts(DataConfig(name=str(path), rows="texts"))
+
+
+def test_rows_of_help_steer_are_ordered_by_their_preference(tmp_path: Path) -> None:
+    path = tmp_path / "steer.jsonl"
+    row = {"context": [{"role": "user", "content": "Hi"}], "response1": "one", "response2": "two"}
+    path.write_text("".join(json.dumps(row | {"overall_preference": value}) + "\n" for value in (-2, 0, 3)))
+    source = open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))
+    assert [source[index].answer for index in range(3)] == [("one", "two"), ("one", "one"), ("two", "one")]

@@ -67,12 +67,12 @@ class Resolved:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
         if self.final:
             raise ConfigError(
-                "\n".join(self.final), "Name a recipe of GRPO or of distillation, or set rlctl's own keys."
+                "\n".join(self.final), "Name a recipe of GRPO, distillation, SFT or DPO, or set rlctl's own keys."
             )
         if self.refusals:
             raise ConfigError(
                 "The configuration asks for what rlctl cannot run yet:\n" + "\n".join(self.refusals),
-                "--allow-differences of `train grpo` goes on without it; `rlctl config import FILE` reports every key.",
+                "--allow-differences of `train` goes on without it; `rlctl config import FILE` reports every key.",
             )
 
     def allowing_differences(self) -> Resolved:

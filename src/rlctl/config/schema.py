@@ -449,11 +449,31 @@ class DistillationConfig(Section):
 class PreferenceConfig(Section):
     """The loss of `train dpo`."""
 
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """The formula, by its name in the literature. simpo and orpo compare without a reference model."""
     beta: PositiveNumber = 0.1
     """Weight of the distance to the reference model: the reward of a completion is beta times the log-prob that it has
-    more under the policy than under the model that the run began with."""
+    more under the policy than under the model that the run began with. With orpo it is the weight of the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Part of the pairs whose labels are taken to be wrong (cDPO)."""
+    """With dpo, the part of the pairs whose labels are taken to be wrong (cDPO)."""
+    average: bool = False
+    """With dpo and ipo, take the mean log-prob of a completion's tokens, not their sum; simpo and orpo always do."""
+    target_margin: Annotated[float, Field(ge=0)] = 0.0
+    """With simpo, the margin of the rewards that is aimed at (gamma)."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the negative log-prob of the chosen completion, which is added to the loss."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with the model that the run began with."""
+        return self.loss in ("dpo", "ipo")
+
+    @model_validator(mode="after")
+    def validate_keys_of_the_loss(self) -> PreferenceConfig:
+        for key, losses in (("label_smoothing", ["dpo"]), ("average", ["dpo", "ipo"]), ("target_margin", ["simpo"])):
+            if getattr(self, key) and self.loss not in losses:
+                raise ValueError(f"{key} is for preference.loss = {' or '.join(losses)}, and it is {self.loss}")
+        return self
 
 
 class FilterConfig(Section):
@@ -1031,6 +1051,8 @@ class RlctlConfig(Section):
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
         optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
         a critic's returns hold penalties that must be known before."""
+        if self.data.rows == "pairs" and not self.preference.has_reference:
+            return frozenset(self.loss.needs or ()) - {"reference_logprobs"}
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
         old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0

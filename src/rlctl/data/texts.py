@@ -21,6 +21,9 @@ from rlctl.data.templates import ANSWER, PROMPT, template_of
 from rlctl.errors import InputError
 
 COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
+SQUAD = {"context", "question", "answers"}
+HELP_STEER = {"response1", "response2", "overall_preference"}
+"""Fields of rows as SQuAD and HelpSteer3 have them."""
 ASSISTANT = "assistant"
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""
@@ -45,6 +48,12 @@ def text_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     Raises InputError naming row and field where the record has no text.
     """
     fields = dict(record)
+    if record.keys() >= SQUAD and data.answer_field == ANSWER:
+        texts = record["answers"].get(TEXT) if isinstance(record["answers"], Mapping) else None
+        if not texts:
+            raise InputError(f"{where}: the question has no answer in `answers`.", "Leave out such rows.")
+        prompt = [{"role": "system", "content": record["context"]}, {"role": "user", "content": record["question"]}]
+        return PromptRow(index, where, checked_messages(prompt, "question", where), (str(texts[0]),), fields)
     completion = data.answer_field if data.answer_field in record else COMPLETION
     if completion in record and (prompt := _prompt(record, where, data)) is not None:
         return PromptRow(index, where, prompt, (_completion(record[completion], completion, where),), fields)
@@ -68,6 +77,11 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     The prompt may be in the messages of both completions, which then begin alike. Raises InputError naming row and
     field.
     """
+    if record.keys() >= HELP_STEER:
+        better, worse = (record[name] for name in ("response1", "response2"))
+        if record["overall_preference"] >= 0:  # of two equal answers the first is both
+            better, worse = (worse if record["overall_preference"] else better), better
+        record = {**record, CHOSEN: better, REJECTED: worse}
     for name in (CHOSEN, REJECTED):
         if name not in record:
             raise _without_field(name, "", record, where)

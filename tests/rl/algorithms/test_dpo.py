@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -96,6 +97,58 @@ def test_the_gradient_is_that_of_the_paper() -> None:
         assert whole.logprobs_R.grad is not None
         torch.testing.assert_close(whole.logprobs_R.grad[start : start + chosen + rejected], expected)
         start += chosen + rejected
+
+
+def of_one_pair(pair: int, loss: str, average: bool, weight: float) -> float:
+    """The loss of a pair by the formula of its paper, one token after another; gamma of simpo is 0.5."""
+    chosen, rejected = LENGTHS[pair]
+    one = batch([pair])
+    policy = one.logprobs_R.tolist()
+    sums = sum(policy[:chosen]), sum(policy[chosen:])
+    means = sums[0] / max(1, chosen), sums[1] / max(1, rejected)
+    if loss == "simpo":
+        found = math.log1p(math.exp(-(BETA * means[0] - BETA * means[1] - 0.5)))
+    elif loss == "orpo":
+        odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in means]
+        found = -means[0] - BETA * math.log(1 / (1 + odds[1] / odds[0]))
+    else:
+        assert one.reference_logprobs_R is not None
+        reference = one.reference_logprobs_R.tolist()
+        ratios = [sums[0] - sum(reference[:chosen]), sums[1] - sum(reference[chosen:])]
+        ratio = ratios[0] / chosen - ratios[1] / max(1, rejected) if average else ratios[0] - ratios[1]
+        found = (ratio - 1 / (2 * BETA)) ** 2 if loss == "ipo" else math.log1p(math.exp(-BETA * ratio))
+    imitated = means[0] if average or loss in ("simpo", "orpo") else sums[0]
+    return found - weight * imitated
+
+
+@pytest.mark.parametrize(
+    ("loss", "average", "weight"),
+    [
+        ("ipo", False, 0.0), ("ipo", True, 0.0), ("simpo", False, 0.0), ("orpo", False, 0.0), ("dpo", True, 0.0),
+        ("dpo", True, 0.01), ("dpo", False, 0.01), ("simpo", False, 0.2),
+    ],
+)  # fmt: skip
+def test_losses_of_its_kind_are_those_of_their_papers(loss: str, average: bool, weight: float) -> None:
+    margin = {"target_margin": 0.5} if loss == "simpo" else {}
+    wanted = config(beta=BETA, loss=loss, average=str(average).lower(), sft_weight=weight, **margin)
+    algorithm = algorithm_from_config(wanted)
+    assert (algorithm.needs == {"reference_logprobs"}) == (loss in ("dpo", "ipo"))
+    pairs = [0, 2]  # a text without tokens has no odds
+    given = batch(pairs)
+    if not algorithm.needs:
+        given = dataclasses.replace(given, reference_logprobs_R=None)
+    expected = sum(of_one_pair(pair, loss, average, weight) for pair in pairs) / len(LENGTHS)
+    output = RunLoss(algorithm)(given)
+    assert float(output.loss) == pytest.approx(expected, rel=1e-12)
+    output.loss.backward()
+    assert given.logprobs_R.grad is not None
+    assert bool((given.logprobs_R.grad != 0).all())
+
+
+def test_keys_of_another_loss_are_refused() -> None:
+    for key, value in (("label_smoothing", 0.1), ("average", "true"), ("target_margin", 1.0)):
+        with pytest.raises(ConfigError, match=f"{key} is for preference.loss = "):
+            config(loss="orpo", **{key: value})
 
 
 def test_a_batch_of_pairs_is_one_optimizer_step() -> None:

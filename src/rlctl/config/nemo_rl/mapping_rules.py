@@ -36,6 +36,19 @@ DATASETS = {
 }
 """NeMo-RL's names of data sets: the hub's name, the fields of prompt and answer, and the split that is its default."""
 
+TEXT_DATASETS = {
+    **dict.fromkeys(("OpenMathInstruct-2", "openmathinstruct2"), DATASETS["OpenMathInstruct-2"]),
+    "gsm8k": DATASETS["gsm8k"],
+    "tulu3_sft_mixture": ("allenai/tulu-3-sft-mixture", None, None, None),
+    "squad": ("rajpurkar/squad", None, None, None),
+}
+PAIR_DATASETS = {
+    "HelpSteer3": ("nvidia/HelpSteer3:preference", "context", None, None),
+    "Tulu3Preference": ("allenai/llama-3.1-tulu-3-8b-preference-mixture", None, None, None),
+}
+"""Data sets of SFT and DPO, as in `DATASETS`; None: the rows have the fields that rlctl looks for."""
+END_OF_TEXT = "{% if messages[-1]['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+
 LONGEST_VALUE = 60
 """Characters of a value in a line of the report."""
 
@@ -283,7 +296,8 @@ ALGORITHMS = {
     "distillation": "distillation from texts that are given, or across tokenizers",
     "ppo": "PPO with a value model in keys of NeMo-RL (rlctl's own is `--algorithm ppo`)",
 }
-"""Sections of NeMo-RL's other algorithms, which rlctl does not run yet."""
+"""Sections of NeMo-RL's other algorithms; rlctl runs those in `OF_TEXTS`."""
+OF_TEXTS = ("sft", "dpo")
 TASKS = {
     "aime2024": "aime24",
     "aime2025": "aime25",
@@ -316,6 +330,8 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
         return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one.", None
     if algorithm == "distillation" and leaves.get("teacher.model_name") and not leaves.get("teachers"):
         return None, algorithm
+    if algorithm in OF_TEXTS:
+        return None, algorithm
     if algorithm is not None:
         return f"This recipe is of {ALGORITHMS[algorithm]}, which rlctl does not run yet.", algorithm
     if leaves.get("on_policy_distillation.enabled") is True:
@@ -323,8 +339,22 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return None, None
 
 
-STEPS = ("grpo.", "distillation.")
+STEPS = ("grpo.", "distillation.", "sft.", "dpo.")
 """The sections of the algorithms that rlctl runs."""
+
+
+def of_texts(result: Import) -> bool:
+    """Return whether a recipe trains on texts or on preferences."""
+    return result.values.get("run.algorithm") in OF_TEXTS
+
+
+def average_of_texts(found: Found) -> None:
+    """The supervised part of a DPO loss is averaged over tokens where the preferences are."""
+    same = bool(found.value) == bool(found.get("dpo.preference_average_log_probs"))
+    if same or not found.get("dpo.sft_loss_weight"):
+        found.skip("read with dpo.preference_average_log_probs")
+    else:
+        found.say("not yet", "it is averaged where dpo.preference_average_log_probs is on", "preference.average")
 
 
 def step_rollouts(found: Found) -> int:
@@ -625,6 +655,9 @@ def passes(otherwise: Rule | None = None) -> Rule:
 def batches(found: Found) -> None:
     """Map `train_global_batch_size`, the rollouts of an optimizer step."""
     rollouts, size = step_rollouts(found), found.value
+    if of_texts(found.result):
+        found.map("batch.prompts", size)
+        return
     if rollouts % size:
         found.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
         return
@@ -799,18 +832,36 @@ def dataset(found: Found) -> None:
         found.skip("data.train has its own")
         return
     path = found.get("data_path", *DATA) or found.get("train_data_path", *DATA)
-    known = responses(found, path, DATA) if found.value == "ResponseDataset" else DATASETS.get(str(found.value))
+    algorithm = found.result.values.get("run.algorithm")
+    datasets = {"sft": TEXT_DATASETS, "dpo": PAIR_DATASETS}.get(str(algorithm), DATASETS)
+    by_path = "BinaryPreferenceDataset" if algorithm == "dpo" else "ResponseDataset"
+    if found.value != by_path:
+        known = datasets.get(str(found.value))
+    elif algorithm == "dpo":
+        known = pairs_of_path(found, path)
+    else:
+        known = responses(found, path, DATA)
     if known is None:
-        names = f"rlctl knows {', '.join(DATASETS)}, and ResponseDataset with its data_path; --data names another"
+        names = f"rlctl knows {', '.join(datasets)}, and {by_path} with its data_path; --data names another"
         found.say("not yet", names, "data.name")
         return
     name, prompt, answer, split = known
-    answer = found.get("output_key", *DATA) or answer
-    for key, value in {"name": name, "prompt_field": prompt, "answer_field": answer}.items():
+    answer = answer and (found.get("output_key", *DATA) or answer)
+    fields = {key: field for key, field in {"prompt_field": prompt, "answer_field": answer}.items() if field}
+    for key, value in {"name": name, **fields}.items():
         found.set(f"data.{key}", value)
     if split and found.get("split", *DATA) is None:
         found.set("data.split", split)
-    found.say("mapped", f"data.name: {name}, fields {prompt} and {answer}")
+    found.say("mapped", f"data.name: {name}" + (f", fields {' and '.join(fields.values())}" if fields else ""))
+
+
+def pairs_of_path(found: Found, path: str | None) -> tuple[str, str, None, None] | None:
+    """Return name and prompt field of a BinaryPreferenceDataset; None where it has no path, or names its completions
+    otherwise than rlctl does."""
+    subset = found.get("subset", *DATA)
+    named = all(found.get(f"{name}_key", *DATA) in (None, name) for name in ("chosen", "rejected"))
+    prompt = found.get("prompt_key", *DATA) or "prompt"
+    return (f"{path}:{subset}" if subset else path, prompt, None, None) if path and named else None
 
 
 def text_file(found: Found, key: str) -> str | None:

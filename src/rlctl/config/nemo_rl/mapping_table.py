@@ -74,6 +74,28 @@ _STEPS: dict[str, Rule] = {
 }
 """Keys that the sections `grpo` and `distillation` both have."""
 
+OWN_VALIDATION = logs("--val-data FILE or validation.holdout, with validation.every, measures the loss on other texts")
+_OF_TEXTS: dict[str, Rule] = {
+    "max_num_steps": to("run.steps"),
+    "max_num_epochs": rules.epochs,
+    "seed": to("run.seed"),
+    **dict.fromkeys(
+        ["val_period", "val_batches", "val_global_batch_size", "val_micro_batch_size", "val_at_start", "val_at_end"],
+        OWN_VALIDATION,
+    ),
+}
+"""Keys that the sections `sft` and `dpo` both have."""
+
+_SFT_AND_DPO: dict[str, Rule] = {
+    **{f"{section}.{key}": rule for section in rules.OF_TEXTS for key, rule in _OF_TEXTS.items()},
+    "sft.only_unmask_final": to("data.train_on", {True: "last", False: "assistant", None: None}),
+    "dpo.reference_policy_kl_penalty": to("preference.beta"),
+    "dpo.preference_average_log_probs": to("preference.average"),
+    "dpo.sft_average_log_probs": rules.average_of_texts,
+    "dpo.sft_loss_weight": to("preference.sft_weight"),
+    "dpo.preference_loss_weight": only(None, 1, 1.0, why="the preferences have the weight 1"),
+}
+
 _DISTILLATION: dict[str, Rule] = {
     **{f"distillation.{key}": rule for key, rule in _STEPS.items()},
     "distillation.topk_logits_k": to("distillation.top_k"),
@@ -472,7 +494,11 @@ _REST: dict[str, Rule] = {
     "checkpointing.save_period": when(
         lambda found: found.get("checkpointing.enabled") is not False, to("run.checkpoint_every"), "checkpoints are off"
     ),
-    "checkpointing.keep_top_k": rules.kept_checkpoints,
+    "checkpointing.keep_top_k": when(
+        lambda found: rules.of_texts(found.result),
+        logs("the last checkpoints are kept; run.keep_best with run.keep_best_by=validation/loss keeps the best"),
+        rules.kept_checkpoints,
+    ),
     **each("checkpointing", "metric_name higher_is_better", without("read with keep_top_k")),
     "checkpointing.*": without("checkpoints are in the run directory; the last ones are kept"),
     **dict.fromkeys(rules.LOGGERS, rules.loggers),
@@ -522,6 +548,7 @@ _REST: dict[str, Rule] = {
 RULES: dict[str, Rule] = (
     _GRPO
     | _DISTILLATION
+    | _SFT_AND_DPO
     | _POLICY
     | {f"{MEGATRON}.{key}": rule for key, rule in _MEGATRON.items()}
     | _GENERATION
@@ -541,8 +568,16 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         default("optimizer.weight_decay", 0.01, result.source["optimizer.lr"])
     length, rows = leaves.get("policy.max_total_sequence_length"), leaves.get("policy.train_micro_batch_size")
     if isinstance(length, int) and length > 1:
-        tokens = length * (rows if isinstance(rows, int) else 1)
+        pair = 2 if result.values.get("run.algorithm") == "dpo" else 1  # both of its texts are in one micro-batch
+        tokens = pair * length * (rows if isinstance(rows, int) else 1)
+        if pair == 2 and (given := result.values.get("training.micro_batch_tokens")):
+            result.values["training.micro_batch_tokens"] = max(given, pair * length)
         default("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
-    if result.foreign is None and rules.environment_used(leaves) == "math":
+    if rules.of_texts(result):
+        default("data.too_long", "drop", "policy.max_total_sequence_length")
+        template = str(result.values.get("model.chat_template", ""))
+        if "{%" in template and "eos_token" not in template and leaves.get("data.add_eos") is not False:
+            result.set("model.chat_template", template + rules.END_OF_TEXT, result.source["model.chat_template"])
+    elif result.foreign is None and rules.environment_used(leaves) == "math":
         default("reward.terms", [{"name": rules.math_scorer(leaves)}], "env.math")
         default("reward.extract", "boxed", "env.math")

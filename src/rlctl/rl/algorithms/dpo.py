@@ -1,24 +1,31 @@
-"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+"""Direct preference optimization, and losses of its kind; `preference.loss` chooses.
 
-    reward(y)  = beta * (log pi(y | x) - log pi_ref(y | x))            summed over the tokens of a completion
-    loss       = - log sigmoid(reward(chosen) - reward(rejected))      averaged over the pairs of a batch
+    reward(y)  = beta * (log pi(y | x) - log pi_ref(y | x))     of dpo and ipo, summed over the tokens of a completion
+                 beta * log pi(y | x)                           of simpo and orpo, averaged over them
+    margin     = reward(chosen) - reward(rejected)
 
-With `preference.label_smoothing` e, the labels of a part e of the pairs are taken to be wrong (cDPO, Mitchell 2023):
-- (1 - e) log sigmoid(margin) - e log sigmoid(-margin). The reference is the model that the run began with.
+    dpo        - log sigmoid(margin)                            Rafailov et al. 2023, arXiv 2305.18290, equation 7
+    ipo        (margin / beta - 1 / (2 beta))^2                 Azar et al. 2023, arXiv 2310.12036, equation 17
+    simpo      - log sigmoid(margin - gamma)                    Meng et al. 2024, arXiv 2405.14734, equation 6
+    orpo       nll(chosen) - beta log sigmoid(log odds ratio)   Hong et al. 2024, arXiv 2403.07691, equations 6 and 7
+
+A loss is averaged over the pairs of a batch. With `preference.label_smoothing` e, the labels of a part e of the pairs
+are taken to be wrong (cDPO, Mitchell 2023): - (1 - e) log sigmoid(margin) - e log sigmoid(-margin). The reference is
+the model that the run began with. The odds of orpo are p / (1 - p), where p is the exponential of the mean log-prob.
 
 Both texts of a pair are in one micro-batch, the chosen one first (`CrewSpec.whole_groups`). Suffix P: its pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlctl.backends.batch import TokenBatch
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import PreferenceConfig, RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
 PAIRS = "pairs"
+LEAST_LOSS = 1e-7
+"""Smallest negative log-prob of a token whose odds are computed, since those of a certain one are infinite."""
 
 
 def _mean(name: str, curve: str, column: str = "") -> Metric:
@@ -43,6 +52,8 @@ class Pairs:
     rejected_logps_P: torch.Tensor
     chosen_rewards_P: torch.Tensor
     rejected_rewards_P: torch.Tensor
+    chosen_means_P: torch.Tensor  # mean log-prob of a token
+    rejected_means_P: torch.Tensor
 
     @property
     def margins_P(self) -> torch.Tensor:
@@ -51,6 +62,44 @@ class Pairs:
     def spread(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return values [R] whose sum over the tokens is that of `values_P` over the pairs."""
         return (values_P / self.tokens_P.clamp(min=1))[self.pair_R]
+
+
+def _dpo(pairs: Pairs, options: PreferenceConfig) -> torch.Tensor:
+    from torch.nn.functional import logsigmoid
+
+    wrong = options.label_smoothing
+    return -(1 - wrong) * logsigmoid(pairs.margins_P) - wrong * logsigmoid(-pairs.margins_P)
+
+
+def _ipo(pairs: Pairs, options: PreferenceConfig) -> torch.Tensor:
+    return (pairs.margins_P / options.beta - 1 / (2 * options.beta)).square()
+
+
+def _simpo(pairs: Pairs, options: PreferenceConfig) -> torch.Tensor:
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(pairs.margins_P - options.target_margin)
+
+
+def _orpo(pairs: Pairs, options: PreferenceConfig) -> torch.Tensor:
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    def log_odds(means_P: torch.Tensor) -> torch.Tensor:
+        means_P = means_P.clamp(max=-LEAST_LOSS)
+        return means_P - torch.log(-torch.expm1(means_P))
+
+    ratio_P = log_odds(pairs.chosen_means_P) - log_odds(pairs.rejected_means_P)
+    return -pairs.chosen_means_P - options.beta * logsigmoid(ratio_P)
+
+
+LOSSES: Mapping[str, Callable[[Pairs, PreferenceConfig], torch.Tensor]] = {
+    "dpo": _dpo,
+    "ipo": _ipo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+"""The loss of each pair [P], by the name of `preference.loss`."""
 
 
 class Dpo(Algorithm):
@@ -70,6 +119,8 @@ class Dpo(Algorithm):
 
     def __init__(self, config: RlctlConfig) -> None:
         super().__init__(config)
+        if not config.preference.has_reference:
+            self.requires = frozenset()
         if config.batch.optimizer_steps > 1:
             raise ConfigError(
                 f"batch.optimizer_steps = {config.batch.optimizer_steps} would divide the pairs of a batch.",
@@ -85,11 +136,9 @@ class Dpo(Algorithm):
         return np.full(len(response_tokens_N), 2 / max(1, len(response_tokens_N)))
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
-        from torch.nn.functional import logsigmoid
-
-        pairs, wrong = self.pairs(batch), self.config.preference.label_smoothing
-        loss_P = -(1 - wrong) * logsigmoid(pairs.margins_P) - wrong * logsigmoid(-pairs.margins_P)
-        return pairs.spread(loss_P)
+        pairs, options = self.pairs(batch), self.config.preference
+        imitated_P = pairs.chosen_means_P if options.average or not options.has_reference else pairs.chosen_logps_P
+        return pairs.spread(LOSSES[options.loss](pairs, options) - options.sft_weight * imitated_P)
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         pairs = self.pairs(batch)
@@ -108,8 +157,7 @@ class Dpo(Algorithm):
         """Return the pairs of a micro-batch, with gradient."""
         import torch
 
-        if batch.reference_logprobs_R is None:
-            raise ValueError("preferences are learned next to a reference policy, and the batch has none")
+        options = self.config.preference
         pair_R = batch.rollout_R // 2
         texts = 2 * (int(pair_R.max()) + 1)
 
@@ -118,14 +166,15 @@ class Dpo(Algorithm):
             sums = sums.index_add(0, batch.rollout_R, values_R)
             return sums[0::2], sums[1::2]
 
-        beta, (chosen, rejected) = self.config.preference.beta, summed(batch.logprobs_R)
-        chosen_reference, rejected_reference = summed(batch.reference_logprobs_R)
-        counts = summed(torch.ones_like(batch.logprobs_R, requires_grad=False))
-        return Pairs(
-            pair_R,
-            counts[0] + counts[1],
-            chosen,
-            rejected,
-            beta * (chosen - chosen_reference),
-            beta * (rejected - rejected_reference),
-        )
+        chosen, rejected = summed(batch.logprobs_R)
+        of_chosen, of_rejected = summed(torch.ones_like(batch.logprobs_R, requires_grad=False))
+        means = chosen / of_chosen.clamp(min=1), rejected / of_rejected.clamp(min=1)
+        compared = means
+        if options.has_reference:
+            if batch.reference_logprobs_R is None:
+                raise ValueError("preferences are learned next to a reference policy, and the batch has none")
+            compared = summed(batch.logprobs_R - batch.reference_logprobs_R)
+        if options.has_reference and options.average:
+            compared = compared[0] / of_chosen.clamp(min=1), compared[1] / of_rejected.clamp(min=1)
+        rewards = options.beta * compared[0], options.beta * compared[1]
+        return Pairs(pair_R, of_chosen + of_rejected, chosen, rejected, *rewards, *means)
