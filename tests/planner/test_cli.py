@@ -110,7 +110,7 @@ def test_a_nemo_rl_recipe_is_planned(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_recipe_that_cannot_run_says_so_in_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     base, recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "base.yaml", tmp_path / "other.yaml"
-    recipe.write_text(f"defaults: {base}\npolicy: {{generation: {{backend: sglang}}}}\n")
+    recipe.write_text(f"defaults: {base}\npolicy: {{generation: {{backend: llamacpp}}}}\n")
     code, out, err = rlctl(capsys, "plan", "--config", str(recipe), "--gpu", "h100", "--json")
     assert code == 0, err
     data = json.loads(out)

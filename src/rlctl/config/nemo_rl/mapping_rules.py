@@ -552,7 +552,7 @@ def engine(found: Found) -> None:
     if found.value in names:
         found.say("changed", f"the recipe generates with {names[found.value]}, and rlctl with vLLM")
     else:
-        to("generation.backend", {"vllm": "vllm", None: None})(found)
+        only("vllm", None, why="rlctl generates with vLLM", settled_by="generation.backend")(found)
 
 
 def engine_precision(found: Found) -> None:
