@@ -10,6 +10,7 @@ from pathlib import Path
 import rlctl
 from rlctl.config.keys import field, known_keys
 from rlctl.config.nemo_rl.recipe import Override, import_recipe
+from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import OWN_VARIABLES
@@ -28,7 +29,7 @@ FILES_AND_MODULES = (
 def texts() -> Iterator[tuple[str, str]]:
     """Each text of the sources that has more than one word, with its place; f-strings as a whole."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if "nemo_rl" in path.parts or path.stem == "other_trainers":  # these name the keys of other trainers
+        if "nemo_rl" in path.parts:  # these name the keys of other trainers
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
@@ -40,6 +41,8 @@ def texts() -> Iterator[tuple[str, str]]:
                     continue
             if " " in text:
                 yield f"{path.relative_to(SOURCE)}:{node.lineno}", text
+    of_flags = [group["use"] for group in NAMES["similar_flags"]]
+    yield from (("names.toml", text) for text in (*of_flags, *NAMES["managed"].values()))
     for page in PAGES:
         yield page.name, page.read_text()
 

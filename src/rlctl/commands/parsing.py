@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from rlctl.config.other_trainers import NAMES
 from rlctl.errors import InputError
 from rlctl.telemetry.terminal import be_quiet, be_verbose, without_color
 
@@ -25,69 +26,10 @@ CommandLineError: Any = typer.BadParameter.__mro__[2]
 LORA, LORA_RANK = "--lora", 16
 """A flag that may have a value, and the value that it has alone."""
 
-ALIASES = {
-    "--learning-rate": "--lr", "--max-steps": "--steps", "--max-num-steps": "--steps",
-    "--total-training-steps": "--steps", "--num-generations": "--generations",
-    "--num-generations-per-prompt": "--generations", "--group-size": "--generations", "--model-name": "--model",
-    "--model-name-or-path": "--model", "--model-path": "--model", "--num-prompts-per-step": "--prompts",
-    "--max-completion-length": "--max-new-tokens", "--max-response-length": "--max-new-tokens",
-    "--max-tokens": "--max-new-tokens", "--dataset": "--data", "--dataset-name": "--data",
-    "--reward-funcs": "--reward", "--reward-function": "--reward", "--output-dir": "--run-dir",
-    "--num-nodes": "--nodes", "--nnodes": "--nodes", "--num-gpus-per-node": "--gpus-per-node",
-    "--n-gpus-per-node": "--gpus-per-node", "--nproc-per-node": "--gpus-per-node", "--config-file": "--config",
-    "--override": "--set", "--no-colour": "--no-color", "--validation-data": "--val-data", "--eval-data": "--val-data",
-    "--val-files": "--val-data", "--prompt-key": "--prompt-field", "--input-key": "--prompt-field",
-    "--label-key": "--answer-field", "--lora-r": "--lora", "--lora-rank": "--lora", "--use-peft": "--lora",
-}  # fmt: skip
+ALIASES: dict[str, str] = NAMES["flags"]
 """Names of other trainers with the meaning of ours, for every command that has ours."""
-
-_SET = {
-    "--beta": "loss.kl_coefficient", "--kl-coef": "loss.kl_coefficient", "--epsilon": "loss.clip_low",
-    "--epsilon-high": "loss.clip_high", "--top-p": "generation.top_p", "--top-k": "generation.top_k",
-    "--weight-decay": "optimizer.weight_decay", "--max-grad-norm": "optimizer.clip_grad",
-    "--warmup-steps": "scheduler.warmup_steps", "--lr-scheduler-type": "scheduler.decay",
-    "--save-steps": "run.checkpoint_every", "--save-freq": "run.checkpoint_every",
-    "--save-total-limit": "run.keep_last",
-    "--vllm-gpu-memory-utilization": "generation.memory_fraction", "--dtype": "model.dtype",
-    "--gpu-memory-utilization": "generation.memory_fraction", "--pipeline-model-parallel-size": "training.pp",
-    "--tensor-model-parallel-size": "training.tp", "--lora-alpha": "training.lora.alpha",
-    "--trust-remote-code": "model.trust_remote_code", "--gradient-checkpointing": "training.recompute",
-}  # fmt: skip
-_ROLLOUTS = (
-    "A step has --prompts times --generations rollouts. The planner chooses micro-batches, and --set "
-    "batch.optimizer_steps=N takes several optimizer steps on a batch."
-)
-_STEPS = "Use --steps: each step takes the next --prompts prompts, in an endless order."
-_LENGTH = "Use --max-length, which counts prompt and completion together."
-_GPUS = "Use --gpus-per-node and --nodes; --gpu names the type, and --gpu cpu uses none."
-SIMILAR = {
-    **{name: f"Use --set {key}=VALUE." for name, key in _SET.items()},
-    "--per-device-train-batch-size": _ROLLOUTS,
-    "--train-batch-size": _ROLLOUTS,
-    "--batch-size": _ROLLOUTS,
-    "--train-global-batch-size": _ROLLOUTS,
-    "--gradient-accumulation-steps": _ROLLOUTS,
-    "--num-iterations": f"{_ROLLOUTS} Each rollout is trained on once.",
-    "--num-train-epochs": _STEPS,
-    "--epochs": _STEPS,
-    "--clip-ratio": "Use --set loss.clip_low=VALUE and --set loss.clip_high=VALUE.",
-    "--max-prompt-length": _LENGTH,
-    "--max-seq-length": _LENGTH,
-    "--max-model-len": _LENGTH,
-    "--logging-steps": "Every step is logged.",
-    "--report-to": "Use --wandb, --tensorboard or both; --set run.loggers=[mlflow] names others.",
-    "--log-completions": "Use --show-samples N; rollouts/ in the run directory keeps some of each step.",
-    "--use-vllm": "Completions always come from vLLM; leave it out.",
-    "--vllm-mode": "The planner places the engines; --set generation.colocated=true shares the training devices.",
-    "--tensor-parallel-size": "Use --set training.tp=N and --set generation.tp=N, or leave both to the planner.",
-    "--bf16": "Use --set model.dtype=bfloat16, the default on GPUs.",
-    "--fp16": "Use --set model.dtype=float16.",
-    "--resume-from-checkpoint": "Use --resume --run-dir DIR: a run goes on from its newest checkpoint.",
-    "--gpus": _GPUS,
-    "--num-gpus": _GPUS,
-    "--device": _GPUS,
-    "--verbose": "Use -v.",
-}
+SIMILAR: dict[str, str] = {name: f"Use --set {key}=VALUE." for name, key in NAMES["flags_of_keys"].items()}
+SIMILAR |= {name: group["use"] for group in NAMES["similar_flags"] for name in group["flags"]}
 """Names of other trainers that mean something else or are a key here, with what to use."""
 
 GIVEN = "rlctl.given"

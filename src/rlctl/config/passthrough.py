@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config import installed
 from rlctl.config.installed import Function, InstalledField, Open
+from rlctl.config.other_trainers import NAMES
 from rlctl.config.schema import RlctlConfig, Section
 
 
@@ -46,108 +47,10 @@ TARGETS = {
     "vllm": Target("vLLM", "vllm.engine.arg_utils", "EngineArgs"),
 }
 
-ALIASES = {
-    "megatron.tensor_model_parallel_size": "training.tp",
-    "megatron.pipeline_model_parallel_size": "training.pp",
-    "megatron.virtual_pipeline_model_parallel_size": "training.vpp",
-    "megatron.context_parallel_size": "training.cp",
-    "megatron.expert_model_parallel_size": "training.ep",
-    "megatron.expert_tensor_parallel_size": "training.etp",
-    "megatron.num_layers_in_first_pipeline_stage": "training.first_stage_layers",
-    "megatron.num_layers_in_last_pipeline_stage": "training.last_stage_layers",
-    "megatron.sequence_parallel": "training.sequence_parallel",
-    "megatron.recompute_granularity": "training.recompute",
-    "optimizer.adam_beta1": "optimizer.beta1",
-    "optimizer.adam_beta2": "optimizer.beta2",
-    "optimizer.adam_eps": "optimizer.eps",
-    "optimizer.min_lr": "scheduler.min_lr",
-    "optimizer.optimizer_cpu_offload": "training.optimizer_offload",
-    "optimizer.overlap_param_gather": "ddp.overlap_param_gather",
-    "scheduler.max_lr": "optimizer.lr",
-    "scheduler.lr_warmup_steps": "scheduler.warmup_steps",
-    "scheduler.lr_decay_style": "scheduler.decay",
-    "scheduler.lr_decay_steps": "scheduler.decay_steps",
-    "scheduler.wsd_decay_steps": "scheduler.wsd_steps",
-    "scheduler.lr_wsd_decay_style": "scheduler.wsd_decay",
-    "scheduler.start_wd": "scheduler.start_weight_decay",
-    "scheduler.end_wd": "scheduler.end_weight_decay",
-    "scheduler.wd_incr_steps": "scheduler.weight_decay_steps",
-    "scheduler.wd_incr_style": "scheduler.weight_decay_style",
-    "vllm.tokenizer": "model.tokenizer",
-    "vllm.revision": "model.revision",
-    "vllm.trust_remote_code": "model.trust_remote_code",
-    "vllm.max_model_len": "model.max_length",
-    "vllm.seed": "run.seed",
-    "vllm.tensor_parallel_size": "generation.tp",
-    "vllm.pipeline_parallel_size": "generation.pp",
-    "vllm.data_parallel_size": "generation.dp",
-    "vllm.gpu_memory_utilization": "generation.memory_fraction",
-    "vllm.kv_cache_memory_bytes": "generation.kv_cache_bytes",
-    "vllm.max_num_seqs": "generation.max_concurrent",
-    "vllm.max_num_batched_tokens": "generation.max_batched_tokens",
-}
+ALIASES: dict[str, str] = NAMES["aliases"]
 """Names that Megatron-Core and vLLM have for keys of rlctl."""
-
-OF_THE_MODEL = (
-    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
-    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "qk_l2_norm", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "glu_linear_offset",
-    "activation_func_clamp_value", "attention_output_gate", "softmax_scale", "softmax_type", "window_size",
-    "window_attn_skip_freq", "no_rope_freq", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq", "moe_router_score_function",
-    "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_latent_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim", "rotary_interleaved", "rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor",
-    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mrope_section",
-    "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "heterogeneous_block_specs",
-)  # fmt: skip
-
-_ON_DEVICE = "training.optimizer_offload keeps all states in host memory and updates on the device"
-MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODEL} | {
-    "megatron.params_dtype": "set model.dtype",
-    "megatron.pipeline_dtype": "set model.dtype",
-    "megatron.bf16": "set model.dtype",
-    "megatron.fp16": "set model.dtype",
-    "megatron.calculate_per_token_loss": "rlctl's loss is already normalized, and gradients are summed over ranks",
-    "megatron.variable_seq_lengths": "rlctl turns it on where pipeline stages exchange rows, which differ in length",
-    "megatron.cross_entropy_loss_fusion": "rlctl computes log-probs from parts of the vocabulary itself",
-    "megatron.cross_entropy_fusion_impl": "rlctl computes log-probs from parts of the vocabulary itself",
-    "megatron.account_for_embedding_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
-    "megatron.account_for_loss_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
-    "megatron.pipeline_model_parallel_layout": "set training.first_stage_layers and last_stage_layers",
-    "megatron.moe_use_legacy_grouped_gemm": "refit and checkpoints need one tensor for each expert",
-    "megatron.fp8_dot_product_attention": "attention is rlctl's own, in model.dtype",
-    "megatron.fp8_multi_head_attention": "attention is rlctl's own, in model.dtype",
-    "vllm.load_format": "engines start without weights, and the first refit fills them",
-    "megatron.mtp_num_layers": "multi-token prediction is not trained",
-    "optimizer.params_dtype": "set model.dtype",
-    "optimizer.bf16": "set model.dtype",
-    "optimizer.fp16": "set model.dtype",
-    "optimizer.use_distributed_optimizer": "the optimizer is always distributed",
-    "optimizer.optimizer_offload_fraction": _ON_DEVICE,
-    "optimizer.use_torch_optimizer_for_cpu_offload": _ON_DEVICE,
-    "optimizer.overlap_cpu_optimizer_d2h_h2d": _ON_DEVICE,
-    "optimizer.pin_cpu_grads": _ON_DEVICE,
-    "optimizer.pin_cpu_params": _ON_DEVICE,
-    "ddp.use_distributed_optimizer": "the optimizer is always distributed",
-    "ddp.average_in_collective": "gradients are summed, because rlctl's loss is already normalized",
-    "ddp.use_megatron_fsdp": "refit and checkpoints need the whole parameters of each tensor parallel rank",
-    "ddp.use_custom_fsdp": "refit and checkpoints need the whole parameters of each tensor parallel rank",
-    "ddp.data_parallel_sharding_strategy": "it belongs to Megatron-FSDP, which rlctl does not run",
-    "scheduler.optimizer": "rlctl builds the optimizer",
-    "scheduler.use_checkpoint_opt_param_scheduler": "a resumed run continues the schedule in its manifest",
-    "scheduler.override_opt_param_scheduler": "a resumed run continues the schedule in its manifest",
-    "vllm.model": "set model.name",
-    "vllm.dtype": "engines hold the weights in model.dtype",
-    "vllm.runner": "engines generate",
-    "vllm.convert": "engines generate",
-    "vllm.stream_interval": "each token carries its version, so none may be given out late",
-    "vllm.logprobs_mode": "log-probs must be those of the distribution that was sampled from",
-    "vllm.enable_expert_parallel": "set generation.ep",
-    "vllm.enable_sleep_mode": "set generation.colocated",
-    "vllm.worker_extension_cls": "a refit reaches the engine's weights through it",
-    "vllm.weight_transfer_config": "weights come by rlctl's own movers (refit.mover)",
-}
+MANAGED: dict[str, str] = {f"megatron.{name}": "it comes from the model" for name in NAMES["megatron"]["of_the_model"]}
+MANAGED |= NAMES["managed"]
 """Fields that rlctl sets itself, each with its source or the reason."""
 
 
