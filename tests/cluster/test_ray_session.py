@@ -17,8 +17,9 @@ from ray import cloudpickle
 
 from rlctl.cluster import ray_session
 from rlctl.cluster.ray_session import asks_for_token
-from rlctl.cluster.session_files import abandoned, lasting_folder
+from rlctl.cluster.session_files import lasting_folder
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.files import abandoned
 from rlctl.errors import MachineError
 from support.processes import beyond_loopback, family_of, listening
 from support.runs import wait_until_gone
@@ -103,24 +104,6 @@ def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(ranks, monkeypatch)
         ray_session._require_membership(address)
 
 
-def test_too_few_threads_for_a_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
-    monkeypatch.setattr("os.getuid", lambda: 65534)
-    with pytest.raises(MachineError, match=r"may be 150 threads here and there are \d.* needs 300 more\. .*ulimit -u"):
-        ray_session.require_threads()
-
-
-def test_limits_of_threads_of_a_control_group_are_found(tmp_path: Path) -> None:
-    (tmp_path / "own").write_text("3:cpu:/x\n0::/pod/job\n")
-    group = tmp_path / "groups" / "pod" / "job"
-    group.mkdir(parents=True)
-    for place, limit in ((group, "max"), (group.parent, "300")):
-        (place / "pids.max").write_text(limit + "\n")
-        (place / "pids.current").write_text("12\n")
-    *_, found = ray_session.thread_limits(tmp_path / "own", tmp_path / "groups")
-    assert found == (300, 12, f"Raise pids.max of {group.parent} (docker --pids-limit, systemd TasksMax).")
-
-
 def test_the_files_of_ray_are_in_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_TMPDIR", "here")
@@ -152,11 +135,11 @@ def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session
         with lasting_folder(tmp_path) as own:
             assert own.parent == other.parent == tmp_path
         assert not own.exists()
-        assert abandoned(tmp_path) == []
+        assert abandoned("", tmp_path) == []
         holder.kill()
     shared.touch()
     (other / "shared-memory-1").write_text(f"{shared}\n")
-    assert abandoned(tmp_path) == [other]
+    assert abandoned("", tmp_path) == [other]
     with lasting_folder(tmp_path):
         assert not other.exists()
         assert not shared.exists()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from rlctl.doctor import examine, gpus, host, network, software
+from rlctl.doctor import gpus, host, network, software
 from rlctl.doctor.finding import GIB, Check
 from rlctl.doctor.gpus import Gpu
 from rlctl.doctor.network import NodeFacts
@@ -166,31 +166,11 @@ def test_memory_of_a_control_group(tmp_path: Path) -> None:
     assert host.memory_bytes(tmp_path / "none")[0] >= total
 
 
-def test_bytecode(tmp_path: Path) -> None:
-    module = tmp_path / "engine" / "__init__.py"
-    module.parent.mkdir()
-    module.write_text("fit = True\n")
-    expect(software.check_bytecode(module, writes=True), "ok", "when they are first imported")
-    check = software.check_bytecode(module, writes=False)
-    expect(check, "warn", "PYTHONDONTWRITEBYTECODE", f"compileall -q -j 0 {tmp_path}")
-    assert check.repair is not None
-    assert check.repair() == f"compiled {tmp_path}"
-    expect(software.check_bytecode(module, writes=False), "ok", "the packages are compiled")
-    expect(software.check_bytecode(), "ok", "compiled")
-
-
 def test_shared_memory(tmp_path: Path) -> None:
     expect(host.check_shared_memory(directory=tmp_path, free=64 * 2**20), "fail", "--shm-size")
     expect(host.check_shared_memory(directory=tmp_path, free=2 * GIB), "ok")
     expect(host.check_shared_memory(8 * GIB, tmp_path, 2 * GIB), "fail", "9.0 GiB needed")
     expect(host.check_shared_memory(directory=tmp_path / "none"), "fail", "missing")
-
-
-def test_limits_that_end_a_run_are_found_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    expect(host.check_threads(), "ok")
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
-    monkeypatch.setattr("os.getuid", lambda: 65534)
-    expect(host.check_threads(), "fail", "may be 150 threads here", "ulimit -u")
 
 
 def test_run_directory(tmp_path: Path) -> None:
@@ -436,16 +416,3 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
         for check in checks:
             expect(check, "ok")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("found", "expected"), [((), "cpu"), ((H100,), "cuda")])
-def test_the_interfaces_looked_for_are_those_of_the_devices_that_are_here(
-    monkeypatch: pytest.MonkeyPatch, found: tuple[Gpu, ...], expected: str
-) -> None:
-    asked: list[str] = []
-    missing = software.interfaces.missing
-    monkeypatch.setattr(gpus, "list_gpus", lambda: found)
-    monkeypatch.setattr(software.interfaces, "missing", lambda *args: asked.append(args[1]) or missing(*args))
-    names = (check.name for check in examine.examine(examine.Wanted(), quick=True))
-    assert "vllm-interfaces" in names  # stops there: the checks behind it are not this test's
-    assert asked == [expected]

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import logging
 import os
-import resource
 import secrets
 import shutil
 import socket
@@ -31,8 +30,6 @@ from rlctl.errors import ClusterError, MachineError, WaitTimeoutError
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
-LEAST_THREADS = 300
-"""Threads of Ray's processes and of a small run's."""
 SOCKET_PATH_BYTES = 107
 SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The longest name that Ray gives a socket below the folder of its files."""
@@ -164,7 +161,6 @@ def asks_for_token(address: str) -> bool:
 def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
-    require_threads()
     base = session_base()
     if len(os.fsencode(base)) > MOST_BASE_BYTES:
         why = f"RAY_TMPDIR={base} is too long: the names of Ray's sockets below it may have {SOCKET_PATH_BYTES} bytes."
@@ -357,33 +353,6 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def require_threads() -> None:
-    """Raise MachineError where there may not be as many threads as a run has: a process that can make none is aborted
-    without a word of ours, or waits."""
-    for limit, taken, way in thread_limits():
-        if limit < taken + LEAST_THREADS:
-            raise MachineError(
-                f"There may be {limit:,} threads here and there are {taken:,}; a run needs {LEAST_THREADS} more.", way
-            )
-
-
-def thread_limits(
-    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[tuple[int, int, str]]:
-    """Yield each limit of threads, how many there are, and how it is raised: that of this user, and those of the
-    control group of this process, as a container or a job has one, and of the groups around it."""
-    most, user = resource.getrlimit(resource.RLIMIT_NPROC)[0], os.getuid()
-    if most != resource.RLIM_INFINITY and user != 0:  # a superuser has no limit
-        found = [one.info for one in psutil.process_iter(["uids", "num_threads"])]
-        taken = sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == user)
-        yield most, taken, "Raise it with `ulimit -u`, or end other processes."
-    names = [line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/")]
-    for group in (group for name in names for group in (root / name, *(root / name).parents)):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
-            limit, taken = (int((group / file).read_text()) for file in ("pids.max", "pids.current"))
-            yield limit, taken, f"Raise pids.max of {group} (docker --pids-limit, systemd TasksMax)."
 
 
 def _require_membership(address: str) -> None:

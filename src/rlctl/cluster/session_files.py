@@ -1,53 +1,31 @@
 """Folders and shared memory that last as long as a session. The next session removes what a killed one left.
 
-A folder is held by a lock, which the kernel drops with the process that has it: a folder without a holder is abandoned.
 Shared memory has no owner that outlives its process, so each process notes in the folder what it has made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-PREFIX, LOCK, NOTES = "rlctl-", "lock", "shared-memory-"
+from rlctl.config.files import LOCK, held_folder
+
+NOTES = "shared-memory-"
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM's ranks meet at a file of this name, and the names of their shared memory begin with the file's.
 VLLM_MEETING = "vllm_dist_*"
 
 
-@contextlib.contextmanager
-def lasting_folder(base: Path) -> Iterator[Path]:
+def lasting_folder(base: Path) -> contextlib.AbstractContextManager[Path]:
     """Make a folder in `base` that only this user can look into, and remove it at the end, with all shared memory that
     was noted in it. Raises OSError where no folder can be made."""
-    for folder in abandoned(base):
-        _remove(folder)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(folder / f"{LOCK}.new", folder / LOCK)  # so that none sees it before it is held
-        yield folder
-    finally:
-        _remove(folder)
-        os.close(lock)
-
-
-def abandoned(base: Path) -> list[Path]:
-    """Return this user's folders whose holder is gone."""
-    found = []
-    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError), lock.open() as stream:
-            if lock.stat().st_uid == os.getuid():
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found.append(lock.parent)
-    return found
+    return held_folder("", base, _remove)
 
 
 def note_shared_memory(paths: Iterable[Path]) -> None:

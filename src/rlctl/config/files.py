@@ -1,4 +1,4 @@
-"""Files that users name, read up to a bound and never from pipes or devices; temporary folders that nobody leaves."""
+"""Files that users name, read up to a bound and never from pipes or devices; folders that end with their process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rlctl.errors import ConfigError
@@ -17,8 +18,8 @@ from rlctl.errors import ConfigError
 TEXT_LIMIT_BYTES = 16 << 20
 """Size of a template, a source or a list of prompts beyond which the wrong file was named."""
 
-ABANDONED_S = 60.0
-"""A temporary folder is locked within this time after it was made."""
+LOCK = "lock"
+"""The file in a folder that the process which holds it has locked."""
 
 KEPT, KEPT_S = "kept", 86400.0
 """The file that marks a folder whose logs somebody may want to read, and how long it stays at least."""
@@ -68,41 +69,55 @@ def written_text(path: Path, errors: str = "strict") -> str:
     return path.read_text(encoding="utf-8", errors=errors)
 
 
+_remove = partial(shutil.rmtree, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held_folder(name: str, base: Path, remove: Callable[[Path], object] = _remove) -> Iterator[Path]:
+    """Make a folder `rlctl-name...` in `base` that only this user can look into, and `remove` it at the end, unless it
+    is marked as kept; before that, remove those that killed processes have left. Raises OSError where none can be made.
+
+    It is held by a lock, which the kernel drops with the process that has it.
+    """
+    for folder in abandoned(name, base):
+        remove(folder)
+    folder = Path(tempfile.mkdtemp(prefix=f"rlctl-{name}", dir=base))
+    lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(folder / f"{LOCK}.new", folder / LOCK)  # so that none sees it before it is held
+        yield folder
+    finally:
+        if not (folder / KEPT).exists():
+            remove(folder)
+        os.close(lock)
+
+
+def abandoned(name: str, base: Path) -> list[Path]:
+    """Return this user's folders of a name whose holder is gone, but for those that are still to be kept."""
+    found = []
+    for lock in base.glob(f"rlctl-{name}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open() as stream:
+            kept = (lock.parent / KEPT).exists() and time.time() - lock.parent.stat().st_mtime < KEPT_S
+            if lock.stat().st_uid == os.getuid() and not kept:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append(lock.parent)
+    return found
+
+
 @contextlib.contextmanager
 def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
-    """Make a folder `rlctl-name-...` that is removed at the end, and remove those that killed processes have left.
+    """Make a temporary folder `rlctl-name-...` (see `held_folder`).
 
     With `tell` the folder is for logs, which errors name: where the block fails it is kept for a day and longer, until
     the next folder of the name is made, and `tell` hears so.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"rlctl-{name}-*"):
-        _remove_abandoned(folder)
-    made, kept = Path(tempfile.mkdtemp(prefix=f"rlctl-{name}-")), False
-    lock = os.open(made, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
-        yield made
-    except Exception:
-        if tell is not None and any(path.is_file() and path.stat().st_size for path in made.rglob("*")):
-            with contextlib.suppress(OSError):  # the failure itself is what matters
-                (made / KEPT).touch()
-                kept = True
-                tell(f"the logs of the processes are kept in {made}")
-        raise
-    finally:
-        os.close(lock)
-        if not kept:
-            shutil.rmtree(made, ignore_errors=True)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder of this user that no process holds, and that is not kept."""
-    with contextlib.suppress(OSError):  # it is held, or another process removes it
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with held_folder(f"{name}-", Path(tempfile.gettempdir())) as made:
         try:
-            found, most_s = os.fstat(lock), KEPT_S if (folder / KEPT).exists() else ABANDONED_S
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > most_s:
-                shutil.rmtree(folder)
-        finally:
-            os.close(lock)
+            yield made
+        except Exception:
+            if tell is not None and any(path.is_file() and path.stat().st_size for path in made.rglob("*")):
+                with contextlib.suppress(OSError):  # the failure itself is what matters
+                    (made / KEPT).touch()
+                    tell(f"the logs of the processes are kept in {made}")
+            raise

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.backends.vllm.interfaces import installed_package
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.doctor import gpus, host, network, software
 from rlctl.doctor.finding import Check
@@ -32,9 +31,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield software.check_python(len(found))
     yield software.check_engines(versions)
     yield software.check_packages(versions)
-    yield software.check_vllm_interfaces(installed_package(), "cuda" if found else "cpu")
     yield software.check_torch_companions(versions)
-    yield software.check_bytecode()
     yield software.check_transformer_engine(len(found), versions, None if quick else software.why_not_imported)
     yield gpus.check_vllm_platform(found, versions)
     yield host.check_cpu(len(found))
@@ -50,7 +47,6 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield host.check_memory(wanted.parameters, wanted.gpus_per_node)
     yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
     yield host.check_left_over()
-    yield host.check_threads()
     yield host.check_locked_memory(len(found))
     yield host.check_run_directory(wanted.parameters, wanted.run_directory)
     yield host.check_converted_models(wanted.parameters)

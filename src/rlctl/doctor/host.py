@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 
 from rlctl.checkpoints.locations import converted_directory, nearest_existing, write_problem
-from rlctl.cluster.ray_session import MOST_BASE_BYTES, require_threads, session_base
+from rlctl.cluster.ray_session import MOST_BASE_BYTES, session_base
 from rlctl.config.paths import user_path
 from rlctl.doctor.finding import GIB, Check, gib
-from rlctl.errors import MachineError
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
 LEAST_MEMORY = 6 * GIB
@@ -93,15 +92,6 @@ def check_shared_memory(weights_bytes: int = 0, directory: Path = Path("/dev/shm
             "shared-memory", "fail", detail, "Remove old files there; start a container with --shm-size or --ipc=host."
         )
     return Check("shared-memory", "ok", detail)
-
-
-def check_threads() -> Check:
-    """Check that a run may have the threads that it needs, by the limits of the user and of the control group."""
-    try:
-        require_threads()
-    except MachineError as error:
-        return Check("threads", "fail", error.message.rstrip("."), error.hint)
-    return Check("threads", "ok", "a run may have the threads that it needs")
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Check:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import compileall
-import importlib.util
-import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from rlctl.backends.vllm import interfaces
 from rlctl.doctor.finding import Check
 from rlctl.errors import listed
 
@@ -108,17 +103,6 @@ def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], lis
                 yield text, f"{name}{requirement.specifier}"
 
 
-def check_vllm_interfaces(package: Path | None, platform: str) -> Check:
-    """Check that the source of the installed vLLM has every interface that rlctl uses on `platform` (`cpu`, `cuda`)."""
-    if package is None:
-        return Check("vllm-interfaces", "ok", "vLLM is not installed: nothing to check")
-    lacking = interfaces.missing(package, platform)
-    if not lacking:
-        return Check("vllm-interfaces", "ok", "vLLM has all the interfaces that rlctl uses")
-    fix = "Install the vLLM of the constraints file, as `make venv` does in a checkout."
-    return Check("vllm-interfaces", "fail", f"this vLLM lacks {listed(lacking, 3)}", fix)
-
-
 def check_torch_companions(versions: Mapping[str, str]) -> Check:
     """Check that no CUDA build of torchvision or its siblings stands next to torch's CPU build."""
     if not versions.get("torch", "").endswith("+cpu"):
@@ -128,32 +112,6 @@ def check_torch_companions(versions: Mapping[str, str]) -> Check:
         fix = f"Remove what text does not need: `pip uninstall {' '.join(wrong)}`."
         return Check("torch-companions", "fail", f"{', '.join(wrong)} are CUDA builds, but torch is a CPU build", fix)
     return Check("torch-companions", "ok", "no package that torch's CPU build does not match")
-
-
-def check_bytecode(module: Path | None = None, writes: bool = not sys.dont_write_bytecode) -> Check:
-    """Check that modules are compiled or can be kept so; otherwise engines take twice as long to start."""
-    spec = importlib.util.find_spec("torch") if module is None else None
-    module = Path(spec.origin) if spec is not None and spec.origin else module
-    if module is None:
-        return Check("bytecode", "ok", "torch is not installed: nothing to check")
-    if Path(importlib.util.cache_from_source(str(module))).exists():
-        return Check("bytecode", "ok", "the packages are compiled")
-    packages = module.parents[1]
-    if writes and os.access(packages, os.W_OK):
-        return Check("bytecode", "ok", "the packages are compiled when they are first imported")
-    why = "is not writable" if writes else "is not compiled, and PYTHONDONTWRITEBYTECODE is set"
-    return Check(
-        "bytecode",
-        "warn",
-        f"{packages} {why}: every process compiles its imports anew",
-        f"`python -m compileall -q -j 0 {packages}`, or `rlctl doctor --fix`.",
-        lambda: _compile(packages),
-    )
-
-
-def _compile(packages: Path) -> str:
-    compileall.compile_dir(packages, quiet=2, workers=0)
-    return f"compiled {packages}"
 
 
 def check_transformer_engine(

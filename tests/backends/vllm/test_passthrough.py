@@ -19,9 +19,7 @@ from support.engines import tiny_facts
 ARGUMENTS = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from rlctl.backends.vllm.compat import require_arguments
 arguments = json.loads(sys.argv[1])
-require_arguments(arguments)
 made = EngineArgs(**arguments)
 names = ("max_logprobs", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "hf_overrides")
 print(json.dumps({name: getattr(made, name) for name in names}))
@@ -29,9 +27,7 @@ print(json.dumps({name: getattr(made, name) for name in names}))
 CONFIGURATION = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from rlctl.backends.vllm.compat import require_arguments
 arguments = json.loads(sys.argv[1])
-require_arguments(arguments)
 made = EngineArgs(**arguments).create_engine_config()
 print(json.dumps({
     "max_logprobs": made.model_config.max_logprobs,

@@ -1,4 +1,4 @@
-"""Everything that depends on vLLM's version, which `interfaces.py` checks. It was run with 0.26 to 0.32, on CPUs.
+"""Everything that depends on vLLM's version. It was run with 0.26 to 0.32, on CPUs.
 
 Private names of vLLM are used here and nowhere else.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.messages import QUANTIZED, Sampling
-from rlctl.backends.vllm import interfaces
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.families import families
 from rlctl.weights.vllm import ExpertSizes
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The versions that rlctl was run with. pyproject.toml asks for the same."""
-SUPPORTED = f"rlctl was run with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
 REPLICA = tuple(f"VLLM_DP_{name}" for name in ("SIZE", "RANK", "RANK_LOCAL", "MASTER_IP", "MASTER_PORT"))
 """The variables by which vLLM knows which replica an engine is."""
 MODELS = "vllm.model_executor.models."
@@ -34,8 +32,8 @@ CPU_ORDERS = ("vec", "amx", "neon", "vsx")
 """Instruction sets for whose kernels vLLM reorders experts on CPUs."""
 
 
-def check_version(platform: str) -> None:
-    """Raise MachineError where vLLM is missing, too old, or lacks an interface used here on `cpu` or `cuda`."""
+def check_version() -> None:
+    """Raise MachineError where vLLM is missing or too old."""
     try:
         import vllm
     except ImportError as error:
@@ -46,28 +44,6 @@ def check_version(platform: str) -> None:
         raise MachineError(
             f"vLLM {vllm.__version__} is too old: rlctl needs {OLDEST[0]}.{OLDEST[1]} or newer.",
             "Install the versions of the constraints file.",
-        )
-    package = interfaces.installed_package()
-    lacking = interfaces.missing(package, platform) if package is not None else []
-    if lacking:
-        raise MachineError(
-            f"vLLM {vllm.__version__} lacks what rlctl uses of it: {'; '.join(lacking[:4])}.",
-            SUPPORTED,
-        )
-
-
-def require_arguments(arguments: dict[str, Any]) -> None:
-    """Raise MachineError naming the engine arguments that this vLLM does not know."""
-    import dataclasses
-
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    missing = sorted(set(arguments) - known)
-    if missing:
-        raise MachineError(
-            f"This vLLM does not know the engine arguments {', '.join(missing)}.",
-            SUPPORTED,
         )
 
 

@@ -59,7 +59,7 @@ class VllmEngine:
 
     def start(self) -> None:
         self.spec.require_environment()
-        compat.check_version(self.spec.device)
+        compat.check_version()
         self._engine = started(self.spec, self._places)
         self._lock.prepare = self._engine.enter
         self._memory = DeviceMemory(self._engine, shared=self.spec.sleeps)

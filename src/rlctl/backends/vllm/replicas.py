@@ -61,7 +61,6 @@ class Replica:
         """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
         from vllm import LLM
 
-        compat.require_arguments(spec.arguments)
         # Up to 0.27 vLLM looks for a free port long before it listens, so engines that start together look elsewhere.
         os.environ.setdefault("VLLM_PORT", str(FIRST_PORT + secrets.randbelow(PORT_COUNT)))
         if meeting is not None:
