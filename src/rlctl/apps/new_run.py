@@ -21,59 +21,8 @@ OWN_REWARD = f"{REWARD}:reward"
 QUESTIONS = 96
 HELD_OUT = 16
 
-REWARD_TEXT = '''"""The reward of this run. A dry run shows what it gives the first reference answer."""
-
-import re
-
-
-def reward(completion: str, answer: str, **row: object) -> float:
-    """Return a number for one completion, the higher the better.
-
-    `answer` is the reference answer, and `row` has the other columns of the data and the `prompt`.
-    """
-    numbers = re.findall(r"-?\\d+", completion)
-    right = numbers[-1:] == [str(answer)]
-    return 1.0 if right else 0.1 if numbers else 0.0  # a little for an answer that is a number at all
-'''
-
-CONFIG_TEXT = """\
-# A run of your own. In this directory:
-#     rlctl train grpo --preset run.yaml --dry-run    shows the plan, a prompt and its rewards, and starts nothing
-#     rlctl train grpo --preset run.yaml              trains
-# `rlctl config schema` lists every key. Preset and planner decide what is not set here.
-description: A run of my own.
-extends: {preset}  # values for the machine; `rlctl presets ls` lists others
-
-model:
-  name: {model}  # a name on the Hugging Face hub, or a directory
-
-data:
-  name: {data}  # a .jsonl or .parquet file, a dataset of the hub, or reasoning-gym:<task>
-{fields}  # system_prompt: Think step by step.
-
-reward:
-  terms:  # the reward is the sum of weight x score
-    - {{ name: {reward}, weight: 1.0 }}
-    # Built in are exact-match, math-verify, ifeval and task; `file.py:function` is your own.
-
-batch:  # rollouts of a step: prompts x generations
-  prompts: {prompts}
-  generations: {generations}
-generation:
-  max_new_tokens: {max_new_tokens}  # completions are cut there
-  temperature: {temperature}
-optimizer:
-  lr: {lr}
-# training: {{ lora: {{ rank: 16 }} }}  # trains adapters in place of all weights
-
-validation:  # how good the model is on prompts that it is not trained on
-  holdout: {holdout}  # prompts that are taken away from training; `data: {{ name: FILE }}` names other ones
-  at_start: {validates}
-  at_end: {validates}
-
-run:
-  steps: {steps}
-"""
+TEXTS = Path(__file__).with_name("init")
+"""The files that are written: the configuration, in which names in braces are filled in, and the reward."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +47,7 @@ class NewRun:
         if self.data is None:
             texts[DATA] = "".join(json.dumps(row) + "\n" for row in example_rows())
         if self._reward() == OWN_REWARD:
-            texts[REWARD] = REWARD_TEXT
+            texts[REWARD] = (TEXTS / f"{REWARD}.txt").read_text(encoding="utf-8")
         for name in texts:
             if (self.directory / name).exists():
                 raise InputError(f"{self.directory / name} exists already.", "Name another directory, or remove it.")
@@ -111,7 +60,8 @@ class NewRun:
     def _config(self, config: RlctlConfig, model: str) -> str:
         fields = self._fields()
         names = {"prompt_field": fields[0], "answer_field": fields[1]} if fields else {}
-        return CONFIG_TEXT.format(
+        text = (TEXTS / CONFIG).read_text(encoding="utf-8")
+        return text.format(
             preset=_written(self.preset),
             model=_written(model),
             data=_written(DATA if self.data is None else self.data),

@@ -1,4 +1,4 @@
-"""What the CPU build of the installed vLLM can compute, read from its files; nothing is imported."""
+"""Limits of the CPU build of the installed vLLM, read from its files; nothing is imported."""
 
 from __future__ import annotations
 

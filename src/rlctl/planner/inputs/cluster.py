@@ -1,7 +1,6 @@
 """The machine that a plan is for: a table of hardware constants, a cluster of such devices, and its measured rates.
 
-Rates are peak rates of one device in one direction. Sources: [N] NVIDIA's data sheet of the part, dense figures (half
-of the sparse ones), [D] the data sheet of the DGX or NVL system built from it (network, host memory).
+Rates are peak rates of one device in one direction. Those of GPUs are in `devices.yaml`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rlctl.config.files import written_text
 from rlctl.config.paths import user_path
@@ -63,46 +65,21 @@ class Device:
         return rates.get(precision, self.bf16)
 
 
-def _gpu(name: str, memory: float, bf16: float, fp8: float, hbm: float, link: float, **more: object) -> Device:
-    base = Device(
-        name, memory * GIB, bf16 * TERA, fp8 * TERA, hbm * GB, link * GB,
-        link_domain=8, network=50 * GB, host_link=55 * GB, gpus_per_node=8, host_memory=2000 * GIB,
-    )  # fmt: skip
-    return replace(base, **more)
+UNITS = {"memory": GIB, "host_memory": GIB, **dict.fromkeys(("bf16", "fp8", "fp4"), TERA)}
+UNITS |= dict.fromkeys(("memory_bandwidth", "link", "network", "host_link"), GB)
 
 
-_NVL72 = {"link_domain": 72, "gpus_per_node": 4, "host_link": 400 * GB, "host_memory": 960 * GIB}
-_PCIE = {"link_domain": 1, "host_link": 25 * GB, "host_memory": 1000 * GIB, "network": 12.5 * GB}
+def _devices() -> dict[str, Device]:
+    """Return the devices of `devices.yaml` by name."""
+    listed: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
+    usual, found = listed.pop("usual"), {}
+    for name, own in listed.items():
+        values = usual | {"fp8": own["bf16"]} | own
+        found[name] = Device(name, **{key: value * UNITS.get(key, 1) for key, value in values.items()})
+    return found
 
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        # 989 TFLOP/s BF16, 1979 FP8, 3.35 TB/s, NVLink 4 900 GB/s both ways; 8 x 400 Gb/s [N, D]
-        _gpu("h100", 79.2, 989, 1979, 3350, 450, source="NVIDIA H100 SXM and DGX H100 data sheets"),
-        _gpu("h800", 79.2, 989, 1979, 3350, 200, source="H100 with NVLink cut to 400 GB/s both ways"),
-        _gpu("h200", 139.8, 989, 1979, 4800, 450, source="NVIDIA H200 SXM data sheet"),
-        _gpu("h20", 95.1, 148, 296, 4000, 450, source="published reviews; NVIDIA has no public data sheet"),
-        _gpu("h100-nvl", 93.1, 835, 1671, 3900, 300, link_domain=2, source="NVIDIA H100 NVL data sheet"),
-        _gpu("gh200", 94.5, 989, 1979, 4000, 450, link_domain=1, host_link=400 * GB, gpus_per_node=1,
-             host_memory=480 * GIB, source="NVIDIA GH200 data sheet"),
-        # NVLink 3 600 GB/s both ways; 8 x 200 Gb/s [N, D]
-        _gpu("a100", 79.2, 312, 312, 2039, 300, network=25 * GB, host_link=25 * GB, source="NVIDIA A100 80GB SXM"),
-        _gpu("a100-40gb", 39.4, 312, 312, 1555, 300, network=25 * GB, host_link=25 * GB, host_memory=1000 * GIB,
-             source="NVIDIA A100 40GB SXM"),
-        # 2.25 PFLOP/s BF16, 4.5 FP8, 9 FP4, 8 TB/s, NVLink 5 1.8 TB/s both ways [N, D]
-        _gpu("b200", 178.4, 2250, 4500, 7700, 900, fp4=9000 * TERA, host_memory=4000 * GIB,
-             source="DGX B200 data sheet"),
-        _gpu("b300", 267.7, 2250, 4500, 7700, 900, fp4=13500 * TERA, network=100 * GB, host_memory=4000 * GIB,
-             source="DGX B300 data sheet"),
-        _gpu("gb200", 184.0, 2450, 4900, 8000, 900, fp4=9800 * TERA, **_NVL72, source="GB200 NVL72 data sheet"),
-        _gpu("gb300", 276.0, 2450, 4900, 8000, 900, fp4=14700 * TERA, network=100 * GB, **_NVL72,
-             source="GB300 NVL72 data sheet"),
-        _gpu("l40s", 44.4, 362, 733, 864, 25, **_PCIE, source="NVIDIA L40S data sheet; PCIe 4 x16"),
-        _gpu("l4", 22.0, 121, 242, 300, 25, **_PCIE, source="NVIDIA L4 data sheet; PCIe 4"),
-        _gpu("a10g", 22.1, 70, 70, 600, 25, **_PCIE, source="AWS G5"),
-        _gpu("rtx4090", 23.5, 165, 330, 1008, 25, **_PCIE, source="NVIDIA Ada whitepaper, FP32 accumulation"),
-    )
-}  # fmt: skip
+
+DEVICES = _devices()
 
 
 def cpu_device(cores: int, memory: float, flops: float | None = None, bandwidth: float | None = None) -> Device:
