@@ -18,50 +18,7 @@ from rlctl.telemetry.page import page
 PORT = 8642
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 """A browser lets the page do nothing but ask this server."""
-SCRIPT = """
-const every = 2000, told = document.querySelector("[role=status]").cloneNode();
-told.removeAttribute("role"); told.id = "live"; document.querySelector("main").prepend(told);
-let tag = "";
-const focusable = part => [part, ...part.querySelectorAll("*")].filter(one => one.matches("summary,[tabindex]"));
-function replace(old, fresh) {
-  const folds = part => [part, ...part.querySelectorAll("details")].filter(one => one.matches("details"));
-  const title = one => one.querySelector("summary").textContent;
-  const open = new Set(folds(old).filter(one => one.open).map(title));
-  const at = focusable(old).indexOf(document.activeElement), scrolled = focusable(old).map(one => one.scrollLeft);
-  old.replaceWith(fresh);
-  for (const one of folds(fresh)) if (open.has(title(one))) one.open = true;
-  focusable(fresh).forEach((one, place) => { one.scrollLeft = scrolled[place] || 0; });
-  if (at >= 0 && focusable(fresh)[at]) focusable(fresh)[at].focus({preventScroll: true});
-}
-const sources = new Map();
-function update(next) {
-  document.title = next.title;
-  const main = document.querySelector("main"), parts = [...next.querySelectorAll("main > *")];
-  const name = part => part.id || part.tagName, names = new Set(parts.map(name));
-  let before = told;
-  for (const part of parts) {
-    const source = part.outerHTML, old = [...main.children].find(one => one !== told && name(one) === name(part));
-    let now = old;
-    if (!old) { now = part; before.after(part); }
-    else if (sources.get(name(part)) !== source) { now = part; replace(old, part); }
-    sources.set(name(part), source);
-    before = now;
-  }
-  for (const old of [...main.children]) if (old !== told && !names.has(name(old))) old.remove();
-}
-async function look() {
-  try {
-    const answer = await fetch("/", {headers: tag ? {"If-None-Match": tag} : {}, cache: "no-store"});
-    if (answer.status === 200) {
-      update(new DOMParser().parseFromString(await answer.text(), "text/html"));
-      tag = answer.headers.get("ETag");
-    }
-    told.textContent = answer.ok || answer.status === 304 ? "This page keeps itself up to date." : await answer.text();
-  } catch { told.textContent = "rlctl watch does not answer any more: the page shows what it last said."; }
-  setTimeout(look, every);
-}
-look();
-"""
+SCRIPT = Path(__file__).with_name("watch.js")
 
 
 class PageServer(ThreadingHTTPServer):
@@ -97,7 +54,7 @@ class PageServer(ThreadingHTTPServer):
         with self._made:
             tag = self._tag()
             if tag != self._page[0]:
-                shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT)
+                shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT.read_text(encoding="utf-8"))
                 self._page = (tag, shown.encode(errors="replace"))
             return self._page
 

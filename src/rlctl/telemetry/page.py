@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,69 +20,10 @@ from rlctl.telemetry.headline import VALIDATION, Change
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.reported_run import Arm, Forecast, ReportedRun, alike, arms, differences, unlike
 
-MAIN = {
-    "reward_mean": "mean reward",
-    "accuracy": "accuracy",
-    "validation": "",
-    "response_tokens_mean": "response tokens, mean",
-    "truncated_fraction": "share of completions cut off",
-    "entropy": "entropy",
-    "kl": "KL(policy || reference)",
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "logprob_diff/mean": "log-prob difference of engine and trainer, mean",
-    "tokens_per_s": "tokens/s, saving left out",
-}
-"""Curves that are always open, in this order; `validation` stands for its scores. Others are folded."""
+WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+MAIN, TILES, TITLES, UNITS = (WORDS[kind] for kind in ("main", "tiles", "titles", "units"))
 NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures", "/dropped_rollouts")
 """How the names of those end that are no scores."""
-TILES = {
-    "reward_mean": "reward", "accuracy": "accuracy", "response_tokens_mean": "response tokens",
-    "truncated_fraction": "share cut off",
-}  # fmt: skip
-"""Metrics that are shown as a run began and as it is now, with their noise."""
-TITLES = {
-    "answered_fraction": "share of completions with an answer",
-    "reward_std": "standard deviation of the reward",
-    "response_tokens_max": "response tokens, most",
-    "prompt_tokens_mean": "prompt tokens, mean",
-    "groups_without_signal": "share of groups without signal",
-    "lr": "learning rate",
-    "skipped_steps": "optimizer steps skipped",
-    "loss_scale": "loss scale",
-    "rounding/changed_step": "share of weights changed in the step",
-    "rounding/changed": "share of weights changed",
-    "rounding/carried": "share of the optimizer's movement in the weights",
-    "system/cpu_percent": "processors of the node",
-    "system/memory_gib": "memory of the node",
-    "system/memory_percent": "memory of the node, share",
-    "system/gpu_memory_gib": "fullest GPU",
-    "system/gpu_busy_percent": "GPUs busy, mean",
-    "system/gpu_busy_percent_least": "GPU that is least busy",
-    **{
-        f"system/{process}_{what}": f"{title}, {name}"
-        for process, title in (("driver", "driver"), ("policy", "fullest rank"), ("engine", "fullest engine"))
-        for what, name in (("memory_gib", "memory"), ("cpu_percent", "processors"))
-    },
-}
-UNITS = (
-    ("(driver|policy|engine)_cpu_percent$", "% of a processor"),
-    ("percent", "%"),
-    ("^rounding/", "share"),
-    ("^loss_scale$", "factor"),
-    ("_gib$", "GiB"),
-    ("tokens_per_s$", "tokens/s"),
-    ("tokens", "tokens"),
-    ("fraction$|accuracy$|pass@|^groups_without_signal$", "share"),
-    ("^stop_reasons|rollouts$|groups$|failures$|steps$|rounds$|batches$", "count"),
-    ("^staleness|version", "versions"),
-    ("entropy|kl$|logprob", "nats"),
-    ("reward|penalty", "reward"),
-    ("^lr$", "learning rate"),
-    ("loss$", "loss"),
-    ("grad_norm$", "norm"),
-)
-"""The unit on the axis of the metrics whose name a pattern is found in, the first that fits; others are a `value`."""
 ELSEWHERE = ("step", "seconds/", "refit_seconds/")
 """Values that no curve shows; the bars show seconds."""
 LONGEST_TEXT = 1500
@@ -297,7 +239,7 @@ def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str
     steps = (float(min(counted)), float(max(counted)))
     for name in names:
         groups = alike(found, name)
-        unit = next((unit for pattern, unit in UNITS if re.search(pattern, name)), "value")
+        unit = next((unit for pattern, unit in UNITS.items() if re.search(pattern, name)), "value")
         for group in groups:
             title = _title(name, titles)
             title += f" of {', '.join(found[place].name for place in group)}" if len(groups) > 1 else ""
