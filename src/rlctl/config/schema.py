@@ -601,7 +601,7 @@ class GenerationConfig(Section):
     """How completions are generated: engines, parallelism, sampling, memory."""
 
     backend: str = "auto"
-    """What generates: `vllm`, which `auto` is, or an engine that an installed package adds."""
+    """The engine that generates: `vllm`, which `auto` is, or one that an installed package adds."""
     engines: Positive | None = None
     """Number of engines."""
     tp: Positive | None = None

@@ -48,7 +48,7 @@ def text_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     Raises InputError naming row and field where the record has no text.
     """
     fields = dict(record)
-    if record.keys() >= SQUAD and data.answer_field == ANSWER:
+    if record.keys() >= SQUAD and data.answer_field == ANSWER and not record.keys() & {COMPLETION, MESSAGES}:
         texts = record["answers"].get(TEXT) if isinstance(record["answers"], Mapping) else None
         if not texts:
             raise InputError(f"{where}: the question has no answer in `answers`.", "Leave out such rows.")
@@ -77,7 +77,7 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     The prompt may be in the messages of both completions, which then begin alike. Raises InputError naming row and
     field.
     """
-    if record.keys() >= HELP_STEER:
+    if record.keys() >= HELP_STEER and not record.keys() & {CHOSEN, REJECTED}:
         better, worse = (record[name] for name in ("response1", "response2"))
         if record["overall_preference"] >= 0:  # of two equal answers the first is both
             better, worse = (worse if record["overall_preference"] else better), better

@@ -17,14 +17,14 @@ REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-"""What is written otherwise, one after the other."""
+"""Spellings and their replacements, applied one after the other."""
 LEFT_OUT = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
     "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
     r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""What is left out, one after the other."""
+"""Words and signs that are left out, one after the other."""
 REWRITTEN = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the first formula alone
     *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),

@@ -14,7 +14,7 @@ Precision = Literal["float32", "bf16", "fp8", "fp4"]
 
 @dataclass(frozen=True)
 class EngineNumbers:
-    """What an engine's own settings change of its memory and its speed."""
+    """The numbers of an engine that its own settings change: its memory and its speed follow from them."""
 
     matrix_bytes: float | None = None
     """Bytes of a weight of the layers; None: as embedding and head."""

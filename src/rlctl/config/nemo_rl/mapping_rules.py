@@ -564,6 +564,12 @@ def engine_precision(found: Found) -> None:
         only(None, "bfloat16", "float32", "float16", why="engines hold the weights in model.dtype, or in fp8")(found)
 
 
+def without_begin(found: Found) -> bool:
+    """Return whether the recipe has a chat template of its own that does not write the tokenizer's first token."""
+    template = str(found.get("policy.tokenizer.chat_template") or "")
+    return "{" in template and "bos_token" not in template
+
+
 def template_variables(found: Found) -> None:
     """Map a variable of the chat template."""
     found.map(f"model.chat_template_kwargs.{found.name.rpartition('.')[2]}", found.value)

@@ -478,7 +478,12 @@ _REST: dict[str, Rule] = {
     "data.use_multiple_dataloader": only(None, False, why="sources are mixed in every batch (data.sources)"),
     "data.num_prompts_per_dataloader": without("read with data.use_multiple_dataloader"),
     "data.custom_dataloader": only(None, why="prompts are read by rlctl"),
-    **each("data", "add_bos add_eos add_generation_prompt add_system_prompt", without("the chat template decides")),
+    **each("data", "add_eos add_generation_prompt add_system_prompt", without("the chat template decides")),
+    "data.add_bos": when(
+        rules.without_begin,
+        differs(None, False, why="the recipe's chat template writes no first token, and rlctl adds none"),
+        "the chat template decides",
+    ),
     "env.math.num_workers": without("rewards are computed in one process"),
     "env.math.math_verify_impl": rules.when_math(
         only(None, *rules.MATH_SCORERS, why="rlctl knows hf_math_verify and dapo_math_verify",
