@@ -16,14 +16,14 @@ FORM = str(RECIPES / "megatron_form.yaml")
 
 def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(f"defaults: {FORM}\ngrpo: {{ seq_logprob_error_threshold: 2, key_of_tomorrow: 3 }}\n")
+    path.write_text(f"defaults: {FORM}\ngrpo: {{ malformed_thinking_advantage: 2, key_of_tomorrow: 3 }}\n")
     code, out, _ = rlctl(capsys, "config", "import", "--report", str(path))
     lines = out.splitlines()
     assert code == 0
     assert lines[0].startswith("r.yaml: ")
     assert "1 not yet, 1 not known, 2 changed" in lines[0]
     assert lines[1].startswith("rlctl cannot run this yet")
-    assert lines[2].startswith("  grpo.seq_logprob_error_threshold = 2: ")
+    assert lines[2].startswith("  grpo.malformed_thinking_advantage = 2: ")
     assert lines[4].startswith("  grpo.key_of_tomorrow = 3: ")
     assert "policy.model_name" not in out
     assert len(lines) <= 15
@@ -72,7 +72,7 @@ def test_the_object_of_json_has_counts_and_every_key(capsys: pytest.CaptureFixtu
 
 def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("sft: { max_num_steps: 3 }\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n")
+    path.write_text("rm: { max_num_steps: 3 }\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n")
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert code == 0
     assert "algorithm" not in out
@@ -125,13 +125,13 @@ def test_a_run_stops_with_what_cannot_be_run_and_goes_on_when_allowed(
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "2 + 3?", "answer": "5"}\n' * 4)
     path = tmp_path / "r.yaml"
-    path.write_text("grpo: { seq_logprob_error_threshold: 2, num_prompts_per_step: 4, max_num_steps: 2 }\npolicy: {}\n")
+    path.write_text("grpo: { malformed_thinking_advantage: 2, num_prompts_per_step: 4, max_num_steps: 2 }\npolicy: {}\n")
     more = ["grpo.num_generations_per_prompt=4", f"policy.model_name={tiny_llama}", f"data.name={data}"]
     run = ["train", "grpo", "--config", str(path), "--gpu", "cpu", "--reward", "exact-match", "--dry-run", *more]
     code, _, err = rlctl(capsys, *run)
     assert code == 2
-    assert "grpo.seq_logprob_error_threshold = 2" in err
+    assert "grpo.malformed_thinking_advantage = 2" in err
     code, out, err = rlctl(capsys, *run, "--allow-differences")
     assert code == 0, err
-    assert "left out: grpo.seq_logprob_error_threshold = 2" in " ".join(out.split())
+    assert "left out: grpo.malformed_thinking_advantage = 2" in " ".join(out.split())
     assert " ".join(out.split()).count("policy.model_name is rlctl's model.name") == 1

@@ -35,7 +35,7 @@ def test_a_recipe_of_dtensor_is_imported_and_planned(name: str, tmp_path: Path) 
     result = import_recipe(written(tmp_path, asked))
     assert not result.of("not known")
     resolved: Resolved = resolve(files=[result.path], environment={})
-    runs = name.startswith("grpo") and "puzzle" not in name
+    runs = "puzzle" not in name and not name.startswith("dpo")  # its base's data have no pairs
     assert bool(resolved.refusals) != runs, resolved.refusals
     config, policy = resolved.config, asked.get("policy", {})
     facts = lookup(config.model.name or "")
@@ -49,7 +49,8 @@ def test_a_recipe_of_dtensor_is_imported_and_planned(name: str, tmp_path: Path) 
     assert (plan.backend, parallel.tp, parallel.cp, parallel.pp, parallel.dp) == ("dtensor", tp, 1, 1, world // tp)
     assert plan.training.recompute == ("full" if wanted.get("activation_checkpointing") else "none")
     assert plan.training.optimizer_offload is wanted.get("cpu_offload", False)
-    assert plan.workload.max_length == policy.get("max_total_sequence_length", 512)
+    pair = 2 if name.startswith("dpo") else 1  # both texts of a pair are in one micro-batch
+    assert plan.workload.max_length == pair * policy.get("max_total_sequence_length", 512)
     packed = policy.get("sequence_packing", {}).get("enabled", True)
     dynamic = policy.get("dynamic_batching", {}).get("enabled", False)
     assert (plan.workload.packing, plan.workload.dynamic) == (packed, dynamic)
