@@ -125,7 +125,8 @@ def test_a_run_stops_with_what_cannot_be_run_and_goes_on_when_allowed(
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "2 + 3?", "answer": "5"}\n' * 4)
     path = tmp_path / "r.yaml"
-    path.write_text("grpo: { malformed_thinking_advantage: 2, num_prompts_per_step: 4, max_num_steps: 2 }\npolicy: {}\n")
+    steps = "num_prompts_per_step: 4, max_num_steps: 2"
+    path.write_text(f"grpo: {{ malformed_thinking_advantage: 2, {steps} }}\npolicy: {{}}\n")
     more = ["grpo.num_generations_per_prompt=4", f"policy.model_name={tiny_llama}", f"data.name={data}"]
     run = ["train", "grpo", "--config", str(path), "--gpu", "cpu", "--reward", "exact-match", "--dry-run", *more]
     code, _, err = rlctl(capsys, *run)
