@@ -147,14 +147,22 @@ _GRPO: dict[str, Rule] = {
     "grpo.malformed_thinking_advantage": only(None, why="advantages follow from rewards alone"),
     "grpo.advantage_clip_low": to("advantage.clip_low"),
     "grpo.advantage_clip_high": to("advantage.clip_high"),
-    "grpo.zero_variance_prompt_filtering": if_on(to("filter.groups", {True: "drop"})),
+    "grpo.zero_variance_prompt_filtering": when(
+        "grpo.use_dynamic_sampling",
+        without("dynamic sampling replaces such groups"),
+        if_on(to("filter.groups", {True: "drop"})),
+    ),
     "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
     "grpo.async_grpo.max_trajectory_age_steps": to("rollouts.max_staleness"),
     "grpo.async_grpo.in_flight_weight_updates": to("refit.in_flight", {True: "keep", False: "wait"}),
     "grpo.async_grpo.recompute_kv_cache_after_weight_updates": KV_CACHE,
     "grpo.async_grpo.*": REPLACED,
     "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
-    "grpo.use_dynamic_sampling": to("filter.groups", {True: "replace", False: "keep", None: None}),
+    "grpo.use_dynamic_sampling": when(
+        lambda found: found.value or not found.get("grpo.zero_variance_prompt_filtering"),
+        to("filter.groups", {True: "replace", False: "keep", None: None}),
+        "grpo.zero_variance_prompt_filtering drops groups of one reward",
+    ),
     "grpo.dynamic_sampling_max_gen_batches": when(
         "grpo.use_dynamic_sampling", to("filter.max_rounds"), "there is no dynamic sampling"
     ),
