@@ -93,3 +93,20 @@ def test_what_an_engine_is_told_changes_what_is_planned_of_it() -> None:
     assert eager.memory["generation"].parts["CUDA graphs"] == 0
     assert usual.memory["training"].parts["engine asleep"] - eager.memory["training"].parts["engine asleep"] == graphs
     assert eager.seconds[Phase.GENERATION] > usual.seconds[Phase.GENERATION]
+
+
+def test_experts_one_after_the_other_and_rows_of_one_rollout_have_their_own_time() -> None:
+    def training_s(name: str, gpu: str, *sets: str) -> float:
+        facts = lookup(name)
+        assert facts is not None
+        machine = ["model.name=x", f"cluster.gpu={gpu}", "cluster.nodes=1", "cluster.gpus_per_node=8"]
+        config = resolve(sets=[*machine, "training.backend=megatron", *sets], environment={}).config
+        return plan_from_config(config, facts).seconds[Phase.TRAINING]
+
+    of_experts = "Qwen/Qwen3-30B-A3B", "h200", "training.pp=1", "training.ep=8"
+    assert training_s(*of_experts, "megatron.moe_grouped_gemm=false") > training_s(*of_experts)
+    assert training_s(*of_experts, "training.lora.rank=8") != training_s(*of_experts)
+    dense = "meta-llama/Llama-3.1-8B", "h100", "generation.max_new_tokens=4096", "generation.mean_length=256"
+    packed, alone = training_s(*dense), training_s(*dense, "training.packing=false")
+    padded = training_s(*dense, "training.packing=false", "generation.mean_length=4096")
+    assert packed < alone < padded / 2  # it is the tokens that are computed, not the longest row's

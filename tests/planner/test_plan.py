@@ -54,7 +54,8 @@ def test_gradients_in_bf16_leave_room_for_no_recompute() -> None:
     assert (made.training.parallel.dp, made.training.recompute) == (8, "none")
 
 
-def test_dynamic_batching_costs_its_padding_and_not_whole_rows() -> None:
+def test_rows_cost_the_tokens_that_are_in_them() -> None:
+    """Dynamic batching costs its padding, and a row of one rollout is as long as that is."""
     shape = {"mean_new_tokens": 795, "max_new_tokens": 4096}
     ways = {"packed": {}, "dynamic": {"packing": False, "dynamic": True}, "alone": {"packing": False}}
     seconds = {
@@ -62,7 +63,7 @@ def test_dynamic_batching_costs_its_padding_and_not_whole_rows() -> None:
         for name, way in ways.items()
     }
     assert seconds["packed"] < seconds["dynamic"] < 1.1 * seconds["packed"]
-    assert seconds["alone"] > 1.5 * seconds["dynamic"]
+    assert seconds["packed"] < seconds["alone"] < 1.1 * seconds["packed"]
 
 
 def rule_of(made: Plan, key: str = "training.backend") -> str:

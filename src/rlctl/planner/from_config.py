@@ -283,11 +283,13 @@ def plan_from_config(
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     passed = config.vllm
     engine = EngineNumbers(passed.matrix_bytes, passed.cache_element_bytes, passed.graphs)
+    own_layers = lora.rank > 0 or config.megatron.passed.get("transformer_impl") == "local"
+    grouped = not own_layers and config.megatron.passed.get("moe_grouped_gemm") is not False
     constants = DEFAULTS
     if config.refit.staging_mb is not None and not cluster.is_cpu:
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
-        facts, cluster, workload, pins, precision=precision, adapters=adapters, engine=engine,
+        facts, cluster, workload, pins, precision=precision, adapters=adapters, engine=engine, grouped_experts=grouped,
         gradient_bytes=gradient_bytes, moment_bytes=moment_bytes(config.optimizer.passed), top=top,
         constants=constants, teacher=teacher, refusal=refusal,
     )  # fmt: skip

@@ -43,6 +43,7 @@ def make_plan(
     precision: Precision | None = None,
     adapters: Adapters | None = None,
     engine: EngineNumbers = PLAIN_ENGINE,
+    grouped_experts: bool = True,
     gradient_bytes: int = 4,
     moment_bytes: int = 8,
     top: int = 5,
@@ -65,8 +66,8 @@ def make_plan(
     precision = precision or ("float32" if cluster.is_cpu else "bf16")
     element = 4.0 if precision == "float32" else 2.0
     request = Request(
-        facts, cluster, workload, pins, constants, precision, adapters, element, engine, gradient_bytes, moment_bytes,
-        teacher,
+        facts, cluster, workload, pins, constants, precision, adapters, element, engine, grouped_experts,
+        gradient_bytes, moment_bytes, teacher,
     )  # fmt: skip
     _check_mover(request)
     _check_devices(request)

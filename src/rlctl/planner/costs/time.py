@@ -83,15 +83,17 @@ class TrainingTime:
 def micro_batches(request: Request, choice: TrainingChoice) -> tuple[int, float]:
     """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
     workload, constants = request.workload, request.constants
-    if workload.lengths_differ and (workload.packing or workload.dynamic):
+    sequences = math.ceil(workload.samples / workload.optimizer_steps / choice.parallel.dp)
+    if workload.lengths_differ:
         tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
         tokens *= 1 + constants.dynamic_padding * workload.dynamic
         tokens /= workload.optimizer_steps * choice.parallel.dp
+        if not (workload.packing or workload.dynamic):  # each has a row of its own, as long as it is
+            return sequences, tokens / sequences
         number = max(1, math.ceil(tokens / (choice.micro_batch_tokens * constants.packing_fill)))
         fill = constants.packing_fill if number > 1 else 1
         return number, min(tokens / number, float(choice.micro_batch_tokens)) / fill
     rows = max(1, choice.micro_batch_tokens // workload.max_length)
-    sequences = math.ceil(workload.samples / workload.optimizer_steps / choice.parallel.dp)
     return max(1, math.ceil(sequences / rows)), float(rows * workload.max_length)
 
 

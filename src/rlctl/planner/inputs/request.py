@@ -29,6 +29,8 @@ class Request:
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
     engine: EngineNumbers = PLAIN_ENGINE
+    grouped_experts: bool = True
+    """Megatron computes the experts of a rank as one product."""
     gradient_bytes: int = 4
     moment_bytes: int = 8
     teacher: ModelFacts | None = None
