@@ -1,0 +1,80 @@
+"""The interface of environments: who answers the model during a rollout of several turns.
+
+An environment is a plain class, one instance an episode, in a process of its own:
+
+    class GuessNumber:
+        def __init__(self, largest=9):  # environment.params
+            self.largest = largest
+
+        def reset(self, row, seed):
+            self.number = random.Random(seed).randint(1, self.largest)
+            return [{"role": "user", "content": f"Guess a number from 1 to {self.largest}."}]
+
+        def step(self, message):
+            guess = message["content"].strip()
+            if guess == str(self.number):
+                return Step(reward=1.0, done=True)
+            return Step([{"role": "user", "content": "No. Guess again."}])
+
+`rlctl train grpo --env game.py:GuessNumber` trains on it. Each method may be `def` or `async def`. What others may leave
+out or write differently:
+
+- `reset(self, row)` and `reset(self, **columns)` work too. `reset` returns the messages behind the prompt of the row, or
+  one text of the user's, or nothing where the row says it all. The rollouts of a group get the same row and seed.
+- `step(self, text)` gets the text alone, since its argument is not called `message`. It may return a mapping with the
+  fields of `Step`.
+- `tools` names methods that the model may call. Their calls are made and answered before `step` hears of the message,
+  and it hears of none that holds a call. A class with tools needs no `step`: the first message without a call ends the
+  episode, and `get_reward()`, where there is one, says what it is worth. A class that has neither `step` nor `tools`
+  offers all its public methods.
+- `close(self)` ends the episode; it is called also where that failed.
+- `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
+  episodes are forked from the one that called it.
+
+What a method raises costs its own rollout, as `reward.on_error` says, and never the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""A chat message with `role` and `content`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The answer of an environment to one message of the model."""
+
+    messages: Sequence[Message] | str = ()
+    """Messages that the model reads before its next turn; a text is one message of the user's."""
+    reward: float = 0.0
+    """Reward of the turn; the episode's is their sum."""
+    done: bool = False
+    """Whether the episode is over."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end the next turn, in addition to the run's own; None: those of the class attribute `stop`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the turn; the episode's are their sums, and a run shows their means."""
+
+
+class Environment:
+    """A base class for those who like one; nothing needs it."""
+
+    tools: tuple[str, ...] = ()
+    """Names of methods that the model may call."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn, such as the closing tag of a call."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str | None:
+        """Begin an episode for a row of the data, with the columns of the row, `prompt` and `answer` among them. Return
+        the messages behind the row's prompt."""
+
+    def step(self, message: Message) -> Step:
+        """Answer a message of the model: `content` is what it wrote, without the token that ends the turn."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the episode."""
