@@ -159,7 +159,7 @@ def test_json_errors_are_one_object_on_stdout() -> None:
     [
         (("plan", "--json", "--stepz"), "--stepz"),
         (("plan", "--top", "x", "--json"), "--top"),
-        (("train", "--json"), "--json"),
+        (("presets", "--json"), "--json"),
     ],
 )
 def test_a_wrong_command_line_is_an_object_too(

@@ -128,6 +128,10 @@ FLAGS = {
     "set_": Flag(list[str], None, "Set any key. Repeat it: the last wins.", "SECTION.KEY=VALUE", "--set -s"),
     "dry_run": Flag(bool, None, "Check and show plan, prompt and rewards; start nothing."),
     "explain": Flag(bool, None, "With --dry-run: every value, its rule, and the engines' arguments."),
+    "resume": Flag(bool, None, "Continue the run in --run-dir (or the newest one)."),
+    "allow_changes": Flag(bool, None, "With --resume: go on though data, model or settings changed."),
+    "allow_differences": Flag(bool, None, "Go on without what a recipe asks for and rlctl lacks."),
+    "completion": Flag(str, None, "With --dry-run: a completion to show the rewards of.", "TEXT"),
 }
 TRAINING = (
     "overrides preset model data prompt_field answer_field val_data reward algorithm teacher steps prompts "

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import (
-    OwnProcess,
-    command_app,
-    examples,
-    message,
-    print_json,
-    show,
-    show_dry_run,
-    shows_progress,
-)
+from rlctl.commands.output import OwnProcess, examples, message, print_json, show, show_dry_run, shows_progress
+from rlctl.commands.parsing import App, Group
+from rlctl.config.algorithm_settings import OWN_COMMANDS
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
     from rlctl.apps.dry_run import DryRun
     from rlctl.config.load import Resolved
 
-app = command_app()
+NAMELESS = "recipe"
+"""The command of a line that names none."""
 
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")]
-AllowChanges = Annotated[
-    bool, typer.Option("--allow-changes", help="With --resume: go on though data, model or settings changed.")
-]
-Completion = Annotated[
-    str | None,
-    typer.Option("--completion", metavar="TEXT", help="With --dry-run: a completion to show the rewards of."),
-]
-AllowDifferences = Annotated[
-    bool, typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl lacks.")
-]
+
+class TrainGroup(Group):
+    """`rlctl train`, whose command may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flag_or_key = bool(args) and args[0] not in ctx.help_option_names and (args[0][:1] == "-" or "=" in args[0])
+        return super().parse_args(ctx, [NAMELESS, *args] if flag_or_key else args)
+
+
+app = App(cls=TrainGroup)
+
+RUN_FLAGS = "dry_run explain resume allow_changes allow_differences"
+"""Flags of every command of `train`."""
+TEXT_FLAGS = (
+    "overrides preset model data val_data steps epochs batch_size max_length lr lora seed run_dir wandb tensorboard "
+    f"tokenizer chat_template backend nodes gpus_per_node gpu ray_address config set_ {RUN_FLAGS}"
+)
+"""Flags of the commands that train on a dataset."""
 
 
 @app.callback(invoke_without_command=True, epilog=examples("rlctl train grpo --preset laptop"))
@@ -61,33 +62,13 @@ def train(context: typer.Context) -> None:
         "rlctl train grpo --resume --run-dir runs/my-run",
     ),
 )
-@options.taking(f"{options.TRAINING} dry_run explain")
-def grpo(
-    context: typer.Context,
-    dry_run: bool,
-    explain: bool,
-    resume: Resume = False,
-    allow_changes: AllowChanges = False,
-    allow_differences: AllowDifferences = False,
-    completion: Completion = None,
-    json_: options.Json = False,
-) -> None:
+@options.taking(f"{options.TRAINING} {RUN_FLAGS} completion")
+def grpo(context: typer.Context, json_: options.Json = False) -> None:
     """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
-    if completion is not None and not dry_run:
-        raise InputError("--completion is for --dry-run, which shows its rewards.", "Add --dry-run.")
-    resolved = options.resolve_config(**context.params)
-    resolved = resolved.allowing_differences() if allow_differences else resolved
-    _train(resolved, dry_run, explain, resume, allow_changes, json_, completion)
-
-
-TEXT_FLAGS = (
-    "lr lora seed run_dir wandb tensorboard tokenizer chat_template backend nodes gpus_per_node gpu ray_address config "
-    "set_ dry_run explain"
-)
-"""Flags of the commands that train on a dataset."""
+    _train("grpo", context)
 
 
 @app.command(
@@ -99,25 +80,13 @@ TEXT_FLAGS = (
         "rlctl train sft --resume --run-dir runs/my-run",
     ),
 )
-@options.taking(
-    f"overrides preset model data prompt_field answer_field val_data steps epochs batch_size max_length {TEXT_FLAGS}"
-)
-def sft(
-    context: typer.Context,
-    dry_run: bool,
-    explain: bool,
-    resume: Resume = False,
-    allow_changes: AllowChanges = False,
-    allow_differences: AllowDifferences = False,
-    json_: options.Json = False,
-) -> None:
+@options.taking(f"prompt_field answer_field {TEXT_FLAGS}")
+def sft(context: typer.Context, json_: options.Json = False) -> None:
     """Supervised fine-tuning on texts: `prompt` and `completion`, chat `messages`, or `text`.
 
     The loss is on completions, on messages of the assistant, or on all tokens (data.train_on).
     """
-    resolved = options.resolve_config(**context.params, command="sft")
-    resolved = resolved.allowing_differences() if allow_differences else resolved
-    _train(resolved, dry_run, explain, resume, allow_changes, json_)
+    _train("sft", context)
 
 
 @app.command(
@@ -128,40 +97,41 @@ def sft(
         "rlctl train dpo --resume --run-dir runs/my-run",
     ),
 )
-@options.taking(
-    f"overrides preset model data prompt_field val_data steps epochs batch_size max_length beta {TEXT_FLAGS}"
-)
-def dpo(
-    context: typer.Context,
-    dry_run: bool,
-    explain: bool,
-    resume: Resume = False,
-    allow_changes: AllowChanges = False,
-    allow_differences: AllowDifferences = False,
-    json_: options.Json = False,
-) -> None:
+@options.taking(f"prompt_field beta {TEXT_FLAGS}")
+def dpo(context: typer.Context, json_: options.Json = False) -> None:
     """Direct preference optimization on rows with `prompt`, `chosen` and `rejected`.
 
     The reference is the model that the run begins with.
     """
-    resolved = options.resolve_config(**context.params, command="dpo")
-    resolved = resolved.allowing_differences() if allow_differences else resolved
-    _train(resolved, dry_run, explain, resume, allow_changes, json_)
+    _train("dpo", context)
 
 
-def _train(
-    resolved: Resolved,
-    dry_run: bool,
-    explain: bool,
-    resume: bool,
-    allow_changes: bool,
-    json_: bool,
-    completion: str | None = None,
-) -> None:
-    """Begin or continue a run, or show what it would be."""
+@app.command(
+    NAMELESS,
+    epilog=examples("rlctl train --config recipe.yaml", "rlctl train recipe --resume --run-dir runs/my-run"),
+)
+@options.taking(f"{options.TRAINING} epochs batch_size beta {RUN_FLAGS} completion")
+def recipe(context: typer.Context, json_: options.Json = False) -> None:
+    """Train as a recipe, a preset or a run says itself: the word `recipe` can be left out."""
+    _train(None, context)
+
+
+def _train(command: str | None, context: typer.Context) -> None:
+    """Begin or continue a run, or show what it would be. `command`: its name; None: what is given says it."""
+    params = context.params
+    dry_run, explain, resume, json_ = (params[name] for name in ("dry_run", "explain", "resume", "json_"))
+    allow_changes, completion = params["allow_changes"], params.get("completion")
+    if completion is not None and not dry_run:
+        raise InputError("--completion is for --dry-run, which shows its rewards.", "Add --dry-run.")
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
+    resolved = options.resolve_config(**params, command=command if command in OWN_COMMANDS else None)
+    if command is None and not resume and "run.algorithm" not in {value.key for value in resolved.given()}:
+        resolved.require_supported()  # a recipe of another kind is told so
+        commands = " or ".join(f"`rlctl train {name} ...`" for name in ("grpo", *OWN_COMMANDS))
+        raise InputError("`rlctl train`: nothing given says what is trained (run.algorithm).", f"Write {commands}.")
+    resolved = resolved.allowing_differences() if params["allow_differences"] else resolved
     if dry_run:
         show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
         return

@@ -336,7 +336,7 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
         return f"This recipe is of {ALGORITHMS[algorithm]}, which rlctl does not run yet.", algorithm
     if leaves.get("on_policy_distillation.enabled") is True:
         return "This recipe distills from teachers by agent, and rlctl has one teacher for all prompts.", "distillation"
-    return None, None
+    return None, "grpo" if "grpo" in sections else None
 
 
 STEPS = ("grpo.", "distillation.", "sft.", "dpo.")
