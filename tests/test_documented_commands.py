@@ -45,6 +45,8 @@ COMMANDS = {
     "rlctl train grpo": "dry run",
     "rlctl train sft": "dry run",
     "rlctl train dpo": "dry run",
+    "rlctl train rm": "dry run",
+    "rlctl train grpo --preset laptop --data questions.jsonl --reward model:./reward-model": "slow",
     "rlctl train --config": "dry run",
     "rlctl train --resume": "needs a run",
     "rlctl generate --run-dir": "needs a run",

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.envs.reward_model import ModelScorer
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
 from support.metrics import without_timing
@@ -92,6 +94,61 @@ def test_preferences_are_learned(run_here: Run, tiny_llama: Path, pairs: Path, t
     assert lines[-1]["rewards/margins"] == pytest.approx(lines[-1]["rewards/chosen"] - lines[-1]["rewards/rejected"])
     assert all(line["logps/chosen"] < 0 and line["logps/rejected"] < 0 for line in lines)
     assert [line["pairs"] for line in lines] == pytest.approx([3] * 6)
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_reward_model_is_trained_exported_and_scores_as_in_transformers(
+    run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path, backend: str
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    def run(name: str, steps: int) -> Path:
+        done = run_here(
+            "train", "rm", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--lr", "1e-3", "--backend",
+            backend, "--batch-size", "3", "--run-dir", str(tmp_path / name), "--steps", str(steps), "--set",
+            "training.dp=1", "--set", "validation.holdout=2", "--set", "validation.at_end=true",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return tmp_path / name
+
+    whole, part = run("whole", 4), run("part", 2)
+    lines = lines_of(whole)
+    assert [lines[0]["rewards/margins"], lines[0]["rewards/accuracies"]] == [0, 0]  # the head begins at 0
+    assert lines[-1]["loss"] < 0.6
+    assert lines[-1]["validation"]["rewards/accuracies"] == 1
+    assert {"entropy", "logps/chosen"}.isdisjoint(lines[-1])
+    done = run_here("train", "--resume", "--run-dir", str(part), "--steps", "4")
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))][2:] == [*map(without_timing, lines)][2:]
+    assert "scores texts and writes none" in run_here("generate", "--run-dir", str(whole), "--prompt", "x").stderr
+    exported = tmp_path / "exported"
+    done = run_here("convert", "megatron-to-hf", str(whole), str(exported))
+    assert done.returncode == 0, done.stderr
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForSequenceClassification.from_pretrained(exported).eval()
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    texts, prompts = [row[name] for row in rows for name in ("chosen", "rejected")], [row for row in rows for _ in "12"]
+    expected = []
+    for text, row in zip(texts, prompts, strict=True):
+        said = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text}]
+        written = str(tokenizer.apply_chat_template(said, tokenize=False)).rstrip()
+        tokens = tokenizer(written, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            expected.append(model(**tokens).logits.item())
+    assert min(expected[0::2]) > max(expected[1::2])
+    found = ModelScorer(f"model:{exported}").score_all(
+        texts, [PromptRow(place, "", row["prompt"], None) for place, row in enumerate(prompts)]
+    )
+    assert found == pytest.approx(expected, abs=1e-5)  # in batches, and one by one
+    reward = ("--reward", f"model:{exported}")
+    wanted = ("train", "grpo", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--dry-run", *reward)
+    assert run_here(*wanted).returncode == 0
+    refused = run_here(*wanted[:-1], f"model:{tiny_llama}")
+    assert (refused.returncode, "is no reward model, but LlamaForCausalLM" in refused.stderr) == (2, True)
 
 
 def test_a_dry_run_shows_the_text_and_what_has_a_loss(

@@ -471,7 +471,6 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"rm": {"max_num_steps": -1}}, "reward models"),
         ({"distillation": {"num_generations_per_prompt": 1}, "teachers": [{"model_name": "x"}]}, "across tokenizers"),
         ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
         ({"ppo": {"num_generations_per_prompt": 1}, "value": {"model_name": "x"}}, "PPO with a value model"),
@@ -546,6 +545,9 @@ def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> N
         ([("LinearLR", {"start_factor": 0.1, "total_iters": 10}),
           ("CosineAnnealingLR", {"T_max": 90, "eta_min": 1e-7})],
          {"warmup_steps": 10, "decay": "cosine", "decay_steps": 100, "min_lr": 1e-7}),
+        ([("LinearLR", {"total_iters": 10}),
+          ("LinearLR", {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 90})],
+         {"warmup_steps": 10, "decay": "linear", "decay_steps": 100, "min_lr": 5e-7}),
         ([("ConstantLR", {"factor": 1.0, "total_iters": 10_000_000_000})], {"warmup_steps": 0}),
         ([("LinearLR", {"total_iters": 6})], {"warmup_steps": 6, "init_lr": 5e-6 / 3}),
     ],
@@ -1176,17 +1178,46 @@ def test_recipes_of_texts_run(tmp_path: Path, data: dict[str, Any], name: str, p
 
 def test_recipes_of_preferences_run(tmp_path: Path) -> None:
     dpo = {"max_num_steps": 5, "reference_policy_kl_penalty": 0.05, "preference_average_log_probs": True,
-           "sft_average_log_probs": True, "sft_loss_weight": 0.01, "preference_loss_weight": 1}  # fmt: skip
-    result = texts_recipe(tmp_path, dpo=dpo, data={"dataset_name": "HelpSteer3"})
+           "sft_average_log_probs": True, "sft_loss_weight": 0.01, "preference_loss_weight": 1,
+           "val_period": 16, "val_at_start": True, "val_batches": 2, "val_global_batch_size": 32}  # fmt: skip
+    kept = {"dataset_name": "HelpSteer3", "split": "validation"}
+    result = texts_recipe(tmp_path, dpo=dpo, data={"dataset_name": "HelpSteer3", "validation": kept})
     assert result.unsupported == []
     config = resolve(files=[result.path], environment={}).config
     options = config.preference
     assert (options.beta, options.average, options.sft_weight) == (0.05, True, 0.01)
     assert (config.data.name, config.data.prompt_field) == ("nvidia/HelpSteer3:preference", "context")
     assert config.training.micro_batch_tokens == 2 * 1024
+    assert (config.validation.data.name, config.validation.data.split) == ("nvidia/HelpSteer3:preference", "validation")
+    assert (config.validation.every, config.validation.at_start, config.validation.max_prompts) == (16, True, 64)
     dpo |= {"sft_average_log_probs": False, "preference_loss_weight": 2}
     refused = texts_recipe(tmp_path, dpo=dpo, data={"dataset_name": "clevr"})
     assert len(refused.unsupported) == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "prompt"),
+    [
+        ({"dataset_name": "Tulu3Preference"}, "allenai/llama-3.1-tulu-3-8b-preference-mixture", "prompt"),
+        ({"train": {"data_path": "x.jsonl"}, "default": {"dataset_name": "PreferenceDataset"}}, "x.jsonl", "context"),
+        ({"dataset_name": "BinaryPreferenceDataset", "data_path": "x.jsonl", "prompt_key": "q"}, "x.jsonl", "q"),
+    ],
+)
+def test_recipes_of_reward_models_run(tmp_path: Path, data: dict[str, Any], name: str, prompt: str) -> None:
+    values = {
+        "policy": {
+            "train_global_batch_size": 32,
+            "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
+        },
+        "rm": {"max_num_epochs": 1, "max_num_steps": -1, "val_batches": -1, "val_period": 16},
+        "data": data,
+    }  # fmt: skip
+    result = import_recipe(written(tmp_path, values))
+    assert result.unsupported == []
+    config = resolve(files=[result.path], environment={}).config
+    assert config.trains_reward_model
+    assert (config.run.epochs, config.batch.prompts, config.validation.wanted) == (1, 32, False)
+    assert (config.data.name, config.data.prompt_field) == (name, prompt)
 
 
 def test_a_template_of_a_recipe_of_texts_ends_answers(tmp_path: Path) -> None:

@@ -195,6 +195,18 @@ def test_rows_of_squad_are_a_context_a_question_and_the_first_answer(tmp_path: P
         open_prompts(DataConfig(name=str(path), rows="texts"))
 
 
+def test_ranked_completions_are_a_pair_of_the_best_and_the_worst(tmp_path: Path) -> None:
+    path, said = tmp_path / "ranked.jsonl", {"context": [{"role": "user", "content": "Hi"}]}
+    ranked = [{"rank": rank, "completion": [{"role": "assistant", "content": str(rank)}]} for rank in (2, 0, 1)]
+    path.write_text(json.dumps(said | {"completions": ranked}) + "\n")
+    row = open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))[0]
+    assert [one[0]["content"] for one in row.answer] == ["0", "2"]
+    for wrong, why in (([ranked[0], ranked[0]], "the same rank"), (["a", "b"], "no list of objects with `rank`")):
+        path.write_text(json.dumps(said | {"completions": wrong}) + "\n")
+        with pytest.raises(InputError, match=why):
+            open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))[0]
+
+
 def test_rows_of_help_steer_are_ordered_by_their_preference(tmp_path: Path) -> None:
     path = tmp_path / "steer.jsonl"
     row = {"context": [{"role": "user", "content": "Hi"}], "response1": "one", "response2": "two"}

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TrainBatch
+from rlctl.backends.clients import only_result
+from rlctl.backends.dtensor.tensor_parallel import local_part
+from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.packing import plan_batch
 from rlctl.config.load import resolve
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import OptimizerConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
@@ -29,6 +33,8 @@ Pools = Callable[[int], Pool]
 SHIFT = 0.3
 """The reference is the policy, and its log-probs are made less by this."""
 ROW = 48
+MARGINS = {1: 0.5, 2: -0.25}
+"""Of a reward model's pairs by their positions; others have none."""
 
 
 def texts_of(position: int, pairs: bool) -> list[TrainedText]:
@@ -43,6 +49,11 @@ def texts_of(position: int, pairs: bool) -> list[TrainedText]:
     return found
 
 
+def head_of() -> torch.Tensor:
+    """The head of a reward model."""
+    return 0.1 * torch.randn(1, facts("qwen3").hidden, generator=torch.Generator().manual_seed(7))
+
+
 def algorithm_of(name: str) -> Algorithm:
     return algorithm_from_config(resolve(flags={"run.algorithm": name}, environment={}).config)
 
@@ -50,17 +61,24 @@ def algorithm_of(name: str) -> Algorithm:
 def batch_of(name: str) -> TrainBatch:
     groups = []
     for position in range(5):
-        texts = texts_of(position, pairs=name == "dpo")
-        groups.append(group_of(position, PromptRow(0, "", "", None), texts, columns_of(texts)))
+        texts = texts_of(position, pairs=name != "sft")
+        extra = {}
+        if name == "rm":
+            texts = [text.scored() for text in texts]
+            tokens = sum(len(text.tokens_T) for text in texts)
+            extra = {"margin": np.full(tokens, MARGINS[position], np.float32)} if position in MARGINS else {}
+        groups.append(group_of(position, PromptRow(0, "", "", None), texts, columns_of(texts, extra)))
     return make_batch(groups, algorithm_of(name), 1)
 
 
 def run_texts(rank: int, case: Case, model: Path, name: str) -> tuple[MinibatchResult | None, Any]:
     """The result and the gradient of a step that changes nothing."""
     algorithm, batch = algorithm_of(name), batch_of(name)
-    worker = make_worker(rank, case, model, optimizer=OptimizerConfig(clip_grad=0))
+    worker = make_worker(rank, case, model, optimizer=OptimizerConfig(clip_grad=0), valued=name == "rm")
+    if name == "rm":
+        set_head(worker)
     plan = plan_batch(
-        batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=ROW, whole_groups=name == "dpo",
+        batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=ROW, whole_groups=name != "sft",
         share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
         micro_batch_multiple=case.parallel.micro_batch_multiple,
     )  # fmt: skip
@@ -80,9 +98,39 @@ def run_texts(rank: int, case: Case, model: Path, name: str) -> tuple[MinibatchR
     return result, wholes(worker, "grad") if case.backend == "dtensor" else None
 
 
+def set_head(worker: Any) -> None:
+    if isinstance(worker, DTensorWorker):
+        head = local_part(worker.model.get_parameter("head.weight").detach())
+        head.copy_(head_of()[: head.shape[0]])  # of its one row, the first shard has all
+        return
+    for name, value in worker._named():
+        if name == "output_layer.weight":
+            value.data.copy_(head_of())
+    worker.weights_changed()
+
+
+def scores() -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradient of a reward model by transformers, one text at a time."""
+    model: Any = copy.deepcopy(hf_model("qwen3")).double()
+    head, losses = head_of().double().requires_grad_(), []
+    for position in range(5):
+        good, bad = (
+            model.model(torch.from_numpy(text.tokens_T).long()[None]).last_hidden_state[0, -1] @ head[0]
+            for text in texts_of(position, pairs=True)
+        )
+        losses.append(-torch.sigmoid(good - bad - MARGINS.get(position, 0.0)).log())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    gradient = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert head.grad is not None
+    return loss.item(), gradient | {"head": head.grad}
+
+
 def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradient by transformers, one text at a time."""
     model: Any = copy.deepcopy(hf_model("qwen3")).double()
+    if name == "rm":
+        return scores()
     beta, logps, tokens = 0.1, list[torch.Tensor](), 0
     for position in range(5):
         for text in texts_of(position, pairs=name == "dpo"):
@@ -101,19 +149,33 @@ def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+ALONE, HALVED = ParallelSpec(), ParallelSpec(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "parallel"),
+    [
+        *((name, backend, ALONE) for name in ("sft", "dpo") for backend in ("megatron", "dtensor")),
+        ("rm", "megatron", HALVED),
+        ("rm", "megatron", ParallelSpec(pp=2)),
+        ("rm", "dtensor", ParallelSpec(dp=2)),
+        pytest.param("rm", "megatron", ParallelSpec(dp=2), marks=pytest.mark.slow),
+        pytest.param("rm", "dtensor", ALONE, marks=pytest.mark.slow),
+        pytest.param("rm", "dtensor", HALVED, marks=pytest.mark.slow),
+    ],
+)
 def test_packed_texts_have_the_gradient_of_unpacked_ones(
-    pools: Pools, published: Callable[[str], Path], name: str, backend: str
+    pools: Pools, published: Callable[[str], Path], name: str, backend: str, parallel: ParallelSpec
 ) -> None:
     loss, gradient = reference(name)
     norm = float(torch.stack([value.norm() for value in gradient.values()]).norm())
-    case = Case("qwen3", backend=backend)
-    ((result, found),) = pools(1).run(run_texts, case, published("qwen3"), name)
-    assert result is not None
+    case = Case("qwen3", parallel, backend=backend)
+    ranks = pools(parallel.world_size).run(run_texts, case, published("qwen3"), name)
+    result, (_, found) = only_result([result for result, _ in ranks]), ranks[0]
     assert result.loss == pytest.approx(loss, rel=1e-5)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     if backend == "dtensor":
+        gradient.pop("head", None)
         assert found.keys() == gradient.keys()
         for key, value in gradient.items():
             torch.testing.assert_close(found[key].double(), value, rtol=1e-4, atol=1e-6)

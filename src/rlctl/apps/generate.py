@@ -136,7 +136,13 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
         )
     left_out = {*LAYOUT, "cluster.ray_address"}
     values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
-    return from_sources([Source(values), Source(asked.given())]), found[-1]
+    resolved = from_sources([Source(values), Source(asked.given())])
+    if resolved.config.trains_reward_model:
+        raise InputError(
+            f"--run-dir {directory} holds a reward model, which scores texts and writes none.",
+            f"Export it (rlctl convert megatron-to-hf {directory} DIR), and score with --reward model:DIR.",
+        )
+    return resolved, found[-1]
 
 
 def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:

@@ -53,6 +53,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         router_replay=config.training.router_replay,
         lora=config.training.lora,
         critic=planned_critic(config, plan) if trains else None,
+        valued=config.trains_reward_model,
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )

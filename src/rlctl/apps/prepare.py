@@ -27,6 +27,8 @@ from rlctl.apps.open_model import (
 from rlctl.apps.planned_crew import converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.backends.base import Device, Dtype, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backends
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.reward_models import scorer_class
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import commit_of, installed_versions
@@ -49,7 +51,7 @@ from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rl.critic import METRICS as CRITIC_METRICS
-from rlctl.rollouts.dataset import HeldOutTexts, TextStream
+from rlctl.rollouts.dataset import HeldOutTexts, ScoredTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
@@ -219,6 +221,8 @@ def prepare_job(
         _require_refit_directory(config.refit.directory)
     model, teacher = open_model(config.model, tell, copies=starts), open_teacher(config, tell, copies=starts)
     source, facts = model.source, model.facts
+    if config.trains_reward_model:
+        scorer_class(read_config(source.directory))  # refuses a model that could not be exported
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
         tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
     prompts = _opened(config, source.directory)
@@ -336,7 +340,9 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
 
 
 def _opened(config: RlctlConfig, model_dir: Path) -> PromptStream:
-    return (PromptStream if config.makes_rollouts else TextStream).open(config, model_dir)
+    if config.makes_rollouts:
+        return PromptStream.open(config, model_dir)
+    return (ScoredTexts if config.trains_reward_model else TextStream).open(config, model_dir)
 
 
 def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:

@@ -94,7 +94,9 @@ class RunSummary:
         if self.steps:
             lines.append(f"report: {self.directory}/report.html")
         if self.checkpoint:
-            lines.append(f"try it: rlctl generate --run-dir {shlex.quote(self.directory)} --prompt '...'")
+            place, scores = shlex.quote(self.directory), self.command == "train rm"
+            tried = f"convert megatron-to-hf {place} DIR" if scores else f"generate --run-dir {place} --prompt '...'"
+            lines.append(f"{'export' if scores else 'try'} it: rlctl {tried}")
         if self.interrupted:
             lines.append(f"go on with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
         return "\n".join(lines)

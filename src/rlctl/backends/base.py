@@ -102,6 +102,8 @@ class PolicySpec:
     """Rank 0: all weights are trained."""
     critic: CriticSpec | None = None
     """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
+    valued: bool = False
+    """The model ends in a value of each position in place of logits, as a critic and a reward model do."""
     teaches: Teaching | None = None
     """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class BatchShard:
 class TokenBatch:
     """The columns of one micro-batch that a loss is computed from, one element for each response token."""
 
-    logprobs_R: torch.Tensor  # float32 with gradient, under the current weights
+    logprobs_R: torch.Tensor  # float32 with gradient, under the current weights; of a reward model its values
     entropy_R: torch.Tensor  # float32 with gradient, of the whole distribution, in nats
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32

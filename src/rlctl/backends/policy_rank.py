@@ -1,9 +1,9 @@
 """One rank of a policy, as far as it is the same whatever backend trains: meeting the other ranks, the rows of a batch,
 passes over them, saves in the background, and the way back to the device; and the critic next to it.
 
-The critic is a second model in the policy's process and process groups: a rank of the same class (`is_critic`), which
-trains, sleeps, saves and loads as the policy does. Its rows are the policy's, so that each sees the columns that the
-other adds.
+The critic is a second model in the policy's process and process groups: a rank of the same class whose model has values
+(`PolicySpec.valued`), which trains, sleeps, saves and loads as the policy does. Its rows are the policy's, so that each
+sees the columns that the other adds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class PolicyRank(ABC):
 
     saves_modules: ClassVar[bool]
     """Whether checkpoints have the names of transformers' modules, or Megatron's."""
-    is_critic = False
 
     def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
         """`master_addr`: address of the node of rank 0."""
@@ -214,9 +213,9 @@ class PolicyRank(ABC):
             return
         if critic.offload:  # turns on the device: the critic is built where the policy was, and waits from here on
             self.sleep()
-        spec = replace(self.spec, optimizer=critic.optimizer, critic=None, router_replay=False)
+        spec = replace(self.spec, optimizer=critic.optimizer, critic=None, router_replay=False, valued=True)
         other = type(self)(self.rank, self.world_size, self.master_addr, spec)
-        other.is_critic, other.groups, other.device = True, self.groups, self.device
+        other.groups, other.device = self.groups, self.device
         other.build_model()
         self.critic = other
         if critic.offload:

@@ -71,11 +71,12 @@ class PackedRow:
     """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
 
     def token_batch(self, out: torch.Tensor) -> TokenBatch:
-        """Return what a policy's loss is computed from; `out` is what `chunked_logprobs` returns."""
+        """Return what a policy's loss is computed from; `out` is what `chunked_logprobs` returns, or values
+        [1, R]."""
         columns = self.columns_R
         return TokenBatch(
             logprobs_R=out[0],
-            entropy_R=out[1],
+            entropy_R=out[1] if len(out) > 1 else torch.zeros_like(out[0]),
             rollout_logprobs_R=columns["rollout_logprobs"],
             advantages_R=columns["advantages"],
             token_weights_R=columns["token_weights"],

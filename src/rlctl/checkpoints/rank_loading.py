@@ -25,7 +25,7 @@ def load_rank(
     params: dict[str, torch.Tensor],
     facts: ModelFacts | None = None,
     *,
-    critic: bool = False,
+    valued: bool = False,
     masters: bool = False,
 ) -> int:
     """Stream a model directory into the live params of one rank; returns bytes read.
@@ -33,15 +33,15 @@ def load_rank(
     `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
     (proven beforehand). Each rank reads only what it holds. Weights that a run has trained are rounded as in the run.
     `facts` are the policy's: a Megatron checkpoint is checked against them, a Hugging Face directory against its own
-    configuration. `critic`: it is a critic's checkpoint, all but the head of which is read. `masters`: the optimizer's
-    float32 weights are read, where a checkpoint has them apart.
+    configuration. `valued`: it is the checkpoint of a model that ends in values, all but the head of which is read.
+    `masters`: the optimizer's float32 weights are read, where a checkpoint has them apart.
 
     Raises InputError for a damaged directory or one of another model, and for a param of the layout that the policy
     does not have, or has in another shape.
     """
     from rlctl.checkpoints.plan_execution import execute, fill
 
-    stored, opened, order = _open(directory, facts, critic, masters)
+    stored, opened, order = _open(directory, facts, valued, masters)
     found = find(directory)
     rounding = computed_in(found)[1] if found is not None and is_of_run(found) else "nearest"
     plan = receive_plan(stored, world.layout(rank)).prove()
@@ -86,20 +86,19 @@ def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
 
 
 def load_value_head(directory: Path) -> torch.Tensor:
-    """Read the head of a critic's checkpoint, [1, H], whichever backend saved it. Raises InputError where there is
-    none."""
-    from rlctl.checkpoints.megatron.megatron_model import MASTERS, VALUE_HEADS
+    """Read the head of values of a checkpoint, [1, H], whoever saved it. Raises InputError without one."""
+    from rlctl.checkpoints.megatron.megatron_model import MASTERS, value_head
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
     reader = TorchDistReader.open(require_policy(directory))
-    key = next((key for key in VALUE_HEADS if key in reader.shapes), None)
-    if key is None or reader.shapes[key].shape[0] != 1:
-        raise InputError(f"{directory} holds no head of a critic.", "Copy the checkpoint again.")
+    key = value_head(reader)
+    if key is None:
+        raise InputError(f"{directory} holds no head of values.", "Copy the checkpoint again.")
     return reader.whole(MASTERS + key if MASTERS + key in reader.shapes else key)
 
 
 def _open(
-    directory: Path, facts: ModelFacts | None, critic: bool, masters: bool
+    directory: Path, facts: ModelFacts | None, valued: bool, masters: bool
 ) -> tuple[World, ParamReader, dict[str, int]]:
     """A directory's world and params, and where each param lies: files are read front to back."""
     from rlctl.checkpoints.hf.hf_model import open_hf_model
@@ -111,7 +110,7 @@ def _open(
         return model.world, model.source, {name: i for i, name in enumerate(names)}
     from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
 
-    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, critic=critic)
+    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, valued=valued)
     world, blocks = checkpoint.world, checkpoint.blocks
     if masters:
         layout, blocks = checkpoint.masters()

@@ -47,7 +47,7 @@ def train(context: typer.Context) -> None:
         from rlctl.apps.open_model import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
-        raise InputError("`rlctl train` needs a command (grpo, sft or dpo) and a model.", there_is)
+        raise InputError("`rlctl train` needs a command (grpo, sft, dpo or rm) and a model.", there_is)
 
 
 @app.command(
@@ -104,6 +104,23 @@ def dpo(context: typer.Context, json_: options.Json = False) -> None:
     The reference is the model that the run begins with.
     """
     _train("dpo", context)
+
+
+@app.command(
+    "rm",
+    epilog=examples(
+        "rlctl train rm --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 2e-6 --preset 1gpu",
+        "rlctl train rm --model ./my-model --data pairs.jsonl --val-data others.jsonl --gpu cpu",
+        "rlctl train rm --resume --run-dir runs/my-run",
+    ),
+)
+@options.taking(f"prompt_field {TEXT_FLAGS}")
+def rm(context: typer.Context, json_: options.Json = False) -> None:
+    """A reward model on rows with `prompt`, `chosen` and `rejected`: a scalar head, and the loss of Bradley and Terry.
+
+    `rlctl convert megatron-to-hf RUN DIR` exports it, and `--reward model:DIR` of `train grpo` scores with it.
+    """
+    _train("rm", context)
 
 
 @app.command(

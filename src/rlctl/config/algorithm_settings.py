@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OWN_COMMANDS = ("sft", "dpo")
+OWN_COMMANDS = ("sft", "dpo", "rm")
 """Algorithms that are a command of `train`; all others are a flag of `train grpo`."""
 
 ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -62,6 +62,13 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "advantage.baseline": "none",
         "advantage.normalize_std": False,
         "loss.needs": ("reference_logprobs",),
+    },
+    "rm": {
+        "data.rows": "pairs",
+        "batch.generations": 2,
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "loss.needs": (),
     },
     "gspo": {"loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.level": "sequence"},
     "cispo": {"loss.clip_low": 1.0, "loss.clip_high": 4.0},

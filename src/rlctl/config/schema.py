@@ -943,10 +943,19 @@ class RlctlConfig(Section):
         for key, has_effect in (("train_on", data.rows == "texts"), ("too_long", not self.makes_rollouts)):
             if not has_effect and getattr(data, key) != getattr(plain, key):
                 raise ValueError(f"data.{key} = {getattr(data, key)} has no effect: data.rows = {data.rows}")
-        if data.rows != "pairs" and self.preference != PreferenceConfig():
+        if (data.rows != "pairs" or self.trains_reward_model) and self.preference != PreferenceConfig():
             odd = next(iter(dict(_changed(self.preference, PreferenceConfig(), "preference."))))
-            raise ValueError(f"{odd} has no effect: data.rows = {data.rows} has no preferences")
+            what = "a reward model has scores of its own"
+            what = what if self.trains_reward_model else f"data.rows = {data.rows} has no preferences"
+            raise ValueError(f"{odd} has no effect: {what}")
+        if self.trains_reward_model and self.training.lora.rank:
+            raise ValueError("training.lora.rank > 0 trains adapters, and `train rm` trains all weights: set it to 0")
         return self
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the model has a scalar head in place of logits."""
+        return self.run.algorithm == "rm"
 
     @model_validator(mode="after")
     def validate_texts_are_not_sampled(self) -> RlctlConfig:

@@ -24,6 +24,10 @@ COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 SQUAD = {"context", "question", "answers"}
 HELP_STEER = {"response1", "response2", "overall_preference"}
 """Fields of rows as SQuAD and HelpSteer3 have them."""
+RANKED = "completions"
+"""Field of the completions of a prompt with their ranks, the best of which has the lowest."""
+MARGIN = "margin"
+"""Field of a pair, and column of its texts: by how much the score of the chosen one is to be the higher one."""
 ASSISTANT = "assistant"
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""
@@ -35,11 +39,26 @@ class TrainedText:
 
     tokens_T: np.ndarray  # int32
     mask_T: np.ndarray  # bool: tokens with a loss; the first token has none
+    prompt: int | None = None
+    """Tokens of the prompt, where these are not all that have no loss."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens before the first one with a loss."""
+        if self.prompt is not None:
+            return self.prompt
         return int(self.mask_T.argmax()) if self.mask_T.any() else len(self.tokens_T)
+
+    @property
+    def answered_tokens(self) -> int:
+        """Tokens of the answer: those with a loss, or those that are scored together."""
+        return int(self.mask_T.sum()) if self.prompt is None else len(self.tokens_T) - 1 - self.prompt
+
+    def scored(self) -> TrainedText:
+        """Return the text for a reward model, which has its score at the last token: the output of a model stands at
+        the position before a token with a loss, so that there is one more token, which nothing else sees."""
+        tokens_T = np.append(self.tokens_T, self.tokens_T[-1:])
+        return TrainedText(tokens_T, np.arange(len(tokens_T)) == len(self.tokens_T), self.prompt_tokens)
 
 
 def text_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
@@ -82,6 +101,8 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
         if record["overall_preference"] >= 0:  # of two equal answers the first is both
             better, worse = (worse if record["overall_preference"] else better), better
         record = {**record, CHOSEN: better, REJECTED: worse}
+    if RANKED in record and not record.keys() & {CHOSEN, REJECTED}:
+        record = _ranked(record, where)
     for name in (CHOSEN, REJECTED):
         if name not in record:
             raise _without_field(name, "", record, where)
@@ -100,6 +121,22 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     if prompt is None:
         raise _without_field(data.prompt_field, "--prompt-field", record, where)
     return PromptRow(index, where, prompt, (chosen, rejected), dict(record))
+
+
+def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a record with completions by their ranks as one with the best and the worst of them. Raises InputError
+    where these are not two."""
+    try:
+        found = sorted(record[RANKED], key=lambda one: one["rank"])
+        best, worst = found[0], found[-1]
+        pair = {CHOSEN: best[COMPLETION], REJECTED: worst[COMPLETION]}
+    except (TypeError, KeyError, IndexError) as error:
+        raise InputError(
+            f"{where}: {RANKED!r} is no list of objects with `rank` and `{COMPLETION}`.", "Leave the row out."
+        ) from error
+    if best["rank"] == worst["rank"]:
+        raise InputError(f"{where}: the completions have the same rank, so that none is preferred.", "Leave it out.")
+    return {**record, **pair}
 
 
 def _prompt(record: Mapping[str, Any], where: str, data: DataConfig) -> str | Messages | None:

@@ -10,9 +10,10 @@ from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
+from rlctl.envs.reward_model import reward_model
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.envs.scoring_process import ScoringProcess, Work, outcomes
-from rlctl.envs.user_function import is_reference, split_reference
+from rlctl.envs.user_function import MODEL, is_reference, split_reference
 from rlctl.errors import InputError, RlctlError, suggest
 
 QUICK = frozenset(("task", "exact-match"))
@@ -29,7 +30,7 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource, completion: str 
     if not terms:
         raise InputError(
             f"No reward: {source.label} brings no scorer of its own.",
-            "Give --reward exact-match, math-verify, ifeval or path/to/file.py:function.",
+            "Give --reward exact-match, math-verify, ifeval, model:DIR or path/to/file.py:function.",
         )
     terms = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
     names = [term.name for term in terms]
@@ -61,13 +62,15 @@ def require_known(reward: SourceReward) -> None:
 
 def _known_name(name: str) -> str:
     """Return the name as the scoring process understands it."""
+    if name.startswith(MODEL):
+        return f"{MODEL}{reward_model(name)}"
     if is_reference(name):
         path, function = split_reference(name)
         return f"{path}:{function}"
     known = (*BUILT_IN, *(plugin_names("rlctl.rewards") if name not in BUILT_IN else ()))
     if name in known:
         return name
-    hint = suggest(name, known) or f"Rewards are {', '.join(known)} and path/to/file.py:function."
+    hint = suggest(name, known) or f"Rewards are {', '.join(known)}, model:DIR and path/to/file.py:function."
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
 
 

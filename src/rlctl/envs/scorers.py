@@ -7,13 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
 from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
 from rlctl.envs.minerva import ANSWER, answers_alike
-from rlctl.envs.user_function import UserBatchScorer, user_scorer
+from rlctl.envs.reward_model import ModelScorer
+from rlctl.envs.user_function import MODEL, user_scorer
 from rlctl.errors import InputError, MachineError
 
 BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval")
@@ -24,6 +25,13 @@ class Scorer(Protocol):
     """1 is a right answer, 0 a wrong one; a user's function may return any number."""
 
     def __call__(self, completion: str, row: PromptRow) -> float: ...
+
+
+@runtime_checkable
+class BatchScorer(Protocol):
+    """Scores the completions of a step in one call; None where it does not apply to one."""
+
+    def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]: ...
 
 
 class TaskScorer:
@@ -179,7 +187,10 @@ class RewardPlan:
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
-        forms = [(name.rpartition(":")[2], name.rpartition("/")[2], name) for name in self.scorers]
+        forms = [
+            (name.rpartition("/" if name.startswith(MODEL) else ":")[2], name.rpartition("/")[2], name)
+            for name in self.scorers
+        ]
         counts = [Counter(column) for column in zip(*forms, strict=True)]
         return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
 
@@ -198,7 +209,7 @@ class RewardPlan:
         """Return the plan for the rows of a source, by its label."""
         return self
 
-    def build(self) -> list[Scorer | UserBatchScorer]:
+    def build(self) -> list[Scorer | BatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
         chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
         made: dict[str, Callable[[], Scorer]] = {
@@ -208,7 +219,8 @@ class RewardPlan:
             "dapo-math": DapoMath,
             "math-verify": lambda: MathVerify(chosen),
         }
-        return [made[name]() if name in made else user_scorer(name) for name in self.scorers]
+        others = {name: ModelScorer if name.startswith(MODEL) else user_scorer for name in self.scorers}
+        return [made[name]() if name in made else others[name](name) for name in self.scorers]
 
     def describe(self) -> list[str]:
         """Return lines that say what is rewarded, how answers are found, and what to mind."""

@@ -18,9 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
+from rlctl.envs.scorers import BUILT_IN, BatchScorer, RewardPlan, Scorer
 from rlctl.envs.supervisor import supervise
-from rlctl.envs.user_function import UserBatchScorer
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 
 START_TIMEOUT_S = 180.0
@@ -207,13 +206,13 @@ def main() -> None:
 
 
 def outcomes(
-    todo: list[Work], plan: RewardPlan, scorers: Sequence[Scorer | UserBatchScorer]
+    todo: list[Work], plan: RewardPlan, scorers: Sequence[Scorer | BatchScorer]
 ) -> Iterator[Score | RlctlError]:
     """Yield the outcome of each piece of work; a function of many completions is called once."""
     together: dict[int, Iterator[Score | RlctlError]] = {}
     for work in todo:
         name, scorer = plan.scorers[work.scorer], scorers[work.scorer]
-        if isinstance(scorer, UserBatchScorer):
+        if isinstance(scorer, BatchScorer):
             if work.scorer not in together:
                 together[work.scorer] = _score_together(scorer, [one for one in todo if one.scorer == work.scorer])
             yield next(together[work.scorer])
@@ -229,7 +228,7 @@ def outcomes(
             yield Score(0.0, f"{type(error).__name__}: {error}")
 
 
-def _score_together(scorer: UserBatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
+def _score_together(scorer: BatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
     """Yield the outcomes of one scorer. Where it fails it is called with each half, to find out on what."""
     try:
         values = scorer.score_all([one.completion for one in work], [one.row for one in work])

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
 from rlctl.config.plugins import find_plugin, load_plugin
@@ -73,9 +74,13 @@ class UserCode:
         return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
 
 
+MODEL = "model:"
+"""Beginning of the name of a reward model as a scorer."""
+
+
 def is_reference(name: str) -> bool:
     """Return whether a name is meant as `path/to/file.py:function`."""
-    return ":" in name or name.endswith(".py")
+    return (":" in name or name.endswith(".py")) and not name.startswith(MODEL)
 
 
 def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
@@ -90,7 +95,11 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
 
 
 def reward_digest(name: str) -> str | None:
-    """Return the SHA-256 of the file of a reward function; None for a scorer that is no file of the user's."""
+    """Return a digest of the file of a reward function, or of a reward model; None for any other scorer."""
+    if name.startswith(MODEL):
+        from rlctl.envs.reward_model import reward_model
+
+        return model_fingerprint(reward_model(name))
     return UserCode.read(name, "Reward").fingerprint if is_reference(name) else None
 
 

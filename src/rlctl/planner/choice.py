@@ -64,6 +64,8 @@ class TrainingChoice:
     """None: all weights are trained."""
     reference: bool = False
     """A frozen copy of the weights is held next to them."""
+    valued: bool = False
+    """The model has a value of each position in place of logits."""
     critic: bool = False
     """A value model of the same size is trained on the same devices."""
     critic_offload: bool = False

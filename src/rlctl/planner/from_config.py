@@ -119,6 +119,7 @@ def texts_workload(config: RlctlConfig, facts: ModelFacts, mean_tokens: int | No
         prompts=config.batch.prompts,
         generations=1,
         rollouts=False,
+        valued=config.trains_reward_model,
         max_length=size * length,
         mean_tokens=float(size * (mean_tokens or max(1, length // 2))),
         optimizer_steps=config.batch.optimizer_steps,

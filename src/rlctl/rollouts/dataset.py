@@ -20,7 +20,7 @@ from rlctl.data.holdout import open_validation
 from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
-from rlctl.data.texts import TrainedText, trained_texts, whole_text
+from rlctl.data.texts import MARGIN, TrainedText, trained_texts, whole_text
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import OpenedSource, PromptOrder, PromptStream
@@ -36,11 +36,14 @@ class TextStream(PromptStream):
     """The text, or the pair of texts, at each position. `limit` is the most tokens of a text."""
 
     kind = "text"
+    scored = False
+    """Whether a reward model is trained, which has a score of each text."""
 
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
         source = self._named[row.source]
         found = trained_texts(source.encoder, row, everything=source.data.train_on == "all")
+        found = tuple(text.scored() for text in found) if self.scored else found
         longest = max(len(text.tokens_T) for text in found)
         if self.limit is None or longest <= self.limit:
             return found
@@ -51,6 +54,15 @@ class TextStream(PromptStream):
             "Raise it, or leave such rows out with --set data.too_long=drop.",
         )
 
+    def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
+        """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong margin."""
+        margin = row.fields.get(MARGIN)
+        if not self.scored or margin is None:
+            return {}
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            raise InputError(f"{row.where}: the field {MARGIN!r} is no number.", "Write one, or leave it out.")
+        return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
+
     def text(self, row: PromptRow) -> str:
         return whole_text(self._named[row.source].encoder, row)
 
@@ -58,6 +70,12 @@ class TextStream(PromptStream):
         """Return the token ids of the longest text of a row; none where it is dropped."""
         found = self.texts(row)
         return max((text.tokens_T.tolist() for text in found), key=len, default=[])
+
+
+class ScoredTexts(TextStream):
+    """The texts of a reward model."""
+
+    scored = True
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,8 @@ class HeldOutTexts:
         order = PromptOrder(len(source), config.run.seed)
         opened = OpenedSource("", source, data, encoder, config.reward, order)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
-        return cls(source.label, TextStream([opened], Mixing([1.0]), len(rows)), rows, source.fingerprint())
+        stream = type(texts)([opened], Mixing([1.0]), len(rows))
+        return cls(source.label, stream, rows, source.fingerprint())
 
     def require_fit(self, limit: int) -> None:
         """Raise InputError for a text of more than `limit` tokens, unless such texts are left out."""
@@ -148,7 +167,8 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[Rollou
     found = []
     for position, row in rows.items():
         if texts := stream.texts(row):
-            found.append(group_of(position, row, texts, put(columns_of(texts))))
+            columns = columns_of(texts, stream.further_columns(row, texts))
+            found.append(group_of(position, row, texts, put(columns)))
     return tuple(found)
 
 
@@ -163,7 +183,7 @@ def group_of(position: int, row: PromptRow, texts: Sequence[TrainedText], column
             stop_reason=FROM_DATA,
             prompt_tokens=text.prompt_tokens,
             tokens=len(text.tokens_T),
-            response_tokens=int(text.mask_T.sum()),
+            response_tokens=text.answered_tokens,
             reward=None,
             terms={},
             accuracy=None,

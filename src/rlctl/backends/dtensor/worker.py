@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlctl.backends.dtensor.model import Groups
 
 HEAD = "value_head.weight"
-"""The name in a checkpoint of a critic's head, which no published file holds."""
+"""The name in a checkpoint of the head of values, which no published file holds."""
 
 
 class DTensorWorker(PolicyRank):
@@ -62,7 +62,7 @@ class DTensorWorker(PolicyRank):
         torch.manual_seed(spec.seed)
         routers = {name for name, role in world.roles.items() if role in (Role.ROUTER, Role.ROUTER_BIAS)}
         frozen = frozenset(routers if spec.freeze_router else ())
-        kind = ValueModel if self.is_critic else PolicyModel
+        kind = ValueModel if self.spec.valued else PolicyModel
         self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
         self._buffers = [name for name, role in world.roles.items() if role in BUFFER_ROLES]
@@ -79,7 +79,7 @@ class DTensorWorker(PolicyRank):
 
     def layouts(self) -> DTensorWorld:
         world = layouts(self.spec)
-        return replace(world, head=False) if self.is_critic else world
+        return replace(world, head=False) if self.spec.valued else world
 
     def parameters(self) -> dict[str, Tensor]:
         """Views of the live weights: what this rank holds of each."""
@@ -101,7 +101,7 @@ class DTensorWorker(PolicyRank):
         """The tensors of a checkpoint by name: all weights, or the adapters alone."""
         if self.spec.lora.rank:
             return adapter_parameters(self.model.inner)
-        head = {HEAD: self.model.get_parameter("head.weight")} if self.is_critic else {}
+        head = {HEAD: self.model.get_parameter("head.weight")} if self.spec.valued else {}
         return self._named() | head
 
     def _reshard(self) -> None:
@@ -114,9 +114,9 @@ class DTensorWorker(PolicyRank):
     @torch.no_grad()
     def load_weights(self, directory: Path, *, saved: bool = False) -> None:
         world = self.layouts()
-        critic = saved and self.is_critic
-        load_rank(directory, world, self.rank, self.parameters(), world.facts, critic=critic, masters=saved)
-        if critic:
+        valued = saved and self.spec.valued
+        load_rank(directory, world, self.rank, self.parameters(), world.facts, valued=valued, masters=saved)
+        if valued:
             head = local_part(self.model.get_parameter("head.weight").detach())
             head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
         if world.facts.unpacked:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlctl.backends.megatron.lora import AdaptedParallel
 
 HEAD = "output_layer.weight"
-"""The head of a critic."""
+"""The head of values."""
 
 
 class MegatronWorker(PolicyRank):
@@ -70,7 +70,7 @@ class MegatronWorker(PolicyRank):
         if self.config.fp8:
             compat.require_float8(self.config)
         stages = range(spec.parallel.vpp) if spec.parallel.vpp > 1 else [None]
-        kind = model.ValueModel if self.is_critic else model.PolicyModel
+        kind = model.ValueModel if self.spec.valued else model.PolicyModel
         models = [model.build_model(spec, self.config, stage, kind) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
         self.optimizer: Any = None
@@ -138,18 +138,18 @@ class MegatronWorker(PolicyRank):
 
     def layouts(self) -> MegatronWorld:
         world = layouts(self.spec)
-        return replace(world, head=False) if self.is_critic else world
+        return replace(world, head=False) if self.spec.valued else world
 
     @torch.no_grad()
     def load_weights(self, directory: Path, *, saved: bool = False) -> None:
         world, named = self.layouts(), dict(self._named())
-        head = named.pop(HEAD, None) if self.is_critic else None  # the last pipeline stage alone has it
+        head = named.pop(HEAD, None) if self.spec.valued else None  # the last pipeline stage alone has it
         if not saved:
             load_rank(directory, world, self.rank, {name: value.data for name, value in named.items()}, world.facts)
             self.weights_changed()
             return
         masters = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in named.items()}
-        load_rank(directory, replace(world, dtype="float32"), self.rank, masters, world.facts, critic=self.is_critic)
+        load_rank(directory, replace(world, dtype="float32"), self.rank, masters, world.facts, valued=self.spec.valued)
         found = {named[name]: master for name, master in masters.items()}
         self._take_masters(found if head is None else found | {head: load_value_head(directory)})
 

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.reward_models import SCORE, scorer_config, with_score
 from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, computed_in, is_of_run
-from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
+from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model, value_head
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
-from rlctl.weights.layout import Layout
+from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Exported:
     dtype: str
     """The dtype that the run computed in, or else that of the checkpoint."""
     rounding: Rounding = "unbiased"
+    score: ParamSpec | None = None
+    """The head of a reward model."""
 
 
 def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: Callable[[str], None]) -> Exported:
@@ -81,10 +84,17 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
 
 
 def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
-    config = read_config(companions)
-    model = open_megatron_model(found, facts_in(companions))
+    config, head = read_config(companions), value_head(TorchDistReader.open(found.shards))
+    model = open_megatron_model(found, facts_in(companions), valued=head is not None)
     blocks, (dtype, rounding) = Blocks(model.reader, model.blocks), computed_in(found)
-    return Exported(companions, config, model.facts, model.world, blocks, dtype or model.dtype, rounding)
+    made = Exported(companions, config, model.facts, model.world, blocks, dtype or model.dtype, rounding)
+    if head is None:
+        return made
+    score = ParamSpec(model.reader.shapes[head].shape, made.dtype)
+    held = replace(score, dtype=model.reader.shapes[head].dtype)
+    world = SingleWorld(with_score(model.world.layout(0), held))
+    source = _Beside(blocks, _Whole(model.reader, head), (SCORE,))
+    return replace(made, config=scorer_config(companions, config), world=world, source=source, score=score)
 
 
 def _of_base(base: Base, dtype: str) -> Exported:
@@ -102,6 +112,19 @@ def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path
     world = SingleWorld(adapters.onto(under.world.layout(0)))
     source = _Beside(under.source, adapters, adapters.params)
     return replace(under, world=world, source=source, dtype=dtype, rounding=rounding)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A source of one tensor, whatever it is asked for."""
+
+    reader: TorchDistReader
+    key: str
+
+    def read(self, param: str) -> torch.Tensor:
+        return self.reader.whole(self.key)
+
+    def drop(self, param: str) -> None: ...
 
 
 @dataclass(frozen=True)

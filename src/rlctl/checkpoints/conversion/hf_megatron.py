@@ -27,6 +27,7 @@ from rlctl.checkpoints.conversion.stream import (
 from rlctl.checkpoints.conversion.text_checkpoint import Stored, text_layouts, whole_layouts
 from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
 from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.hf.reward_models import OF_SCORER, require_loadable, with_score
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 from rlctl.checkpoints.hf.text_part import TextPart, text_config, write_companions
 from rlctl.checkpoints.identity import damaged_files, source_identity
@@ -147,10 +148,14 @@ def megatron_to_hf(
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
     part = TextPart.open(options.whole) if options.whole else None
+    if part is not None and model.score is not None:
+        raise InputError("--into: a reward model ends in a score and is no part of the model.", "Leave --into out.")
     world, reader, files = model.world, model.source, None
     if part is None:
         published = record.published(found.shards, dtype)
         target = hf.layout(model.facts, dtype, copies=True, published=published)
+        if model.score is not None:
+            target = with_score(target, replace(model.score, dtype=dtype))
         specs = target.params
     else:
         published = {name: spec.dtype for name, spec in part.specs.items()}
@@ -179,7 +184,11 @@ def megatron_to_hf(
         writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
         done = _write_safetensors(aside, world, reader, target, writer, options, model.rounding, check)
         if part is None:
-            copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
+            values = {key: model.config[key] for key in OF_SCORER if key in model.config} if model.score else {}
+            values |= _dtype_value(model.config, dtype)
+            copy_companions(model.companions, aside, ("quantization_config",), **values)
+            if model.score is not None:
+                require_loadable(aside, specs)
         else:
             for path in part.files.directory.iterdir():  # copies of weights in other formats hold the old values
                 if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):

@@ -61,20 +61,20 @@ def facts_in(directory: Path) -> ModelFacts:
     """
     config = read_config(directory)
     architecture, model_type = other_architecture(config), str(config.get("model_type"))
-    known = architecture is not None and _built_as(model_type).lower() == architecture.lower()
+    known = architecture is not None and built_as(model_type).lower() == architecture.lower()
     return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
 
 
 @cache
-def _built_as(model_type: str) -> str:
+def built_as(model_type: str, table: str = "CAUSAL_LM") -> str:
     """The class that the installed transformers builds of a model type; empty: none. The table of classes is read
     without importing it. Code of a repository's own may spell the name in other capitals (PhiMoEForCausalLM)."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return ""
-    table = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    causal = table.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2]
-    found = re.search(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', causal, re.MULTILINE)
+    text = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    listed = text.partition(f"MODEL_FOR_{table}_MAPPING_NAMES")[2].partition("\n)")[0]
+    found = re.search(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', listed, re.MULTILINE)
     return found[1] if found else ""
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODULE_PREFIXES = ("model.", "lm_head.")
 """Weights by the names of transformers' modules, as the dtensor backend saves them."""
 VALUE_HEADS = ("output_layer.weight", "value_head.weight")
-"""The head of a critic: Megatron's key, and the dtensor backend's."""
+"""The head of values: Megatron's key, and the dtensor backend's."""
 STEP = "optimizer.step"
 """The number of optimizer steps, where the dtensor backend saved."""
 MASTERS = "optimizer.state.param."
@@ -63,6 +63,11 @@ class MegatronModel:
         return keys.chunked(Layout(0, params, pieces), blocks), {chunk.name: chunk for chunk in blocks}
 
 
+def value_head(reader: TorchDistReader) -> str | None:
+    """The key of the head of values; None: the model has logits, or nothing but adapters."""
+    return next((key for key in VALUE_HEADS if key in reader.shapes and reader.shapes[key].shape[0] == 1), None)
+
+
 def steps_in(value: Any) -> float:
     """The most steps that the param groups of Megatron's optimizers name, however these are nested; 0 for none."""
     if not isinstance(value, dict):
@@ -82,11 +87,11 @@ def are_of_modules(keys_: Collection[str]) -> bool:
 
 
 def open_megatron_model(
-    directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False, critic: bool = False
+    directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False, valued: bool = False
 ) -> MegatronModel:
     """Open a checkpoint of the model and check its keys against the model's.
 
-    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not. `critic`: it
+    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not. `valued`: it
     is one of the model with a value in place of logits, all but the head of which is opened. Raises InputError for keys
     that are missing, have other shapes, or that the model does not have.
     """
@@ -97,7 +102,7 @@ def open_megatron_model(
             f"Merge them first: rlctl convert megatron-to-hf {directory.root} DIR.",
         )
     facts = without_absent_mtp(facts, reader.shapes)
-    facts = replace(facts, tied_embeddings=True) if critic else facts  # no output layer is expected
+    facts = replace(facts, tied_embeddings=True) if valued else facts  # no output layer is expected
     shards, hint = directory.shards, "The configuration calls for it; is it this model's?"
     plain = _whole_layout(shards, facts, reader)
     for key, spec in plain.params.items():
@@ -111,7 +116,7 @@ def open_megatron_model(
             why = f"{shards}: the blocks of {key} hold {held:,} of its {prod(shape):,} elements."
             raise InputError(why, "Copy the checkpoint again.")
     # Weights that the model does not have would be lost. The other spelling of a norm is no loss.
-    known = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if critic else ()))
+    known = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if valued else ()))
     for key in reader.shapes:
         lost = not (key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(known))
         if key.startswith(MODEL_PREFIXES) and lost:

@@ -297,7 +297,8 @@ ALGORITHMS = {
     "ppo": "PPO with a value model in keys of NeMo-RL (rlctl's own is `--algorithm ppo`)",
 }
 """Sections of NeMo-RL's other algorithms; rlctl runs those in `OF_TEXTS`."""
-OF_TEXTS = ("sft", "dpo")
+OF_TEXTS = ("sft", "dpo", "rm")
+OF_PAIRS = ("dpo", "rm")
 TASKS = {
     "aime2024": "aime24",
     "aime2025": "aime25",
@@ -339,7 +340,7 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return None, "grpo" if "grpo" in sections else None
 
 
-STEPS = ("grpo.", "distillation.", "sft.", "dpo.")
+STEPS = ("grpo.", "distillation.", "sft.", "dpo.", "rm.")
 """The sections of the algorithms that rlctl runs."""
 
 
@@ -584,9 +585,21 @@ def math_scorer(leaves: Mapping[str, Any]) -> str:
     return MATH_SCORERS.get(str(leaves.get("env.math.math_verify_impl")), "math-verify")
 
 
+def steps_of_run(found: Found) -> None:
+    """Map the number of steps; -1 is as many as the epochs take."""
+    if found.value == -1:
+        found.skip("max_num_epochs says how long the run is")
+    else:
+        found.map("run.steps", found.value)
+
+
 def epochs(found: Found) -> None:
-    """Say where a recipe may end sooner than `run.steps` does: how many rows its data has is not known here."""
+    """Map the length of a recipe without a number of steps. With one, say where it may end sooner than `run.steps`
+    does: how many rows its data has is not known here."""
     steps = found.get("max_num_steps", *STEPS)
+    if found.value is not None and isinstance(steps, int) and steps < 0:
+        found.map("run.epochs", found.value)
+        return
     # An epoch has at least one step.
     if found.value is None or (isinstance(steps, int) and 0 < steps <= found.value):
         found.skip("run.steps ends the run; prompts come round again")
@@ -742,8 +755,8 @@ TORCH_ARGUMENTS = {
 
 
 def torch_schedulers(found: Found) -> None:
-    """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine. `milestones` says at which
-    step torch's SequentialLR goes from one to the next, wherever the first is by then."""
+    """Map torch's list of schedulers: a linear warm-up, then a constant rate, a line or a cosine. `milestones` says at
+    which step torch's SequentialLR goes from one to the next, wherever the first is by then."""
     if found.value is None:
         found.skip("the learning rate is constant")
         return
@@ -755,6 +768,7 @@ def torch_schedulers(found: Found) -> None:
     name, rate = learning_rate(found)
     # What a scheduler's arguments leave out is torch's default.
     known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
+    known = known or (kind == "LinearLR" and options.get("start_factor", 1 / 3) == 1)
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
     next_at = milestones[0] if warmup is not None and steps and milestones else warmup_steps
     if not isinstance(rate, int | float):
@@ -762,7 +776,9 @@ def torch_schedulers(found: Found) -> None:
     elif unknown:
         found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
     elif len(steps) > 1 or not known:
-        found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
+        found.say(
+            "not yet", "rlctl knows a linear warm-up, then a constant rate, a line or a cosine", "scheduler.decay"
+        )
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
         why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
         found.say("not yet", f"{why}: give both the same number", "scheduler.warmup_steps")
@@ -774,6 +790,10 @@ def torch_schedulers(found: Found) -> None:
             found.set("scheduler.decay", "cosine")
             found.set("scheduler.min_lr", options.get("eta_min", 0))
             found.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
+        elif kind == "LinearLR":
+            found.set("scheduler.decay", "linear")
+            found.set("scheduler.min_lr", rate * options.get("end_factor", 1))
+            found.set("scheduler.decay_steps", warmup_steps + options.get("total_iters", 5))
         note = f"scheduler: {warmup_steps} steps of warm-up, then {kind}"
         found.say(*(("mapped", note) if begins == rate else ("changed", f"{note}; {AHEAD}")))
 
@@ -806,12 +826,35 @@ def responses(found: Found, path: str | None, places: Iterable[str]) -> tuple[st
     return (name, prompt, answer, None) if path else None
 
 
-def validation_set(found: Found) -> tuple[str, str, str, str | None] | None:
-    """Return name, fields and default split of the prompts of validation; None where the recipe names none that rlctl
+def validation_set(found: Found) -> tuple[str, str | None, str | None, str | None] | None:
+    """Return name, fields and default split of the rows of validation; None where the recipe names none that rlctl
     can read, such as a part of the training data."""
-    name = found.get("data.validation.dataset_name")
     path = found.get("data.validation.data_path") or found.get("data.val_data_path")
-    return responses(found, path, VALIDATION) if name in (None, "ResponseDataset") else DATASETS.get(str(name))
+    name = found.get("data.validation.dataset_name")
+    if name is None and path:
+        name = found.get("data.default.dataset_name") or BY_PATH[0]
+    return named_data(found, name, path, VALIDATION)
+
+
+BY_PATH = ("ResponseDataset", "BinaryPreferenceDataset", "PreferenceDataset")
+"""NeMo-RL's classes of data sets that are files, or are on the hub."""
+
+
+def data_sets(found: Found) -> Mapping[str, tuple[str, str | None, str | None, str | None]]:
+    """Return the data sets of the recipe's algorithm that rlctl knows."""
+    algorithm = str(found.result.values.get("run.algorithm"))
+    return PAIR_DATASETS if algorithm in OF_PAIRS else {"sft": TEXT_DATASETS}.get(algorithm, DATASETS)
+
+
+def named_data(
+    found: Found, name: Any, path: str | None, places: Iterable[str]
+) -> tuple[str, str | None, str | None, str | None] | None:
+    """Return name, fields and default split of a data set; None where rlctl does not know it."""
+    if name not in BY_PATH:
+        return data_sets(found).get(str(name))
+    if found.result.values.get("run.algorithm") not in OF_PAIRS:
+        return responses(found, path, places) if name == BY_PATH[0] else None
+    return pairs_of_path(found, path, places, "context" if name == "PreferenceDataset" else "prompt")
 
 
 def validated(rule: Rule) -> Rule:
@@ -827,10 +870,18 @@ def validation_period(found: Found) -> None:
     for key, value in values.items():
         if value is not None:
             found.set(f"validation.data.{key}", value)
-    own = found.get("policy.generation.val_temperature")
-    found.set("validation.temperature", found.get("policy.generation.temperature") or 1.0 if own is None else own)
+    if not of_texts(found.result):
+        own = found.get("policy.generation.val_temperature")
+        found.set("validation.temperature", found.get("policy.generation.temperature") or 1.0 if own is None else own)
     # NeMo-RL validates periodically where the number is above 0, and recipes write -1 as well as 0.
     found.map("validation.every", found.value and max(0, found.value))
+
+
+def validation_batches(found: Found) -> None:
+    """Map the number of batches that texts are validated on; 0 or less are all of them."""
+    section = found.name.partition(".")[0]
+    size = found.get(f"{section}.val_global_batch_size") or 1
+    found.map("validation.max_prompts", found.value * size if found.value > 0 else 2**31 - 1)
 
 
 def dataset(found: Found) -> None:
@@ -838,17 +889,10 @@ def dataset(found: Found) -> None:
         found.skip("data.train has its own")
         return
     path = found.get("data_path", *DATA) or found.get("train_data_path", *DATA)
-    algorithm = found.result.values.get("run.algorithm")
-    datasets = {"sft": TEXT_DATASETS, "dpo": PAIR_DATASETS}.get(str(algorithm), DATASETS)
-    by_path = "BinaryPreferenceDataset" if algorithm == "dpo" else "ResponseDataset"
-    if found.value != by_path:
-        known = datasets.get(str(found.value))
-    elif algorithm == "dpo":
-        known = pairs_of_path(found, path)
-    else:
-        known = responses(found, path, DATA)
-    if known is None:
-        names = f"rlctl knows {', '.join(datasets)}, and {by_path} with its data_path; --data names another"
+    if (known := named_data(found, found.value, path, DATA)) is None:
+        by_path = BY_PATH[1:] if found.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[:1]
+        names = f"{', '.join(data_sets(found))}, and {' and '.join(by_path)} with a data_path"
+        names = f"rlctl knows {names}; --data names another"
         found.say("not yet", names, "data.name")
         return
     name, prompt, answer, split = known
@@ -861,12 +905,14 @@ def dataset(found: Found) -> None:
     found.say("mapped", f"data.name: {name}" + (f", fields {' and '.join(fields.values())}" if fields else ""))
 
 
-def pairs_of_path(found: Found, path: str | None) -> tuple[str, str, None, None] | None:
-    """Return name and prompt field of a BinaryPreferenceDataset; None where it has no path, or names its completions
-    otherwise than rlctl does."""
-    subset = found.get("subset", *DATA)
-    named = all(found.get(f"{name}_key", *DATA) in (None, name) for name in ("chosen", "rejected"))
-    prompt = found.get("prompt_key", *DATA) or "prompt"
+def pairs_of_path(
+    found: Found, path: str | None, places: Iterable[str], prompt: str
+) -> tuple[str, str, None, None] | None:
+    """Return name and prompt field, `prompt` unless named, of preferences; None where they have no path, or name their
+    completions otherwise than rlctl does."""
+    subset = found.get("subset", *places)
+    named = all(found.get(f"{name}_key", *places) in (None, name) for name in ("chosen", "rejected"))
+    prompt = found.get("prompt_key", *places) or prompt
     return (f"{path}:{subset}" if subset else path, prompt, None, None) if path and named else None
 
 

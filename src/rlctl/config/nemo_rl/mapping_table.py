@@ -62,7 +62,7 @@ WSD_DECAYS = {name: name.replace("_", "-") for name in ("linear", "cosine", "exp
 _STEPS: dict[str, Rule] = {
     "num_prompts_per_step": to("batch.prompts"),
     "num_generations_per_prompt": to("batch.generations"),
-    "max_num_steps": to("run.steps"),
+    "max_num_steps": rules.steps_of_run,
     "max_num_epochs": rules.epochs,
     "max_rollout_turns": only(None, 1, why="rollouts have one turn"),
     "val_period": validated(rules.validation_period),
@@ -74,17 +74,17 @@ _STEPS: dict[str, Rule] = {
 }
 """Keys that the sections `grpo` and `distillation` both have."""
 
-OWN_VALIDATION = logs("--val-data FILE or validation.holdout, with validation.every, measures the loss on other texts")
 _OF_TEXTS: dict[str, Rule] = {
-    "max_num_steps": to("run.steps"),
+    "max_num_steps": rules.steps_of_run,
     "max_num_epochs": rules.epochs,
     "seed": to("run.seed"),
-    **dict.fromkeys(
-        ["val_period", "val_batches", "val_global_batch_size", "val_micro_batch_size", "val_at_start", "val_at_end"],
-        OWN_VALIDATION,
-    ),
+    "val_period": validated(rules.validation_period),
+    "val_at_start": validated(to("validation.at_start")),
+    "val_at_end": validated(to("validation.at_end")),
+    "val_batches": validated(rules.validation_batches),
+    **dict.fromkeys(["val_global_batch_size", "val_micro_batch_size"], without("read with val_batches")),
 }
-"""Keys that the sections `sft` and `dpo` both have."""
+"""Keys that the sections `sft`, `dpo` and `rm` have."""
 
 _SFT_AND_DPO: dict[str, Rule] = {
     **{f"{section}.{key}": rule for section in rules.OF_TEXTS for key, rule in _OF_TEXTS.items()},
@@ -243,7 +243,8 @@ _POLICY: dict[str, Rule] = {
     **each("policy", "quant_calib_data quant_calib_size quant_batch_size quant_sequence_length",
            without("read with policy.quant_cfg")),
     "policy.is_vlm": without("read with the model"),
-    "policy.reward_model_cfg.*": only(why="rlctl trains no reward models"),
+    "policy.reward_model_cfg.enabled": only(None, True, why="a reward model ends in a score"),
+    "policy.reward_model_cfg.reward_model_type": only(None, "bradley_terry", why="the loss is Bradley and Terry's"),
     "policy.tokenizer.video.*": without("prompts are texts"),
     "policy.tokenizer.use_fastokens": without("the tokenizer is the model's own, of transformers"),
     "policy.dynamic_batching.enabled": rules.dynamic_batching,
@@ -359,7 +360,7 @@ _MEGATRON: dict[str, Rule] = {
     "peft.dropout_position": without("there is no dropout"),
     "peft.lora_A_init_method": differs(why="A begins uniform (Kaiming), as the paper's code has it"),
     "peft.lora_B_init_method": only("zero", why="B begins as 0: the policy is its base at first"),
-    "peft.lora_dtype": only(None, why="adapters are in model.dtype"),
+    "peft.lora_dtype": only(None, "None", why="adapters are in model.dtype"),
     "peft.a2a_experimental": without("routed experts have no adapters"),
     "optimizer.optimizer": only("adam", why="the optimizer is Adam"),
     "optimizer.lr": to("optimizer.lr"),
@@ -581,7 +582,9 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         default("optimizer.weight_decay", 0.01, result.source["optimizer.lr"])
     length, rows = leaves.get("policy.max_total_sequence_length"), leaves.get("policy.train_micro_batch_size")
     if isinstance(length, int) and length > 1:
-        pair = 2 if result.values.get("run.algorithm") == "dpo" else 1  # both of its texts are in one micro-batch
+        pair = (
+            2 if result.values.get("run.algorithm") in rules.OF_PAIRS else 1
+        )  # both of its texts are in one micro-batch
         tokens = pair * length * (rows if isinstance(rows, int) else 1)
         if pair == 2 and (given := result.values.get("training.micro_batch_tokens")):
             result.values["training.micro_batch_tokens"] = max(given, pair * length)

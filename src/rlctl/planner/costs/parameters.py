@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -154,7 +154,8 @@ def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
     """Return all stages of a policy, which is built without multi-token-prediction layers. Layers that cannot be split
     evenly are spread as evenly as they go."""
     parallel = choice.parallel
-    return _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
+    found = _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
+    return (*found[:-1], replace(found[-1], head=False)) if choice.valued else found
 
 
 def distinct_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:

@@ -31,6 +31,8 @@ class Workload:
     """Log-probs of the old policy are recomputed by the trainer."""
     reference: bool = False
     """Log-probs of a reference policy are needed."""
+    valued: bool = False
+    """A reward model is trained, which has no logits."""
     critic: bool = False
     """A value model of the policy's size is trained next to it."""
     rollouts: bool = True

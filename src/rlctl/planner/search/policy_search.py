@@ -116,6 +116,7 @@ def _training(request: Request, **sizes: int) -> TrainingChoice:
         adapters=request.adapters,
         sharding="full" if request.fsdp else "optimizer",
         reference=request.workload.reference,
+        valued=request.workload.valued,
         critic=request.workload.critic,
         precision=request.precision,
         float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass

@@ -206,7 +206,8 @@ def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig, loss: U
 
 def declared(algorithm: Algorithm) -> tuple[Metric, ...]:
     """Return the metrics of a run of `algorithm` that are computed while it trains."""
-    always = MEASURED_OF_ROLLOUTS if algorithm.config.makes_rollouts else (ENTROPY,)
+    config = algorithm.config
+    always = MEASURED_OF_ROLLOUTS if config.makes_rollouts else () if config.trains_reward_model else (ENTROPY,)
     return (*always, *algorithm.metrics)
 
 
@@ -273,7 +274,7 @@ class RunLoss:
 
 def _measured_always(batch: TokenBatch, config: RlctlConfig) -> dict[str, torch.Tensor]:
     if not config.makes_rollouts:
-        return {"entropy": batch.entropy_R}
+        return {} if config.trains_reward_model else {"entropy": batch.entropy_R}
     import torch
 
     from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights

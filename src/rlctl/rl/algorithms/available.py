@@ -33,7 +33,11 @@ BUILT_IN = {
     "distillation": "rlctl.rl.algorithms.distillation:Distillation",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
-OF_TEXTS = {"sft": "rlctl.rl.algorithms.sft:Sft", "dpo": "rlctl.rl.algorithms.dpo:Dpo"}
+OF_TEXTS = {
+    "sft": "rlctl.rl.algorithms.sft:Sft",
+    "dpo": "rlctl.rl.algorithms.dpo:Dpo",
+    "rm": "rlctl.rl.algorithms.rm:Rm",
+}
 """Classes of those that learn from a dataset, each of which is a command of `train`."""
 OWN = BUILT_IN | OF_TEXTS
 _registered: dict[str, Factory] = {}

@@ -42,6 +42,23 @@ def _mean(name: str, curve: str, column: str = "") -> Metric:
     return Metric(name, "mean", curve=curve, column=column, per=PAIRS, flat=True)
 
 
+REWARDS = (
+    _mean("rewards/chosen", "reward of chosen completions"),
+    _mean("rewards/rejected", "reward of rejected completions"),
+    _mean("rewards/margins", "margin of the rewards", "margin"),
+    _mean("rewards/accuracies", "share of pairs with a positive margin", "acc"),
+)
+
+
+def summed(values_R: torch.Tensor, rollout_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums [P] over the tokens of chosen and of rejected texts."""
+    import torch
+
+    texts = 2 * (int(rollout_R.max()) // 2 + 1)
+    sums = torch.zeros(texts, dtype=values_R.dtype, device=values_R.device).index_add(0, rollout_R, values_R)
+    return sums[0::2], sums[1::2]
+
+
 @dataclass(frozen=True)
 class Pairs:
     """The pairs of a micro-batch."""
@@ -109,10 +126,7 @@ class Dpo(Algorithm):
     requires = frozenset({"reference_logprobs"})
     metrics = (
         Metric(PAIRS, "sum"),
-        _mean("rewards/chosen", "reward of chosen completions"),
-        _mean("rewards/rejected", "reward of rejected completions"),
-        _mean("rewards/margins", "margin of the rewards", "margin"),
-        _mean("rewards/accuracies", "share of pairs with a positive margin", "acc"),
+        *REWARDS,
         _mean("logps/chosen", "log-prob of chosen completions"),
         _mean("logps/rejected", "log-prob of rejected completions"),
     )
@@ -151,30 +165,23 @@ class Dpo(Algorithm):
             "logps/chosen": pairs.chosen_logps_P,
             "logps/rejected": pairs.rejected_logps_P,
         }
-        return {name: pairs.spread(values_P) for name, values_P in found.items()}
+        declared = {metric.name for metric in self.metrics}
+        return {name: pairs.spread(values_P) for name, values_P in found.items() if name in declared}
 
     def pairs(self, batch: TokenBatch) -> Pairs:
         """Return the pairs of a micro-batch, with gradient."""
         import torch
 
         options = self.config.preference
-        pair_R = batch.rollout_R // 2
-        texts = 2 * (int(pair_R.max()) + 1)
-
-        def summed(values_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            sums = torch.zeros(texts, dtype=values_R.dtype, device=values_R.device)
-            sums = sums.index_add(0, batch.rollout_R, values_R)
-            return sums[0::2], sums[1::2]
-
-        chosen, rejected = summed(batch.logprobs_R)
-        of_chosen, of_rejected = summed(torch.ones_like(batch.logprobs_R, requires_grad=False))
+        chosen, rejected = summed(batch.logprobs_R, batch.rollout_R)
+        of_chosen, of_rejected = summed(torch.ones_like(batch.logprobs_R, requires_grad=False), batch.rollout_R)
         means = chosen / of_chosen.clamp(min=1), rejected / of_rejected.clamp(min=1)
         compared = means
         if options.has_reference:
             if batch.reference_logprobs_R is None:
                 raise ValueError("preferences are learned next to a reference policy, and the batch has none")
-            compared = summed(batch.logprobs_R - batch.reference_logprobs_R)
+            compared = summed(batch.logprobs_R - batch.reference_logprobs_R, batch.rollout_R)
         if options.has_reference and options.average:
             compared = compared[0] / of_chosen.clamp(min=1), compared[1] / of_rejected.clamp(min=1)
         rewards = options.beta * compared[0], options.beta * compared[1]
-        return Pairs(pair_R, of_chosen + of_rejected, chosen, rejected, *rewards, *means)
+        return Pairs(batch.rollout_R // 2, of_chosen + of_rejected, chosen, rejected, *rewards, *means)

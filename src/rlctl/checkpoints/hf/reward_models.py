@@ -1,0 +1,84 @@
+"""Reward models as they are published: sequence classification with one label, whose head is `score.weight`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.checkpoints.hf.hf_files import read_config, read_object
+from rlctl.checkpoints.hf.model_facts import built_as
+from rlctl.errors import InputError, listed
+from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
+
+SCORE = "score.weight"
+OF_SCORER = ("architectures", "id2label", "label2id", "pad_token_id")
+"""Keys of config.json that a reward model has otherwise than the model that it was made of."""
+
+
+def with_score(layout: Layout, spec: ParamSpec) -> Layout:
+    """Return a layout with the head as a further tensor."""
+    box = whole(spec.shape)
+    piece = Piece(SCORE, box, SCORE, box, tuple(range(len(box))))
+    return replace(layout, params=layout.params | {SCORE: spec}, pieces=(*layout.pieces, piece))
+
+
+def scorer_class(config: Mapping[str, Any]) -> str:
+    """Return the class of transformers that a reward model of this configuration is loaded as. Raises InputError where
+    there is none."""
+    found = built_as(str(config.get("model_type")), "SEQUENCE_CLASSIFICATION")
+    if not found:
+        raise InputError(
+            f"transformers has no sequence classification for models of type {config.get('model_type')}, as which a "
+            "reward model is exported.",
+            "Name a model of another family.",
+        )
+    return found
+
+
+def scorer_config(companions: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the reward model that was made of a model.
+
+    transformers takes the score at the last token that is no padding, so that the padding token must not be one that
+    ends a text.
+    """
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    named = {"architectures": [scorer_class(config)], "pad_token_id": next(_paddings(companions, config), None)}
+    return {**config, **labels, **named}
+
+
+def _paddings(companions: Path, config: Mapping[str, Any]) -> Iterator[int]:
+    """Yield tokens to pad with, the best first."""
+
+    def read(name: str) -> dict[str, Any]:
+        return read_object(companions, name) if (companions / name).is_file() else {}
+
+    settings, ends = read("tokenizer_config.json"), set[int]()
+    for value in (config.get("eos_token_id"), read("generation_config.json").get("eos_token_id")):
+        ends |= set(value if isinstance(value, list) else [value])
+    added = read("tokenizer.json").get("added_tokens") or []
+    texts = {one["content"]: one["id"] for one in added if one.get("special")}
+    own = {name: settings.get(f"{name}_token") for name in ("pad", "eos")}
+    pad, end = (texts.get(text.get("content") if isinstance(text, dict) else text) for text in own.values())
+    ends.add(end)
+    named = [token for text, token in texts.items() if "pad" in text]
+    for token in (config.get("pad_token_id"), pad, *named, *texts.values()):
+        if isinstance(token, int) and token not in ends and 0 <= token < config.get("vocab_size", 0):
+            yield token
+
+
+def require_loadable(directory: Path, specs: Mapping[str, ParamSpec]) -> None:
+    """Raise InputError where transformers' class has other tensors than those of `specs`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(directory))
+    found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if different := sorted(name for name in found.keys() | specs.keys() if name not in found or name not in specs):
+        raise InputError(
+            f"{read_config(directory)['architectures'][0]} of transformers has other tensors than this reward model: "
+            f"{listed(different)}.",
+            "Its checkpoint remains; the model cannot be published as one of transformers.",
+        )
