@@ -355,7 +355,7 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
     source = gym("chain_sum", max_terms=2, max_digits=1)
     process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))
     process.start()
-    for child in psutil.Process(process._process.pid).children(recursive=True):
+    for child in psutil.Process(process._child._process.pid).children(recursive=True):
         child.kill()  # as the kernel does where memory is short
     scores = process.score([scoring_process.Work(0, str(source[0].answer), source[0])] * 2)
     process.close()

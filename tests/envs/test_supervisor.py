@@ -16,8 +16,9 @@ import pytest
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.envs.child_process import PACKAGES
 from rlctl.envs.scorers import RewardPlan
-from rlctl.envs.scoring_process import PACKAGES, ScoringProcess, Work
+from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.errors import WorkerError
 
 ROW = PromptRow(0, "data.jsonl, line 1", "q", "a")
@@ -76,7 +77,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def processes_of(process: ScoringProcess) -> list[int]:
     """Return the outer supervisor, the inner one, and the process that scores."""
-    found = [process._process.pid]
+    found = [process._child._process.pid]
     while len(found) < 3:
         found.append(psutil.Process(found[-1]).children()[0].pid)
     return found

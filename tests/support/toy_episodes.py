@@ -20,7 +20,7 @@ async def echo(episode: Episode) -> None:
             episode.read(REPLY)
         answer = await episode.answer(max_new_tokens=TOKENS_A_TURN)
         full += answer.stop_reason == "length"
-    episode.reward, episode.stop_reason = float(full), "done"
+    episode.rewards, episode.stop_reason = [float(full)], "done"
 
 
 async def broken(episode: Episode) -> None:

@@ -20,7 +20,7 @@ from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import MachineError
 from rlctl.refit.weight_sender import SendingPolicy
-from rlctl.rollouts.episodes import ONE_TURN
+from rlctl.rollouts.episodes import ONE_TURN, PlaySpec
 
 if TYPE_CHECKING:
     from rlctl.refit.sync import WeightSync
@@ -42,8 +42,8 @@ class EnginesSpec:
     count: int
     ranks: int
     """Devices of one replica of an engine."""
-    episode: str = ONE_TURN
-    """The course of an episode, as `module:function`."""
+    episode: str | PlaySpec = ONE_TURN
+    """The course of an episode, or its name as `module:function`."""
 
     @property
     def devices(self) -> int:

@@ -256,13 +256,19 @@ def about(job: Job) -> list[str]:
     return [
         f"model: {job.source.label}",
         *job.prompts.describe(),
-        *(job.rewards.describe() if job.rewards is not None else ["reward: none"]),
+        *(job.prompts.environment.describe() if job.prompts.environment else []),
+        *(job.rewards.describe() if job.rewards is not None else _unscored(job)),
         *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),
     ]
+
+
+def _unscored(job: Job) -> list[str]:
+    environment = job.prompts.environment
+    return [f"reward: {environment.plan.label}" if environment else "reward: none"]
 
 
 def _other_backend(plan: Plan) -> list[str]:

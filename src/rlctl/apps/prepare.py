@@ -122,6 +122,9 @@ class Job:
             top = self.algorithm.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
             teacher = replace(teacher, model_dir=self.teacher.source.directory)
+        if self.prompts.environment is not None and crew.engines is not None:
+            episode = replace(self.prompts.environment, max_length=crew.engines.engine.max_length)
+            crew = replace(crew, engines=replace(crew.engines, episode=episode))
         return replace(crew, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
@@ -154,6 +157,7 @@ class Job:
             "teacher": self.teacher.source.fingerprint() if self.teacher else None,
             "data": self.prompts.fingerprint(),
             "rewards": [reward_digest(name) for name in self.rewards.scorers] if self.rewards else [],
+            "environment": self.prompts.environment.manifest() if self.prompts.environment else None,
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
             "curves": {metric.name: metric.curve for metric in self.metrics if metric.curve},
@@ -315,7 +319,7 @@ def step_plan(
 def _scores(config: RlctlConfig, prompts: PromptStream | None) -> bool:
     """Whether rollouts are scored; without `prompts`, their own scorers are not known."""
     own = any_reward((one.label, one.reward, one.prompts) for one in prompts.sources) if prompts else False
-    return config.learns_from_rewards or own
+    return own or (config.learns_from_rewards and not config.environment.name)
 
 
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
@@ -392,7 +396,7 @@ def _require_refit_directory(directory: str | None) -> None:
 
 
 def _new_tokens(config: RlctlConfig) -> int:
-    """The most tokens that are sampled behind a prompt."""
+    """The most tokens of one completion, or of one turn of an episode."""
     return config.generation.max_new_tokens if config.makes_rollouts else 0
 
 
@@ -424,7 +428,7 @@ def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStrea
     length, new = resolved.config.model.max_length, _new_tokens(resolved.config)
     if length is None:
         longest = max(prompts.lengths()) if prompts else PROMPT_TOKENS
-        length = room_for(facts, longest, new)
+        length = room_for(facts, longest, resolved.config.new_tokens if new else 0)
     if prompts:
         prompts.limit = length - 1 if new else length
         prompts.require_fit()
@@ -456,6 +460,8 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     for name, before, after in zip(scorers, stored.get("rewards", rewards), rewards, strict=False):
         if before != after:
             found.append(f"the file of the reward {name} is not the one that the run began with")
+    if stored.get("environment") != manifest["environment"]:
+        found.append("the file of --env or of a --tool is not the one that the run began with")
     begun_with, model = stored.get("model", {}), manifest["model"]
     if begun_with.get("fingerprint") != model["fingerprint"]:
         found.append(f"{job.source.weights} does not hold the model that the run began with")

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlctl.apps.crew import Crew, start_crew
@@ -22,7 +22,7 @@ from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import telling_waits
 from rlctl.config.algorithm_settings import command_of
 from rlctl.config.schema import BatchConfig
-from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
@@ -115,7 +115,8 @@ def run_training(
     stop.limit_s = job.config.run.stop_within_s
     losses = () if job.config.makes_rollouts else (LOSS_COLUMN,)
     display.metrics = (*losses, *job.metrics, *filtered(job.config.filter))
-    display.without = SHOWN_METRICS if job.rewards is None else ()
+    if job.rewards is None:
+        display.without = SHOWN_METRICS[1:] if job.prompts.environment else SHOWN_METRICS
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume, loop)
@@ -176,7 +177,6 @@ def _train(
         if isinstance(job.validation, HeldOutTexts):
             validation = TextValidation(job.config, job.validation, policy, job.algorithm)
         elif job.validation is not None and sync is not None:
-            assert crew.validation is not None  # its scorer was started with the others
             validation = SampledValidation(job.config, job.validation, sync.engines, crew.validation, sync)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
@@ -404,10 +404,15 @@ class RunJournal:
             self.say(one_line(example, name, self._display.width))
 
     def _sample(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
+        turns: list[Turn] = fetch(group.transcripts)[rollout.sample] if group.transcripts else []
+        said = {
+            "messages": [{"role": one.role, "content": one.text} for one in turns],
+            "turns": [asdict(one) for one in turns],
+        }
         return {
             "step": step,
             "prompt": group.prompt.prompt,
-            **({"rendered": self._prompts.text(group.prompt)} if trained else {}),
+            **(said if turns else {"rendered": self._prompts.text(group.prompt)} if trained else {}),
             "answer": group.prompt.answer,
             "completion": fetch(group.texts)[rollout.sample],
             **({"source": group.prompt.source} if group.prompt.source else {}),

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GenerationConfig
-from rlctl.data.rollouts import TokensByVersion
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import EpisodeFacts, TokensByVersion
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class GroupRequest:
     prompt_tokens: tuple[int, ...]
     seeds: tuple[int, ...]
     """One episode a seed."""
+    row: PromptRow | None = None
+    """The row of the data, for an environment; the prompt is then made of `messages` and of what `reset` says."""
+    messages: tuple[dict[str, Any], ...] = ()
+    seed: int = 0
+    """The seed of the environments, which begin alike."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,10 @@ class GroupResult:
     """The `RolloutColumns`."""
     texts: Any
     """The text of each episode's last answer, `list[str]` of length G."""
+    transcripts: Any
+    """The episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
     prompt_tokens: int
+    """Tokens that all episodes begin with."""
     tokens: tuple[int, ...]
     """All tokens of each episode, its prompt included."""
     response_tokens: tuple[int, ...]
@@ -106,22 +115,27 @@ class GroupResult:
     """The weights that chose the tokens of each episode."""
     rewards: tuple[float | None, ...]
     """The rewards that the episodes gave themselves; None: its completion is to be scored."""
+    episodes: tuple[EpisodeFacts | None, ...] = ()
+    """What was counted in each episode, where there is an environment."""
 
 
-VALUES_A_GROUP = 2
+VALUES_A_GROUP = 3
 """Token-sized values of a result."""
 
 
 def apart(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[Any]]:
     """Return results whose token-sized values are replaced by places in the list of them; `joined` undoes it."""
-    values = [value for result in results for value in (result.columns, result.texts)]
+    values = [value for result in results for value in (result.columns, result.texts, result.transcripts)]
     places = range(0, len(values), VALUES_A_GROUP)
-    return [replace(r, columns=at, texts=at + 1) for at, r in zip(places, results, strict=True)], values
+    found = zip(places, results, strict=True)
+    return [replace(r, columns=at, texts=at + 1, transcripts=at + 2) for at, r in found], values
 
 
 def joined(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
     """Return the results with `values`, or handles of them, in their places."""
-    return [replace(result, columns=values[result.columns], texts=values[result.texts]) for result in results]
+    return [
+        replace(r, columns=values[r.columns], texts=values[r.texts], transcripts=values[r.transcripts]) for r in results
+    ]
 
 
 QUANTIZED = "is quantized by"

@@ -62,6 +62,10 @@ FLAGS = {
         "task, exact-match, math-verify, dapo-math, ifeval, file.py:function; repeat to add.",
         "NAME[=WEIGHT]",
     ),
+    "env": Flag(
+        str, "environment.name", "Environment that answers the model: a built-in one, or your own.", "NAME|FILE:CLASS"
+    ),
+    "tool": Flag(list[str], "environment.tools", "Function that the model may call. Can be repeated.", "FILE:FUNCTION"),
     "algorithm": Flag(
         str, "run.algorithm", "grpo, dapo, ppo, gspo, rloo, distillation and six more, or your own.", "NAME|FILE:CLASS"
     ),
@@ -134,8 +138,8 @@ FLAGS = {
     "completion": Flag(str, None, "With --dry-run: a completion to show the rewards of.", "TEXT"),
 }
 TRAINING = (
-    "overrides preset model data prompt_field answer_field val_data reward algorithm teacher steps prompts "
-    "generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora seed "
+    "overrides preset model data prompt_field answer_field val_data reward env tool algorithm teacher steps "
+    "prompts generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora seed "
     "run_dir show_samples wandb tensorboard tokenizer chat_template backend goal nodes gpus_per_node gpu ray_address "
     "config set_"
 )

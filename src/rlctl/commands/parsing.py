@@ -38,7 +38,7 @@ GIVEN = "rlctl.given"
 PANELS = {
     "Model, data and reward": (
         "model", "teacher", "tokenizer", "chat_template", "data", "task", "prompt_field", "answer_field", "val_data",
-        "reward", "prompt", "prompts_file",
+        "reward", "env", "tool", "prompt", "prompts_file",
     ),
     "Training": (
         "algorithm", "steps", "epochs", "batch_size", "prompts", "generations", "beta", "lr", "lora", "backend",

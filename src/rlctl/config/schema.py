@@ -179,14 +179,18 @@ class SourceReward(Section):
     option."""
 
 
+OnError = Literal["stop", "zero", "drop"]
+
+
 class RewardConfig(SourceReward):
     """Scorers of completions, and what a long completion costs."""
 
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
-    on_error: Literal["stop", "zero", "drop"] = "drop"
-    """Reaction to a function of yours that fails on a completion. stop: the run ends; zero: that score is 0; drop:
-    the rollout is left out, but the run ends in its first batch, and later where more than 5% of ten batches fail."""
+    on_error: OnError = "drop"
+    """Reaction to a function or an environment of yours that fails on a rollout. stop: the run ends; zero: that score
+    is 0; drop: the rollout is left out, but the run ends in its first batch, and later where more than 5% of ten
+    batches fail."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
     penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`."""
@@ -195,6 +199,46 @@ class RewardConfig(SourceReward):
     `reward_mean` is without it."""
     overlong_factor: PositiveNumber = 1.0
     """Penalty of a completion that takes all of generation.max_new_tokens."""
+
+
+class EnvironmentConfig(Section):
+    """Who answers the model during a rollout: an environment of several turns, tools that it may call, and how long
+    they may take. What fails in them is treated as `reward.on_error` says."""
+
+    name: PathText | None = None
+    """A built-in environment, `path/to/file.py:Class`, or one that an installed package adds; unset: a rollout has one
+    turn, unless there are tools."""
+    params: dict[str, Any] = {}
+    """Arguments of the environment's class."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, each as `path/to/file.py:function`."""
+    tool_format: Literal[
+        "auto", "hermes", "llama", "mistral", "deepseek", "gpt-oss", "qwen3-coder", "glm", "pythonic"
+    ] = "auto"
+    """The format in which the model writes calls; auto finds that of its chat template."""
+    append: Literal["template", "raw"] = "template"
+    """How the answers of the environment are written: as messages of the chat template, or as they are."""
+    turns: Positive = 10
+    """Largest number of turns of the model."""
+    sampled_tokens: Positive | None = None
+    """Largest number of tokens that the model writes in all turns together; unset: as many as fit."""
+    tool_calls: Positive | None = None
+    """Largest number of calls; unset: as many as there are turns for."""
+    broken_calls: Positive | None = None
+    """Calls that cannot be read or are refused, after which an episode ends; unset: it goes on."""
+    turn_timeout_s: Seconds = 60.0
+    """Longest time that the environment may take for one answer."""
+    timeout_s: Seconds = 600.0
+    """Longest time of an episode."""
+    retries: NonNegative = 1
+    """How often an episode whose environment failed is played again from its start."""
+    memory_gib: PositiveNumber = 4.0
+    """Most memory that the process of one episode may take, in GiB."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether rollouts have an environment or tools."""
+        return bool(self.name or self.tools)
 
 
 class ValidationConfig(Section):
@@ -234,6 +278,8 @@ class ValidationConfig(Section):
         return self
 
 
+OBSERVED_TOKENS = 32
+"""Tokens of an environment behind a turn of the model, as they are planned."""
 VALIDATION_PREFIX = "validation/"
 """In front of the names of validation's metrics, wherever they stand next to others."""
 
@@ -876,6 +922,7 @@ class RlctlConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     validation: ValidationConfig = ValidationConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -1024,6 +1071,18 @@ class RlctlConfig(Section):
     def makes_rollouts(self) -> bool:
         """Whether engines sample what is trained on; if not, it is read from a dataset."""
         return self.data.rows == "prompts"
+
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that come behind a prompt: those of a completion, or of all turns of an episode."""
+        new = self.generation.max_new_tokens
+        return self.environment.turns * (new + OBSERVED_TOKENS) if self.environment.wanted else new
+
+    @property
+    def mean_new_tokens(self) -> float:
+        """Tokens behind a prompt that the planner assumes; of an episode, those of half of its turns."""
+        mean = self.generation.mean_length or self.generation.max_new_tokens / 2
+        return (self.environment.turns + 1) / 2 * (mean + OBSERVED_TOKENS) if self.environment.wanted else mean
 
     @property
     def learns_from_rewards(self) -> bool:

@@ -94,9 +94,14 @@ class PromptEncoder:
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
         """Return token ids of the prompt."""
+        return self.encode_messages(self.messages(row), row.where)
+
+    def encode_messages(self, messages: Messages, where: str) -> tuple[int, ...]:
+        """Return token ids of a prompt of these messages."""
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
-        tokens = tuple(self.tokenizer.encode(self.text(row), add_special_tokens=self.template is None))
-        self.require_known(tokens, row.where)
+        text = self.render(messages, where)
+        tokens = tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
+        self.require_known(tokens, where)
         return tokens
 
     def require_known(self, tokens: Sequence[int], where: str) -> None:
@@ -109,7 +114,10 @@ class PromptEncoder:
             )
 
     def messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages, with the system prompt, and the last one as template and suffix make it."""
+        """Return the row's messages, with the system prompt, and the last one as template and suffix make it. The row
+        of an environment that begins by itself has none."""
+        if not row.prompt:
+            return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
         text = last["content"]

@@ -78,6 +78,15 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     return open_jsonl(path, data) if kind == "jsonl" else open_parquet(path, data)
 
 
+def open_episodes(environment: str, size: int | None) -> PromptSource:
+    """Return the rows of an environment that makes its own tasks from the seeds of its episodes: they hold nothing."""
+
+    def row(index: int) -> PromptRow:
+        return PromptRow(index, f"episode {index} of {environment}", [], None)
+
+    return PromptSource(environment, size or DEFAULT_SIZE, row, {"source": f"environment {environment}"})
+
+
 def of_file(path: Path, rows: list[PromptRow], data: DataConfig) -> PromptSource:
     """Return the rows of one file, all in memory; they were checked as they were read."""
     if not rows:

@@ -14,10 +14,16 @@ from rlctl.data.prompt_rows import PromptRow
 
 ROUTED_EXPERTS = "routed_experts"
 """Further column, int16 [T, layers, experts a token]: where the engine's routers sent the token; -1: not recorded."""
+TURN = "turn"
+"""Further column of episodes, int32: the turn of the model, from 0, that a response token belongs to; -1 elsewhere."""
+TURN_REWARD = "turn_reward"
+"""Further column of episodes, float32: the reward of its turn at each response token, 0 elsewhere."""
 LOSS_WEIGHTS = "loss_weights"
 """Further column, float32: factor of the loss of each response token, next to the weight that its rollout gives it."""
 TIMEOUT = "timeout"
-LIMIT_REASONS = ("length", "abort", TIMEOUT)
+LIMIT_REASONS = (
+    "length", "abort", TIMEOUT, "turns", "context", "sampled_tokens", "tool_calls", "broken_calls", "episode_timeout"
+)  # fmt: skip
 """Stop reasons of a rollout that did not end by itself."""
 
 
@@ -48,6 +54,30 @@ class RolloutColumns:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What one message of an episode says."""
+
+    role: str
+    text: str
+    tokens: int
+    """Tokens that it became; of messages that were written together, the first has them all."""
+    reward: float | None
+    """The reward of a turn of the model; None for other messages."""
+
+
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """What there is to count in an episode of several turns."""
+
+    turns: int
+    """Turns of the model."""
+    counts: Mapping[str, float]
+    """Sums over the turns: `calls` and `broken_calls` of tools, and the metrics of the environment."""
+    failure: str | None = None
+    """Why the environment failed; None: it did not."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """The scalars of one sampled and scored rollout, or of a text of a dataset, which has no versions."""
 
@@ -61,7 +91,8 @@ class Rollout:
     """The weights that chose its tokens."""
     stop_reason: str
     """`stop` (an end token or a stop text), `length`, `timeout` (`rollouts.timeout_s`), or `abort` where a refit ended
-    it."""
+    it. An episode ends with `done`, or with the limit of the section `environment` that ended it, or with `context`
+    where `model.max_length` did, or with `environment` where this failed."""
     prompt_tokens: int
     """Tokens before the first response token."""
     tokens: int
@@ -76,6 +107,8 @@ class Rollout:
     """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
     answered: bool | None = None
     """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
+    episode: EpisodeFacts | None = None
+    """None: it has one turn and no environment."""
 
     @property
     def first_version(self) -> int:
@@ -99,6 +132,8 @@ class RolloutGroup:
     """Handle of the group's `RolloutColumns`."""
     texts: object | None
     """Handle of the group's completion texts, `list[str]` of length G; None: they are those of a dataset."""
+    transcripts: object | None = None
+    """Handle of the group's episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
     dropped: tuple[str, ...] = ()
     """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
 

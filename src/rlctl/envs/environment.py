@@ -16,11 +16,11 @@ An environment is a plain class, one instance an episode, in a process of its ow
                 return Step(reward=1.0, done=True)
             return Step([{"role": "user", "content": "No. Guess again."}])
 
-`rlctl train grpo --env game.py:GuessNumber` trains on it. Each method may be `def` or `async def`. What others may leave
-out or write differently:
+`rlctl train grpo --env game.py:GuessNumber` trains on it. Each method may be `def` or `async def`. Much may be left out
+or written differently:
 
-- `reset(self, row)` and `reset(self, **columns)` work too. `reset` returns the messages behind the prompt of the row, or
-  one text of the user's, or nothing where the row says it all. The rollouts of a group get the same row and seed.
+- `reset(self, row)` and `reset(self, **columns)` work too. `reset` returns the messages behind the prompt of the row,
+  or one text of the user's, or nothing where the row says it all. The rollouts of a group get the same row and seed.
 - `step(self, text)` gets the text alone, since its argument is not called `message`. It may return a mapping with the
   fields of `Step`.
 - `tools` names methods that the model may call. Their calls are made and answered before `step` hears of the message,

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
-from rlctl.config.schema import RewardTerm
+from rlctl.config.schema import OnError, RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
 from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
 from rlctl.envs.minerva import ANSWER, answers_alike
@@ -176,7 +176,7 @@ class RewardPlan:
     """Notes for the user before the run."""
     trials: tuple[Trial, ...] = ()
     """The first row's reference answer, and the completion that the user gave if there is one."""
-    on_error: Literal["stop", "zero", "drop"] = "drop"
+    on_error: OnError = "drop"
     """Reaction to a function of the user's that fails on a completion."""
 
     @property

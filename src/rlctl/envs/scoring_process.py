@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.envs.child_process import ChildProcess, begun
 from rlctl.envs.scorers import BUILT_IN, BatchScorer, RewardPlan, Scorer
-from rlctl.envs.supervisor import supervise
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 
-START_TIMEOUT_S = 180.0
-"""To import reasoning-gym or a user's file; seconds from a local disk."""
 BUILT_IN_LIMIT_S = 10.0
 """For one completion. Longer means a parser lost in what the model wrote (`9**9**9`): it counts as wrong."""
-CLOSE_TIMEOUT_S = 20.0
-PACKAGES = str(Path(__file__).parents[2])
-# Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
-CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
 SHOWN_CHARACTERS = 300
 """Characters of a completion in an error message."""
 SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
@@ -65,36 +55,11 @@ class ScoringProcess:
 
     def __init__(self, plan: RewardPlan) -> None:
         self.plan = plan
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child = ChildProcess(__name__, f"the scorers ({', '.join(plan.scorers)})")
 
     def start(self) -> Connection:
         """Start the child and wait until it has its scorers. Raises what building them raised."""
-        ours, theirs = Pipe()
-        # -P: no module of the directory that the user works in replaces one of Python's.
-        command = [sys.executable, "-P", "-c", CHILD, str(theirs.fileno()), PACKAGES]
-        # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        self._connection = ours
-        scorers = ", ".join(self.plan.scorers)
-        try:
-            ours.send(self.plan)
-            if not ours.poll(START_TIMEOUT_S):
-                raise WaitTimeoutError(f"The scorers ({scorers}) were not ready within {START_TIMEOUT_S:.0f} s.")
-            if (error := ours.recv()) is not None:
-                raise error
-        except (EOFError, ConnectionError) as error:
-            raise WorkerError(
-                f"The process of the scorers ({scorers}) died at its start ({self._ending()}).",
-                "Its output is above, or in the log of the reward worker.",
-            ) from error
-        except BaseException:
-            self.close()
-            raise
-        return ours
+        return self._child.start(self.plan)
 
     def score(self, work: list[Work]) -> list[Score]:
         """Return one Score for each piece of work, in order, within the plan's time limit.
@@ -104,7 +69,7 @@ class ScoringProcess:
         (names scorer and row) at the time limit, InputError where a user's function errs and the plan's `on_error` is
         stop, WorkerError where it takes the process down.
         """
-        if self._connection is None:
+        if self._child.connection is None:
             self.start()  # has a limit of its own
         deadline = time.monotonic() + self.plan.timeout_s
         # Built-in scorers come first: where one is lost, no function of many completions was called yet.
@@ -113,7 +78,7 @@ class ScoringProcess:
         scores: list[Score] = []
         died_at = -1
         while len(scores) < len(todo):
-            connection = self._connection or self.start()
+            connection = self._child.connection or self.start()
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
                 connection.send(todo[len(scores) :])
             try:
@@ -145,7 +110,7 @@ class ScoringProcess:
                 )
             outcome: Score | RlctlError = connection.recv()
         except (EOFError, ConnectionError) as error:
-            ending = self._ending()
+            ending = self._child.ending()
             if name in BUILT_IN:
                 raise _LostError(f"the scoring process died ({ending})", died=True) from error
             memory = f" {SHORT_OF_MEMORY}" if ending == "signal 9" else ""
@@ -160,43 +125,15 @@ class ScoringProcess:
             raise outcome
         return outcome
 
-    def _ending(self) -> str:
-        """Return how the child ended, for a message; cleans up after it."""
-        process = self._process
-        assert process is not None  # it has just ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
-        code = process.returncode
-        self.close()
-        return "still running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-
     def close(self) -> None:
         """Ends the child and whatever it has started; may be called twice."""
-        if self._connection is not None:
-            self._connection.close()  # its supervisors end everything then
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSE_TIMEOUT_S)
-            self._process.kill()  # does nothing where it has ended
-            self._process.wait()
-        self._connection = self._process = None
+        self._child.close()
 
 
 def main() -> None:
     """The child answers to the plan with None, to work with a Score, and where the user errs with an RlctlError."""
-    number = int(sys.argv[1])
-    supervise(number)
-    connection, process = Connection(number), os.getpid()
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
-    os.set_inheritable(number, False)
-    os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbors of its own
-    plan: RewardPlan = connection.recv()
-    try:
-        scorers = plan.build()
-    except RlctlError as error:
-        connection.send(error)
-        return
-    connection.send(None)
+    connection, plan, scorers = begun(RewardPlan.build)
+    process = os.getpid()
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has what it wanted, and is gone
         while True:
             for outcome in outcomes(connection.recv(), plan, scorers):

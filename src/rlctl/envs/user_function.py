@@ -67,9 +67,13 @@ class UserCode:
         near = suggest(self.name, functions) or f"It has {', '.join(functions) or 'none'}."
         raise InputError(f"{self.what} {self.reference!r}: the file has no function {self.name!r}.", near)
 
+    def place(self, error: BaseException) -> str:
+        """Return the last line of the file on the way to an error."""
+        return _last_frame(error, self.path)
+
     def error(self, error: BaseException, doing: str) -> InputError:
         """Return what to raise where the function raised `error` while `doing` something."""
-        place = _last_frame(error, self.path)
+        place = self.place(error)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
         return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
 

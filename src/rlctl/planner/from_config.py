@@ -89,14 +89,14 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
 
 def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: list[int], samples: int) -> Workload:
     """The workload of completing prompts of these lengths, `samples` times each. Nothing is trained."""
-    new = config.generation.max_new_tokens
+    new = config.new_tokens
     limit = min(config.model.max_length or facts.max_length, facts.max_length)
     return Workload(
         prompts=len(prompt_tokens),
         generations=samples,
         max_length=min(limit, max(prompt_tokens) + new),
         max_new_tokens=min(new, limit),
-        mean_new_tokens=config.generation.mean_length or new / 2,
+        mean_new_tokens=min(config.mean_new_tokens, new),
         prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)),
         trains=False,
         goal=config.run.goal,
@@ -136,7 +136,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     known."""
     if not config.makes_rollouts:
         return texts_workload(config, facts, prompt_tokens)
-    new = config.generation.max_new_tokens
+    new = config.new_tokens
     length = config.model.max_length
     prompt = prompt_tokens or PROMPT_TOKENS
     if prompt_tokens is None and length:  # what completions leave, or a quarter where these may fill it all
@@ -150,7 +150,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         generations=config.batch.generations,
         max_length=length,
         max_new_tokens=min(new, max(1, length - min(prompt, length))),
-        mean_new_tokens=config.generation.mean_length or new / 2,
+        mean_new_tokens=min(config.mean_new_tokens, new),
         prompt_tokens=min(prompt, length),
         optimizer_steps=config.batch.optimizer_steps,
         old_logprobs="old_logprobs" in config.logprobs_needed,

@@ -324,11 +324,23 @@ def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any
         "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
+        **episode_metrics(rollouts),
         "stop_reasons": dict(sorted(Counter(rollout.stop_reason for rollout in rollouts).items())),
         "weight_version": min(rollout.first_version for rollout in rollouts),
         "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
         "tokens_by_version": tokens_by_version(rollouts),
     }
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the turns of episodes with an environment, and the means of what is counted in them."""
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for one in episodes for name in one.counts})
+    turns = [one.turns for one in episodes]
+    counts = {name: float(np.mean([one.counts.get(name, 0.0) for one in episodes])) for name in names}
+    return {"turns_mean": float(np.mean(turns)), "turns_max": max(turns), "environment": counts}
 
 
 def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 
@@ -34,7 +34,8 @@ from rlctl.backends.messages import (
 )
 from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
-from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import ROUTED_EXPERTS, TURN, TURN_REWARD, EpisodeFacts, RolloutColumns, Turn
 from rlctl.errors import WaitTimeoutError
 from rlctl.rollouts.source import sample_seed
 
@@ -47,17 +48,51 @@ LOOK_S = 0.5
 class Episode:
     """One rollout in the making: token ids that are only ever appended to, and who wrote them."""
 
-    def __init__(self, engine: EpisodeRunner, key: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
-        self._engine, self._key, self._seed, self._sampling = engine, key, seed, sampling
-        self.tokens = list(prompt)
-        self.answers: list[tuple[int, SampleResult]] = []
-        """The model's answers, each behind the number of tokens that it goes on from."""
-        self.reward: float | None = None
-        """None: its completion is to be scored."""
-        self.stop_reason: str | None = None
-        """None: that of the last answer."""
+    def __init__(self, engine: EpisodeRunner, key: str, request: GroupRequest, seed: int, sampling: Sampling) -> None:
+        self._engine, self._key, self._seed = engine, key, seed
+        self.request, self.sampling = request, sampling
         self.ended = False
         """Whether it is over, well or not."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin at the prompt, also again."""
+        self.tokens = list(self.request.prompt_tokens)
+        self.answers: list[tuple[int, SampleResult]] = []
+        """The model's answers, each behind the number of tokens that it goes on from."""
+        self.rewards: list[float] = []
+        """The reward of each answer, where there is an environment; else its completion is to be scored."""
+        self.counts: dict[str, float] = {}
+        """Sums over the turns of what there is to count."""
+        self.transcript: list[Turn] = []
+        self.stop_reason: str | None = None
+        """None: that of the last answer."""
+        self.failure: str | None = None
+        """Why its environment failed; None: it did not."""
+
+    @property
+    def row(self) -> PromptRow:
+        """The row of the data, which a request for an environment has."""
+        assert self.request.row is not None
+        return self.request.row
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(answer.tokens_R) for _, answer in self.answers)
+
+    def rewarded(self, reward: float) -> None:
+        """Add to the reward of the last answer."""
+        self.rewards += [0.0] * (len(self.answers) - len(self.rewards))
+        self.rewards[-1] += reward
+        for place in reversed(range(len(self.transcript))):
+            if self.transcript[place].role == "assistant":
+                self.transcript[place] = replace(self.transcript[place], reward=self.rewards[-1])
+                break
+
+    def count(self, **numbers: float) -> None:
+        """Add to the counts of the episode."""
+        for name, number in numbers.items():
+            self.counts[name] = self.counts.get(name, 0.0) + number
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append tokens that the model did not choose."""
@@ -67,7 +102,7 @@ class Episode:
         """Let the model go on from the tokens so far, with some fields of the sampling changed."""
         turn = len(self.answers)
         seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
-        request = SampleRequest(self._key, tuple(self.tokens), seed, replace(self._sampling, **changes))
+        request = SampleRequest(self._key, tuple(self.tokens), seed, replace(self.sampling, **changes))
         found = await self._engine.sampled(request)
         self.answers.append((len(self.tokens), found))
         self.tokens += found.tokens_R.tolist()
@@ -78,6 +113,15 @@ Play = Callable[[Episode], Awaitable[None]]
 """The course of an episode, from its prompt to its end."""
 
 
+@runtime_checkable
+class PlaySpec(Protocol):
+    """A course of episodes that has to be started in the process of each engine."""
+
+    def started(self) -> Play:
+        """Return it started; it has a method `close`."""
+        ...
+
+
 async def one_turn(episode: Episode) -> None:
     """The shortest episode: one answer to the prompt."""
     await episode.answer()
@@ -86,9 +130,9 @@ async def one_turn(episode: Episode) -> None:
 class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
     """Plays episodes against the engine that comes after this class in the order of bases."""
 
-    def __init__(self, play: Play, **engine: Any) -> None:
+    def __init__(self, play: Play | PlaySpec, **engine: Any) -> None:
         super().__init__(**engine)
-        self._play, self._loop = play, asyncio.new_event_loop()
+        self._made, self._loop = play, asyncio.new_event_loop()
         self._calls = count(1)
         self._begun = self._over = 0
         """Episodes that were begun since none was under way, and those of them that have ended."""
@@ -103,6 +147,8 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
+        # Before the cores of this process are the engine's: what it starts has all of them.
+        self._play: Play = self._made.started() if isinstance(self._made, PlaySpec) else self._made
         loaded = Future[None]()
 
         def load_and_decode() -> None:  # on a CPU the engine's cores are those of the thread that loads it
@@ -126,6 +172,8 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
             self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in threads:
             thread.join()
+        if threads and isinstance(self._made, PlaySpec):
+            cast(Any, self._play).close()
         super().close()
 
     # Calls of the driver
@@ -198,7 +246,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         call = next(self._calls)
         groups = [
             [
-                Episode(self, f"{call}.{row}.{index}", request.prompt_tokens, seed, sampling)
+                Episode(self, f"{call}.{row}.{index}", request, seed, sampling)
                 for index, seed in enumerate(request.seeds)
             ]
             for row, request in enumerate(requests)
@@ -284,6 +332,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) -> GroupResult:
     """Return the columns and scalars of a group. An episode without sampled tokens has `version`."""
+    plays = any(episode.transcript or episode.failure for episode in episodes)
     lengths = [len(episode.tokens) for episode in episodes]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     total = int(offsets[-1])
@@ -293,7 +342,7 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         np.zeros(total, bool),
         np.zeros(total, np.float32),
         np.full(total, -1, np.int32),
-        _routed(episodes),
+        _routed(episodes) | (_of_turns(episodes, offsets) if plays else {}),
     )
     for begin, episode in zip(offsets, episodes, strict=False):
         for first, answer in episode.answers:
@@ -301,24 +350,52 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
             columns.loss_mask_T[chosen] = True
             columns.logprobs_T[chosen] = answer.logprobs_R
             columns.weight_version_T[chosen] = answer.versions_R
-    sampled = [np.concatenate([answer.versions_R for _, answer in episode.answers]) for episode in episodes]
-    last = [episode.answers[-1][1] for episode in episodes]
+    sampled = [[one for _, answer in episode.answers for one in answer.versions_R.tolist()] for episode in episodes]
+    last = [episode.answers[-1][1] if episode.answers else None for episode in episodes]
     return GroupResult(
         group=request.group,
         columns=columns,
-        texts=[answer.text for answer in last],
-        prompt_tokens=len(request.prompt_tokens),
+        texts=[answer.text if answer else "" for answer in last],
+        transcripts=[episode.transcript for episode in episodes] if plays else None,
+        prompt_tokens=_shared_prompt(episodes),
         tokens=tuple(lengths),
         response_tokens=tuple(map(len, sampled)),
-        finish_reasons=tuple(e.stop_reason or answer.stop_reason for e, answer in zip(episodes, last, strict=True)),
-        versions=tuple(tuple(sorted(Counter(of.tolist()).items())) or ((version, 0),) for of in sampled),
-        rewards=tuple(episode.reward for episode in episodes),
+        finish_reasons=tuple(
+            episode.stop_reason or (answer.stop_reason if answer else "abort")
+            for episode, answer in zip(episodes, last, strict=True)
+        ),
+        versions=tuple(tuple(sorted(Counter(of).items())) or ((version, 0),) for of in sampled),
+        rewards=tuple(sum(episode.rewards) if episode.rewards else None for episode in episodes),
+        episodes=tuple(EpisodeFacts(len(e.answers), e.counts, e.failure) for e in episodes) if plays else (),
     )
+
+
+def _shared_prompt(episodes: Sequence[Episode]) -> int:
+    """Return how many tokens before their first answers all episodes have in common: their prompt, unless their
+    environments began differently."""
+    begun = [episode.tokens[: episode.answers[0][0]] for episode in episodes if episode.answers]
+    same = 0
+    for column in zip(*begun, strict=False):
+        if len(set(column)) > 1:
+            break
+        same += 1
+    return same
+
+
+def _of_turns(episodes: Sequence[Episode], offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns of the turns and of their rewards."""
+    turn_T, reward_T = np.full(int(offsets[-1]), -1, np.int32), np.zeros(int(offsets[-1]), np.float32)
+    for begin, episode in zip(offsets, episodes, strict=False):
+        for turn, (first, answer) in enumerate(episode.answers):
+            chosen = slice(begin + first, begin + first + len(answer.tokens_R))
+            turn_T[chosen] = turn
+            reward_T[chosen] = episode.rewards[turn] if turn < len(episode.rewards) else 0.0
+    return {TURN: turn_T, TURN_REWARD: reward_T}
 
 
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
     """Return the column of the experts, where all are recorded; -1 for tokens behind the last answer."""
-    known = [(len(episode.tokens), episode.answers[-1][1].routed_T) for episode in episodes]
+    known = [(len(episode.tokens), episode.answers[-1][1].routed_T) for episode in episodes if episode.answers]
     padded = [
         np.pad(routed, [(0, tokens - len(routed)), (0, 0), (0, 0)], constant_values=-1)
         for tokens, routed in known
@@ -327,10 +404,12 @@ def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
     return {ROUTED_EXPERTS: np.concatenate(padded)} if len(padded) == len(episodes) else {}
 
 
-def engine_worker(worker: str, episode: str = ONE_TURN, **kwargs: Any) -> EpisodeWorker:
-    """Return an engine of a backend (`EngineBackend.worker`) that plays episodes, each by the function `episode`."""
+def engine_worker(worker: str, episode: str | PlaySpec = ONE_TURN, **kwargs: Any) -> EpisodeWorker:
+    """Return an engine of a backend (`EngineBackend.worker`) that plays episodes, each by the function `episode`, which
+    may be named as `module:function`."""
 
     class Playing(EpisodeRunner, imported(worker)):
         pass
 
-    return cast(Any, Playing)(imported(episode), **kwargs)  # the engine has what EpisodeRunner leaves abstract
+    play = imported(episode) if isinstance(episode, str) else episode
+    return cast(Any, Playing)(play, **kwargs)  # the engine has what EpisodeRunner leaves abstract

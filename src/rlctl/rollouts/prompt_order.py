@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.backends.messages import GroupRequest
 from rlctl.config.schema import DataConfig, RewardConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
 from rlctl.data.mixing import Mixing, source_settings
-from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
-from rlctl.data.prompts import open_prompts
+from rlctl.data.prompt_rows import Messages, PromptRow, PromptSource, difficulties
+from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError
+from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 
 SCANNED_PROMPTS = 2048
 # What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
@@ -47,10 +49,17 @@ class PromptStream:
     """Word for a row of the data."""
 
     def __init__(
-        self, sources: Sequence[OpenedSource], mixing: Mixing, planned: int, held_out: PromptSource | None = None
+        self,
+        sources: Sequence[OpenedSource],
+        mixing: Mixing,
+        planned: int,
+        held_out: PromptSource | None = None,
+        environment: EnvironmentPlay | None = None,
     ) -> None:
-        """`planned`: largest number of positions that the run will use; `held_out`: prompts taken away from it."""
+        """`planned`: largest number of positions that the run will use; `held_out`: prompts taken away from it;
+        `environment`: who answers the model, if somebody does."""
         self.sources, self._mixing, self.planned, self.held_out = sources, mixing, planned, held_out
+        self.environment = environment
         self._named = {source.label: source for source in sources}
         self.limit: int | None = None
         """Most tokens of a prompt; set once the plan is known."""
@@ -58,8 +67,11 @@ class PromptStream:
     @classmethod
     def open(cls, config: RlctlConfig, model_dir: Path) -> PromptStream:
         """Open data and tokenizer. Raises InputError for what is wrong with either."""
-        settings = source_settings(config)
-        opened = [open_prompts(one.data, seed=config.run.seed) for one in settings]
+        settings, alone = source_settings(config), config.environment.name
+        if alone and not (config.data.name or config.data.sources):
+            opened = [open_episodes(alone, config.data.size)]
+        else:
+            opened = [open_prompts(one.data, seed=config.run.seed) for one in settings]
         held_out = None
         if config.validation.holdout:
             if len(opened) > 1:
@@ -81,10 +93,14 @@ class PromptStream:
             )
             for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
+        first = sources[0]
+        environment = EnvironmentPlay.open(config, first.encoder, first.prompts[0]) if config.makes_rollouts else None
+        if environment is not None:
+            sources = [replace(one, encoder=environment.showing_tools(one.encoder)) for one in sources]
         rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
         ahead = config.rollouts.max_staleness if config.rollouts.mode == "async" else 0
         planned = config.batch.prompts * (config.run.steps * rounds + ahead)
-        return cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
+        return cls(sources, Mixing([one.weight for one in settings]), planned, held_out, environment)
 
     @property
     def encoder(self) -> PromptEncoder:
@@ -97,13 +113,24 @@ class PromptStream:
         source = self.sources[number]
         return self._row(source, source.order.at(turn))
 
+    def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
+        """Return what the engines are asked at `position`, where `row` stands."""
+        if self.environment is None:
+            return GroupRequest(position, tuple(self.tokens(row)), tuple(seeds))
+        encoder = self._named[row.source].encoder
+        return episode_request(position, row, encoder, seeds, episode_seed(run_seed, position))
+
     def text(self, row: PromptRow) -> str:
-        """Return a prompt as the model sees it."""
-        return self._named[row.source].encoder.text(row)
+        """Return a prompt as the model sees it, with what the environment said behind the first of them."""
+        return self._named[row.source].encoder.render(self._messages(row), row.where)
+
+    def _messages(self, row: PromptRow) -> Messages:
+        opening = self.environment.opening if self.environment else ()
+        return [*self._named[row.source].encoder.messages(row), *opening]
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
-        tokens = self._named[row.source].encoder.encode(row)
+        tokens = self._named[row.source].encoder.encode_messages(self._messages(row), row.where)
         if self.limit is not None and len(tokens) > self.limit:
             raise InputError(
                 f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",

@@ -16,9 +16,9 @@ import numpy as np
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.objects import fetch, put
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import OnError, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
+from rlctl.data.rollouts import EpisodeFacts, Rollout, RolloutColumns, RolloutGroup, Turn
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.ledger import Ledger
@@ -30,7 +30,7 @@ MARGIN_S = 240.0
 FAILING_SHARE, WINDOW = 0.05, 10
 """The share of the rollouts of so many batches on which a reward function may fail."""
 FIRST_BATCH = (
-    "A function that fails in the first batch is taken to be wrong. Where it may fail on what a model writes, "
+    "What fails in the first batch is taken to be wrong. Where it may fail on what a model writes, "
     "--set reward.on_error=zero gives 0 there."
 )
 COLUMNS = ("tokens_T", "offsets_G", "loss_mask_T", "logprobs_T", "weight_version_T")
@@ -59,7 +59,7 @@ class GroupMaker:
 
     def request(self, position: int, row: PromptRow) -> GroupRequest:
         """Return what the engines are asked at `position`, where `row` stands."""
-        return GroupRequest(position, tuple(self._prompts.tokens(row)), self._seeds(position))
+        return self._prompts.request(position, row, self._seeds(position), self._config.run.seed)
 
     def _seeds(self, position: int) -> tuple[int, ...]:
         samples = range(self._config.batch.generations)
@@ -68,7 +68,7 @@ class GroupMaker:
     def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
         """Have completions scored. Raises InputError where a reward function fails in the first batch."""
         seeds = {result.group: self._seeds(result.group) for result in results}
-        groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
+        groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward)
         for group in groups:
             if group.dropped and group.position < self._config.batch.prompts:
                 raise InputError(group.dropped[0], FIRST_BATCH)
@@ -76,7 +76,7 @@ class GroupMaker:
 
     def lost(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         """Return the metrics of a batch's failing rewards. Raises InputError where the last batches lost too many."""
-        if not self.scores:
+        if not self.scores and self._prompts.environment is None:
             return {}
         why = [one for group in groups for one in group.dropped]
         self._dropped.append(len(why))
@@ -112,9 +112,11 @@ def scored(
     results: Sequence[GroupResult],
     rows: Mapping[int, PromptRow],
     seeds: Mapping[int, Sequence[int]],
-    timeout_s: float,
+    settings: RewardConfig,
 ) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with their rewards, if there are `workers`, and the number of scorer failures."""
+    """Return the groups of `results` with the rewards of the `workers`, if there are any, and of environments, and the
+    number of failures."""
+    timeout_s, on_error = settings.timeout_s, settings.on_error
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if workers is not None:
         asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
@@ -122,10 +124,9 @@ def scored(
             (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
-    groups = []
+    groups, failures = [], 0
     for result, scores in zip(results, answers, strict=True):
-        if scores is None:
-            scores = GroupScores(result.rewards, None, {})
+        scores = _with_environment(scores, result, on_error)
         rollouts = tuple(
             Rollout(
                 position=result.group,
@@ -140,13 +141,45 @@ def scored(
                 terms={name: values[sample] for name, values in scores.terms.items()},
                 accuracy=None if scores.accuracies is None else scores.accuracies[sample],
                 answered=None if scores.answered is None else scores.answered[sample],
+                episode=result.episodes[sample] if result.episodes else None,
             )
             for sample, seed in enumerate(seeds[result.group])
-            if workers is None or scores.rewards[sample] is not None  # else it is dropped
+            if not (scores.dropped and scores.rewards[sample] is None)
         )
         row = rows[result.group]
-        groups.append(RolloutGroup(result.group, row, rollouts, result.columns, result.texts, scores.dropped))
-    return groups, sum(scores.failures for scores in answers if scores is not None)
+        dropped, failures = scores.dropped, failures + scores.failures
+        groups.append(
+            RolloutGroup(result.group, row, rollouts, result.columns, result.texts, result.transcripts, dropped)
+        )
+    return groups, failures
+
+
+ENVIRONMENT = "environment"
+"""Label of what environments give, next to the labels of reward terms."""
+
+
+def _with_environment(scores: GroupScores | None, result: GroupResult, on_error: OnError) -> GroupScores:
+    """Return the scores of a group's completions, `scores`, with what its environments gave; None: there are no
+    scorers. Raises InputError where an environment failed and `on_error` is stop."""
+    if not result.episodes:
+        return scores or GroupScores(result.rewards, None, {})
+    failed = [one.failure if one else None for one in result.episodes]
+    if on_error == "stop" and (why := next(filter(None, failed), None)):
+        raise InputError(why, "Mend it, or choose with reward.on_error what such a rollout counts.")
+    rewards: list[float | None] = []
+    for sample, (own, why) in enumerate(zip(result.rewards, failed, strict=True)):
+        scored = 0.0 if scores is None else scores.rewards[sample]
+        lost = why is not None and (on_error == "drop" or not result.response_tokens[sample])
+        rewards.append(None if scored is None or lost else (0.0 if why else own or 0.0) + scored)
+    dropped = tuple(why for why, reward in zip(failed, rewards, strict=True) if why and reward is None)
+    base = scores or GroupScores((), None, {})
+    return replace(
+        base,
+        rewards=tuple(rewards),
+        terms={**base.terms, **({ENVIRONMENT: result.rewards} if scores else {})},
+        failures=base.failures + sum(why is not None for why in failed),
+        dropped=(*base.dropped, *dropped),
+    )
 
 
 def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -157,12 +190,20 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         columns: RolloutColumns = fetch(group.columns)
         arrays |= {f"{group.position}/{name}": getattr(columns, name) for name in COLUMNS}
         arrays |= {f"{group.position}/extra/{name}": array for name, array in columns.extra_T.items()}
+        turns = group.transcripts and [[dataclasses.asdict(turn) for turn in one] for one in fetch(group.transcripts)]
         rollouts = [dataclasses.asdict(rollout) for rollout in group.rollouts]
-        of_group = {"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts)}
+        of_group = {"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts), "turns": turns}
         scalars.append({**of_group, "dropped": group.dropped})
     arrays[SCALARS] = np.frombuffer(json.dumps(scalars).encode(), np.uint8)
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def _loaded(of: dict[str, Any]) -> Rollout:
+    """Return the rollout whose scalars were saved."""
+    episode = of.get("episode")
+    changed = {"versions": tuple(map(tuple, of["versions"])), "episode": episode and EpisodeFacts(**episode)}
+    return Rollout(**{**of, **changed})
 
 
 def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutGroup]:
@@ -176,9 +217,10 @@ def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutG
             own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
             further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
             columns = put(RolloutColumns(**own, extra_T=further))
-            rollouts = (Rollout(**{**of, "versions": tuple(map(tuple, of["versions"]))}) for of in one["rollouts"])
-            texts, dropped = put(one["texts"]), tuple(one.get("dropped", ()))
-            groups.append(RolloutGroup(position, row_at(position), tuple(rollouts), columns, texts, dropped))
+            rollouts = tuple(map(_loaded, one["rollouts"]))
+            texts, turns, dropped = put(one["texts"]), one.get("turns"), tuple(one.get("dropped", ()))
+            turns = turns and put([[Turn(**turn) for turn in episode] for episode in turns])
+            groups.append(RolloutGroup(position, row_at(position), rollouts, columns, texts, turns, dropped))
         return groups
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(

@@ -24,6 +24,7 @@ from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig, ValidationConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.rewards import prepare_rewards
@@ -32,6 +33,7 @@ from rlctl.envs.statistics import Estimate
 from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
+from rlctl.rollouts.environment_play import episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import FAILING_SHARE, scored
 from rlctl.rollouts.source import sample_seed
@@ -49,8 +51,11 @@ class ValidationSet:
     label: str
     rows: tuple[PromptRow, ...]
     tokens: tuple[tuple[int, ...], ...]
+    encoder: PromptEncoder | None
+    """How prompts are written for an environment; None: there is none."""
     sampling: Sampling
-    rewards: RewardPlan
+    rewards: RewardPlan | None
+    """None: the environment alone gives rewards."""
     fingerprint: dict[str, Any]
 
     @classmethod
@@ -59,8 +64,14 @@ class ValidationSet:
         wanted = config.validation
         if not wanted.wanted:
             return None
-        source, data = open_validation(config, prompts.held_out)
+        environment = prompts.environment
+        if environment and not (wanted.data.name or config.data.name or config.data.sources or prompts.held_out):
+            source, data = open_episodes(environment.plan.label, config.data.size), config.data
+        else:
+            source, data = open_validation(config, prompts.held_out)
         encoder = PromptEncoder.build(prompts.encoder.tokenizer, config.model, data, model_dir)
+        if environment is not None:
+            encoder = environment.showing_tools(encoder)
         reward = config.reward.model_copy(update={"terms": wanted.reward}) if wanted.reward else config.reward
         order = PromptOrder(len(source), config.run.seed)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
@@ -68,8 +79,10 @@ class ValidationSet:
         sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
         if wanted.temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=-1)
-        rewards = prepare_rewards(reward, source)
-        names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if rewards.accuracy_by else [])]
+        alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
+        rewards = None if alone else prepare_rewards(reward, source)
+        judged = rewards is not None and rewards.accuracy_by
+        names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if judged else [])]
         if metric_of_the_best(config) not in names:
             raise ConfigError(
                 f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
@@ -78,7 +91,8 @@ class ValidationSet:
         return cls(
             label=source.label,
             rows=rows,
-            tokens=tuple(encoder.encode(row) for row in rows),
+            tokens=tuple(encoder.encode(row) if row.prompt else () for row in rows),
+            encoder=encoder if environment is not None else None,
             sampling=replace(sampling, temperature=wanted.temperature),
             rewards=rewards,
             fingerprint=source.fingerprint(),
@@ -181,11 +195,12 @@ class SampledValidation(Validation):
         config: RlctlConfig,
         data: ValidationSet,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
     ) -> None:
         wanted = config.validation
-        scorers = [(term.name, term.weight, reward_digest(term.name)) for term in data.rewards.terms]
+        terms = data.rewards.terms if data.rewards else ()
+        scorers = [(term.name, term.weight, reward_digest(term.name)) for term in terms]
         of = (data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
         super().__init__(config, metric_of_the_best(config), of)
         self._data, self._engines, self._rewards, self._sync = data, engines, rewards, sync
@@ -195,8 +210,12 @@ class SampledValidation(Validation):
         config, data = self._config, self._data
         requests, rows, samples = [], {}, range(config.validation.samples)
         for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):
-            seeds = (sample_seed(config.run.seed, FIRST_POSITION + row.index, sample) for sample in samples)
-            requests.append(GroupRequest(position, tokens, tuple(seeds)))
+            of_row = FIRST_POSITION + row.index
+            seeds = tuple(sample_seed(config.run.seed, of_row, sample) for sample in samples)
+            request = GroupRequest(position, tokens, seeds)
+            if data.encoder is not None:
+                request = episode_request(position, row, data.encoder, seeds, episode_seed(config.run.seed, of_row))
+            requests.append(request)
             rows[position] = row
         with self._sync.generating():
             results = generate_groups(
@@ -208,7 +227,7 @@ class SampledValidation(Validation):
             )
             self._engines.forget_prompts()
         seeds_of = {request.group: request.seeds for request in requests}
-        groups, failures = scored(self._rewards, results, rows, seeds_of, data.rewards.timeout_s)
+        groups, failures = scored(self._rewards, results, rows, seeds_of, config.reward)
         why, samples = [one for group in groups for one in group.dropped], config.validation.samples * len(groups)
         if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples):
             said = f"validation: a reward function failed on {len(why)} of {samples} completions. {why[0]}"

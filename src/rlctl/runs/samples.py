@@ -20,6 +20,12 @@ CUT_OFF = {
     "length": "cut off at the length limit",
     "timeout": "cut off at rollouts.timeout_s",
     "abort": "cut off by a refit",
+    "turns": "ended by environment.turns",
+    "context": "ended by the length limit",
+    "sampled_tokens": "ended by environment.sampled_tokens",
+    "tool_calls": "ended by environment.tool_calls",
+    "broken_calls": "ended by environment.broken_calls",
+    "episode_timeout": "ended by environment.timeout_s",
 }
 """Words for how a completion was ended, by its stop reason."""
 

@@ -1,0 +1,145 @@
+"""The ids between two turns of the model: what a chat template writes behind an answer, up to where the next begins.
+
+What was sampled is never rendered, decoded or encoded again. Behind the token that ended a turn comes the difference
+between two renderings of a made-up history: one that ends with an answer, and the same with the new messages behind it.
+`TurnEncoder.build` tries whether this template has such a difference, whether it is the same for any history, and
+whether it holds what the messages say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rlctl.data.chat import PLAIN_STOP, PromptEncoder
+from rlctl.errors import InputError
+
+Message = dict[str, Any]
+MARK = "rlctl-answer-ends"
+HISTORIES = ("Hello.", "What is 2 + 2?\nSay it in one word.")
+"""Texts of the user in the made-up histories, of which nothing may depend."""
+ToolRole = Literal["tool", "user"]
+
+
+@dataclass(frozen=True)
+class TurnEncoder:
+    """How this run writes what comes behind a turn. Make it with `build`."""
+
+    encoder: PromptEncoder
+    raw: bool = False
+    """The texts of messages are appended as they are, without a template."""
+    tool_role: ToolRole = "user"
+    """The role in which results of tools are given."""
+    note: str | None = None
+    """Note about the template for the user, if there is one."""
+    _cache: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def build(cls, encoder: PromptEncoder, *, raw: bool = False, tools: bool = False) -> TurnEncoder:
+        """Return the encoder of a run's turns, with `tools` where there are any. Raises InputError for a template that
+        can take no message behind an answer."""
+        made = cls(encoder, raw)
+        if raw:
+            return made
+        if why := made._trouble("user"):
+            raise InputError(
+                f"The chat template cannot go on behind an answer: {why}.",
+                "Give another with --chat-template, or append texts as they are with --set environment.append=raw.",
+            )
+        if not tools:
+            return made
+        if why := made._trouble("tool"):
+            return replace(made, note=f"The results of tools go to the model as messages of the user: {why}.")
+        return replace(made, tool_role="tool")
+
+    def between(self, last: int | None, messages: Sequence[Message]) -> list[int]:
+        """Return the ids behind a turn whose last token is `last`, up to where the next one begins; where the turn was
+        cut, the token that would have ended it is the first of them."""
+        ids = self._cached(messages)
+        ends = self.encoder.stop_token_ids
+        return list(ids[1:] if ids and ids[0] in ends and last in ends else ids)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return what the model wrote in a turn, without the token that ended it."""
+        kept = tokens[:-1] if tokens and tokens[-1] in self.encoder.stop_token_ids else tokens
+        return self.encoder.tokenizer.decode(kept, skip_special_tokens=False)
+
+    def _cached(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        key = repr(messages)
+        if key not in self._cache:
+            text = "".join(one["content"] for one in messages) if self.raw else self._delta(HISTORIES[0], messages)
+            ids = tuple(self.encoder.tokenizer.encode(text, add_special_tokens=False))
+            self.encoder.require_known(ids, "a message of the environment")
+            if len(self._cache) > 4096:
+                self._cache.clear()
+            self._cache[key] = ids
+        return self._cache[key]
+
+    def _delta(self, history: str, messages: Sequence[Message]) -> str:
+        """Return what the template writes behind an answer, from the token on that ends it. Raises InputError where it
+        cannot write `messages` there."""
+        calls = any(one["role"] == "tool" for one in messages)
+        for answer in (*([_calling(messages)] if calls else []), {"role": "assistant", "content": MARK}):
+            try:
+                written = self.encoder.render([{"role": "user", "content": history}, answer, *map(_named, messages)])
+            except InputError:
+                if answer["content"] == MARK:
+                    raise
+                continue
+            _, found, tail = written.rpartition(MARK)
+            if self.encoder.template is None:  # the model has written the beginning of the next question itself
+                return tail.removeprefix(PLAIN_STOP) if found else ""
+            begins = [at for end in self._ends if (at := tail.find(end)) >= 0] if found else []
+            if begins:
+                return tail[min(begins) :]
+        raise InputError("The chat template has no end token behind an answer.")
+
+    @property
+    def _ends(self) -> list[str]:
+        tokens = self.encoder.tokenizer.convert_ids_to_tokens(list(self.encoder.stop_token_ids))
+        return [str(token) for token in tokens]
+
+    def _trouble(self, role: ToolRole) -> str | None:
+        """Return why messages of a role cannot be appended; None: they can."""
+        said = "rlctl-message-says"
+        try:
+            found = {self._delta(history, [{"role": role, "content": said}]) for history in HISTORIES}
+        except InputError as error:
+            return error.message.rstrip(".")
+        if len(found) > 1:
+            return "what it writes there depends on what was said before"
+        if said not in found.pop():
+            return f"it leaves out what a message of the role {role} says"
+        return None
+
+
+def _calling(messages: Sequence[Message]) -> Message:
+    """Return an answer of the model that calls the tools which `messages` answer, for templates that want to see it."""
+    calls = [
+        {"id": _named(one)["tool_call_id"], "type": "function",
+         "function": {"name": _named(one)["name"], "arguments": {"mark": MARK}}}
+        for one in messages if one["role"] == "tool"
+    ]  # fmt: skip
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _named(message: Message) -> Message:
+    """Return a message with the names that templates ask of a tool's."""
+    return {"name": "tool", "tool_call_id": "call_000000", **message} if message["role"] == "tool" else message
+
+
+def with_tools(
+    encoder: PromptEncoder, schemas: Sequence[dict[str, Any]], instructions: str
+) -> tuple[PromptEncoder, bool]:
+    """Return the encoder of prompts that show tools, and whether the template has a place for them. Where it has none,
+    `instructions` go in front of the system prompt."""
+    if not schemas:
+        return encoder, True
+    shown = replace(encoder, variables={**encoder.variables, "tools": list(schemas)})
+    user: list[Message] = [{"role": "user", "content": "?"}]
+    name = schemas[0]["function"]["name"]
+    if encoder.template is not None and name in shown.render(user) and name not in encoder.render(user):
+        return shown, True
+    system = "\n\n".join(filter(None, (encoder.system_prompt, instructions)))
+    return replace(encoder, system_prompt=system), False

@@ -1,0 +1,238 @@
+"""From the configured environment to a plan that is known to work, and from a class of any accepted form to one whose
+episodes can be asked for steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+from rlctl.config.plugins import find_plugin, load_plugin, plugin_names
+from rlctl.config.schema import EnvironmentConfig
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.envs.builtin import BUILT_IN
+from rlctl.envs.environment import Environment, Message, Step
+from rlctl.envs.tools import BrokenCallError, as_text, read_calls, refusal, schema_of
+from rlctl.envs.user_function import UserCode, is_reference
+from rlctl.errors import InputError, first_line, suggest
+
+ENTRY_POINTS = "rlctl.environments"
+NOT_TOOLS = ("reset", "step", "close", "prepare", "get_reward")
+
+
+@dataclass(frozen=True)
+class EnvironmentPlan:
+    """The environment of a run as plain data; made by `plan_environment`."""
+
+    name: str
+    """The name that the user gave it; empty: there are only tools."""
+    params: dict[str, Any]
+    code: UserCode | None
+    """The class, where it is in a file of the user's."""
+    tools: tuple[UserCode, ...]
+    """Functions of the user's that the model may call."""
+    memory_gib: float
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The JSON schema of each tool, by its name."""
+    form: str = "hermes"
+    """The format in which the model writes calls."""
+    tool_role: str = "user"
+    """The role of the messages that hold results of tools."""
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name or "the tools"
+
+    def load(self) -> LoadedEnvironment:
+        """Import what episodes need. Raises InputError where that fails."""
+        functions = {code.name: code.load() for code in self.tools}
+        return LoadedEnvironment(self, self._class(), functions)
+
+    def _class(self) -> type:
+        if not self.name:
+            return Environment
+        if self.code is not None:
+            found = self.code.load()
+        elif self.name in BUILT_IN:
+            module, _, name = BUILT_IN[self.name].partition(":")
+            found = getattr(import_module(module), name)
+        else:
+            found = load_plugin(find_plugin(ENTRY_POINTS, self.name))
+        if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
+            raise InputError(
+                f"Environment {self.label!r} is no class with a method `reset`.",
+                "The form of an environment is in docs/environments.md.",
+            )
+        return found
+
+
+class LoadedEnvironment:
+    """A class whose episodes can be begun, and the tools that are offered with it."""
+
+    def __init__(self, plan: EnvironmentPlan, kind: type, functions: dict[str, Callable[..., Any]]) -> None:
+        self.plan, self._kind, self._functions = plan, kind, functions
+        own = list(getattr(kind, "tools", ()))
+        self.steps = kind is not Environment and getattr(kind, "step", None) not in (None, Environment.step)
+        if not self.steps and not own and kind is not Environment:
+            own = [n for n, f in inspect.getmembers(kind, callable) if not n.startswith("_") and n not in NOT_TOOLS]
+        if missing := [name for name in own if not callable(getattr(kind, name, None))]:
+            raise InputError(f"Environment {plan.label!r} names a tool {missing[0]!r} and has no such method.")
+        self._own = own
+        if not self.steps and not own and not functions:
+            raise InputError(
+                f"Environment {plan.label!r} has neither a method `step` nor tools.",
+                "The form of an environment is in docs/environments.md.",
+            )
+        try:
+            inspect.signature(kind).bind(**plan.params)
+        except TypeError as error:
+            takes = ", ".join(inspect.signature(kind).parameters) or "none"
+            raise InputError(
+                f"Environment {plan.label!r} does not take these parameters (environment.params): {error}.",
+                f"Its parameters are: {takes}.",
+            ) from error
+        if prepare := getattr(kind, "prepare", None):
+            prepare(**plan.params)
+
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each tool, by its name."""
+        found = {name: MethodType(getattr(self._kind, name), self) for name in self._own} | self._functions
+        return {name: schema_of(function, f"{name!r} of {self.plan.label}") for name, function in found.items()}
+
+    def begin(self) -> RunningEpisode:
+        """Return a new episode."""
+        return RunningEpisode(self, self._kind(**self.plan.params), self._functions)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of an environment's process to one message: a `Step`, with what became of calls."""
+
+    messages: tuple[Message, ...]
+    reward: float = 0.0
+    done: bool = False
+    stop: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    calls: int = 0
+    """Calls of tools that were made."""
+    broken: int = 0
+    """Calls that could not be read or were refused."""
+    schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """The JSON schema of each tool, by its name, where these were asked for."""
+
+
+class RunningEpisode:
+    """One episode, in the process that it has to itself. What the user's code raises goes through."""
+
+    def __init__(self, loaded: LoadedEnvironment, made: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._loaded, self._made = loaded, made
+        self._tools = {name: getattr(made, name) for name in loaded._own} | dict(functions)
+        self._schemas = {name: one["function"] for name, one in loaded.plan.schemas.items()}
+        self._stop = tuple(getattr(made, "stop", ()))
+
+    async def reset(self, row: PromptRow, seed: int) -> Reply:
+        """Begin. The messages are those behind the row's prompt."""
+        columns = {**row.fields, "prompt": row.prompt, "answer": row.answer}
+        parameters = inspect.signature(self._made.reset).parameters
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # as TRL calls it
+            found = await _called(self._made.reset, **columns)
+        else:
+            found = await _called(self._made.reset, columns, *([seed] if len(parameters) > 1 else []))
+        if isinstance(found, Step):
+            return self._reply(found)
+        return Reply(_messages(found), stop=self._stop)
+
+    async def step(self, text: str) -> Reply:
+        """Answer what the model wrote."""
+        try:
+            calls = read_calls(text, self._loaded.plan.form) if self._tools else []
+        except BrokenCallError as error:
+            return self._told([f"Error: the call cannot be read: {error}."], 0, 1)
+        if calls:
+            answers, broken = [], 0
+            for call in calls:
+                if why := refusal(call, self._schemas):
+                    broken += 1
+                    answers.append(f"Error: {why}.")
+                    continue
+                try:
+                    answers.append(as_text(await _called(self._tools[call.name], **call.arguments)))
+                except Exception as error:  # noqa: BLE001 - the model may read what it has done wrong
+                    answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
+            return self._told(answers, len(calls) - broken, broken, [call.name for call in calls])
+        if not self._loaded.steps:
+            return Reply((), done=True)
+        message: Any = {"role": "assistant", "content": text}
+        first = next(iter(inspect.signature(self._made.step).parameters), "")
+        return self._reply(_step(await _called(self._made.step, message if first == "message" else text)))
+
+    async def schemas(self) -> Reply:
+        """Return the JSON schema of each tool."""
+        return Reply((), schemas=self._loaded.schemas())
+
+    async def close(self) -> Reply:
+        """End the episode, and return what `get_reward` says of it where no step does."""
+        reward = 0.0
+        if not self._loaded.steps and hasattr(self._made, "get_reward"):
+            reward = float(await _called(self._made.get_reward))
+        if hasattr(self._made, "close"):
+            await _called(self._made.close)
+        return Reply((), reward, done=True)
+
+    def _told(self, answers: Sequence[str], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
+        role = self._loaded.plan.tool_role
+        named = [{"name": name} for name in names] if role == "tool" and names else [{}] * len(answers)
+        messages = tuple({"role": role, "content": text, **of} for text, of in zip(answers, named, strict=True))
+        return Reply(messages, stop=self._stop, calls=made, broken=broken)
+
+    def _reply(self, step: Step) -> Reply:
+        numbers = {name: float(value) for name, value in step.metrics.items()}
+        stop = self._stop if step.stop is None else tuple(step.stop)
+        return Reply(_messages(step.messages), float(step.reward), bool(step.done), stop, numbers)
+
+
+async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    found = function(*arguments, **named)
+    return await found if inspect.isawaitable(found) else found
+
+
+def _step(found: Any) -> Step:
+    """Return what a method `step` returned as a Step. Raises TypeError for anything else."""
+    if isinstance(found, Step):
+        return found
+    known = {one.name for one in fields(Step)}
+    if isinstance(found, Mapping) and found.keys() <= {*known, "observations", "metadata"}:
+        values = {name: value for name, value in found.items() if name in known}
+        if "observations" in found:  # as SkyRL-gym names them
+            values["messages"] = found["observations"]
+        return Step(**values)
+    raise TypeError(f"step returned {found!r:.80}, which is neither a Step nor a mapping with its fields")
+
+
+def _messages(found: Any) -> tuple[Message, ...]:
+    """Return messages as they were given, or as one text. Raises TypeError for anything else."""
+    if not found:
+        return ()
+    listed = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+    for one in listed:
+        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or not isinstance(one["content"], str):
+            raise TypeError(f"{one!r:.80} is no message: it needs the texts `role` and `content`")
+    return tuple(dict(one) for one in listed)
+
+
+def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
+    """Return the plan of a run's environment, of which nothing was run yet. Raises InputError for names that nothing
+    has."""
+    name, code = config.name or "", None
+    if is_reference(name):
+        code = UserCode.read(name, "Environment")
+    elif name and name not in BUILT_IN and name not in plugin_names(ENTRY_POINTS):
+        known = (*BUILT_IN, *plugin_names(ENTRY_POINTS))
+        hint = suggest(name, known) or f"Environments are {', '.join(known)} and path/to/file.py:Class."
+        raise InputError(f"Unknown environment {name!r} (--env).", hint)
+    tools = tuple(UserCode.read(one, "Tool") for one in config.tools)
+    return EnvironmentPlan(name, dict(config.params), code, tools, config.memory_gib)
