@@ -14,7 +14,7 @@ import pytest
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
-from rlctl.envs import scoring_process
+from rlctl.envs import child_process, scoring_process
 from rlctl.envs.extraction import Extraction
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
 from rlctl.envs.rewards import mixed_rewards, prepare_rewards
@@ -365,7 +365,7 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
 def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = "; from rlctl.envs.scorers import TaskScorer as T; score = T.__call__"
     ends += "; T.__call__ = lambda self, c, row: __import__('os')._exit(9) if c == 'end' else score(self, c, row)"
-    monkeypatch.setattr(scoring_process, "CHILD", scoring_process.CHILD.replace("; main()", f"{ends}; main()"))
+    monkeypatch.setattr(child_process, "CHILD", child_process.CHILD.replace("; main()", f"{ends}; main()"))
     source = gym("chain_sum", max_terms=2, max_digits=1)
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
     assert scores.rewards == (1, 0, 1)

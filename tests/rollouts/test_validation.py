@@ -54,7 +54,7 @@ class Engines:
             SimpleNamespace(
                 group=request.group, texts=["7"] * samples, columns=None, prompt_tokens=3, tokens=(5,) * samples,
                 response_tokens=(2,) * samples, finish_reasons=("stop",) * samples,
-                versions=(((1, 2),),) * samples,
+                versions=(((1, 2),),) * samples, episodes=(),
             )
             for request in requests
         ]  # fmt: skip

@@ -20,9 +20,13 @@ class Prompts:
     every group so far."""
 
     encoder = SimpleNamespace(stop=(), stop_token_ids=())
+    environment = None
 
     def __init__(self) -> None:
         self.observed = 0
+
+    def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
+        return GroupRequest(position, tuple(self.tokens(row)), tuple(seeds))
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
         self.observed += len(groups)

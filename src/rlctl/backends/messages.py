@@ -101,8 +101,6 @@ class GroupResult:
     """The `RolloutColumns`."""
     texts: Any
     """The text of each episode's last answer, `list[str]` of length G."""
-    transcripts: Any
-    """The episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
     prompt_tokens: int
     """Tokens that all episodes begin with."""
     tokens: tuple[int, ...]
@@ -115,8 +113,10 @@ class GroupResult:
     """The weights that chose the tokens of each episode."""
     rewards: tuple[float | None, ...]
     """The rewards that the episodes gave themselves; None: its completion is to be scored."""
-    episodes: tuple[EpisodeFacts | None, ...] = ()
-    """What was counted in each episode, where there is an environment."""
+    episodes: tuple[EpisodeFacts, ...] = ()
+    """The counts of each episode, where there is an environment."""
+    transcripts: Any = None
+    """The episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
 
 
 VALUES_A_GROUP = 3

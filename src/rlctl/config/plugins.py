@@ -1,4 +1,4 @@
-"""Algorithms, training backends and rewards that other installed packages bring, by the names of their entry points.
+"""Algorithms, training backends, rewards and environments of other installed packages, by their entry points.
 
 A package says in its `pyproject.toml` what it brings:
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rlctl.errors import InputError
 
-Group = Literal["rlctl.algorithms", "rlctl.backends", "rlctl.rewards"]
+Group = Literal["rlctl.algorithms", "rlctl.backends", "rlctl.rewards", "rlctl.environments"]
 
 
 def plugin_names(group: Group) -> tuple[str, ...]:

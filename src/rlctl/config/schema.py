@@ -202,8 +202,8 @@ class RewardConfig(SourceReward):
 
 
 class EnvironmentConfig(Section):
-    """Who answers the model during a rollout: an environment of several turns, tools that it may call, and how long
-    they may take. What fails in them is treated as `reward.on_error` says."""
+    """The environment of rollouts: it answers the model, with tools that the model may call, within these limits. A
+    failure in it is treated as `reward.on_error` says."""
 
     name: PathText | None = None
     """A built-in environment, `path/to/file.py:Class`, or one that an installed package adds; unset: a rollout has one

@@ -55,7 +55,7 @@ class RolloutColumns:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one message of an episode says."""
+    """One message of an episode."""
 
     role: str
     text: str
@@ -67,7 +67,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class EpisodeFacts:
-    """What there is to count in an episode of several turns."""
+    """The counts of an episode with an environment."""
 
     turns: int
     """Turns of the model."""

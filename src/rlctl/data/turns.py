@@ -1,6 +1,6 @@
-"""The ids between two turns of the model: what a chat template writes behind an answer, up to where the next begins.
+"""The ids that a chat template writes between two turns of the model.
 
-What was sampled is never rendered, decoded or encoded again. Behind the token that ended a turn comes the difference
+Sampled tokens are never rendered, decoded or encoded again. Behind the token that ended a turn comes the difference
 between two renderings of a made-up history: one that ends with an answer, and the same with the new messages behind it.
 `TurnEncoder.build` tries whether this template has such a difference, whether it is the same for any history, and
 whether it holds what the messages say.
@@ -63,7 +63,7 @@ class TurnEncoder:
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return what the model wrote in a turn, without the token that ended it."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.encoder.stop_token_ids else tokens
-        return self.encoder.tokenizer.decode(kept, skip_special_tokens=False)
+        return str(self.encoder.tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def _cached(self, messages: Sequence[Message]) -> tuple[int, ...]:
         key = repr(messages)

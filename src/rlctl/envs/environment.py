@@ -31,7 +31,7 @@ or written differently:
 - `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
   episodes are forked from the one that called it.
 
-What a method raises costs its own rollout, as `reward.on_error` says, and never the run.
+An error in a method costs its own rollout, as `reward.on_error` says, and never the run.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from rlctl.envs.tools import BrokenCallError, as_text, read_calls, refusal, sche
 from rlctl.envs.user_function import UserCode, is_reference
 from rlctl.errors import InputError, first_line, suggest
 
-ENTRY_POINTS = "rlctl.environments"
 NOT_TOOLS = ("reset", "step", "close", "prepare", "get_reward")
 
 
@@ -61,7 +60,9 @@ class EnvironmentPlan:
             module, _, name = BUILT_IN[self.name].partition(":")
             found = getattr(import_module(module), name)
         else:
-            found = load_plugin(find_plugin(ENTRY_POINTS, self.name))
+            entry = find_plugin("rlctl.environments", self.name)
+            assert entry is not None  # `plan_environment` has found it
+            found = load_plugin(entry)
         if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
             raise InputError(
                 f"Environment {self.label!r} is no class with a method `reset`.",
@@ -126,7 +127,7 @@ class Reply:
 
 
 class RunningEpisode:
-    """One episode, in the process that it has to itself. What the user's code raises goes through."""
+    """One episode, in the process that it has to itself. Errors of the user's code go through."""
 
     def __init__(self, loaded: LoadedEnvironment, made: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
         self._loaded, self._made = loaded, made
@@ -230,8 +231,8 @@ def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
     name, code = config.name or "", None
     if is_reference(name):
         code = UserCode.read(name, "Environment")
-    elif name and name not in BUILT_IN and name not in plugin_names(ENTRY_POINTS):
-        known = (*BUILT_IN, *plugin_names(ENTRY_POINTS))
+    elif name and name not in BUILT_IN and name not in plugin_names("rlctl.environments"):
+        known = (*BUILT_IN, *plugin_names("rlctl.environments"))
         hint = suggest(name, known) or f"Environments are {', '.join(known)} and path/to/file.py:Class."
         raise InputError(f"Unknown environment {name!r} (--env).", hint)
     tools = tuple(UserCode.read(one, "Tool") for one in config.tools)

@@ -2,8 +2,8 @@
 
     prompt, reset -> [ model's turn -> step -> what the environment says ] ... -> close
 
-All of it is token in, token out (`data/turns.py`). What fails in an environment costs its own episode, which is played
-again from its start, with the same seeds, before it is given up.
+All of it is token in, token out (`data/turns.py`). A failure of an environment costs its own episode, which is
+played again from its start, with the same seeds, before it is given up.
 """
 
 from __future__ import annotations
@@ -125,17 +125,17 @@ class Player:
         self._play, self._host, self._limits = play, host, play.limits
 
     async def __call__(self, episode: Episode) -> None:
-        """Play an episode to its end. Its environment's failure is told, and never raised. What is not of the data, as
-        the prompts by which a refit is checked, has no environment."""
+        """Play an episode to its end. Its environment's failure is told, and never raised. A prompt that is
+        not of the data, as those by which a refit is checked, has no environment."""
         if episode.request.row is None:
             await one_turn(episode)
             return
-        failure = "it had no turn"
-        for _ in range(self._limits.retries + 1):
+        limits, failure = self._play.limits, "it had no turn"
+        for _ in range(limits.retries + 1):
             episode.begin()
             session = self._host.begin()
             try:
-                await asyncio.wait_for(self._played(episode, session), self._limits.timeout_s)
+                await asyncio.wait_for(self._played(episode, session), limits.timeout_s)
                 return
             except EpisodeFailedError as error:
                 failure = str(error)
@@ -143,7 +143,7 @@ class Player:
                 if episode.answers:  # what there is stays
                     episode.stop_reason = "episode_timeout"
                     return
-                failure = f"the episode took longer than environment.timeout_s = {self._limits.timeout_s:g} s"
+                failure = f"the episode took longer than environment.timeout_s = {limits.timeout_s:g} s"
             except InputError as error:
                 failure = error.message
             finally:

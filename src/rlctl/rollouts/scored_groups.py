@@ -148,9 +148,8 @@ def scored(
         )
         row = rows[result.group]
         dropped, failures = scores.dropped, failures + scores.failures
-        groups.append(
-            RolloutGroup(result.group, row, rollouts, result.columns, result.texts, result.transcripts, dropped)
-        )
+        turns = result.transcripts if result.episodes else None
+        groups.append(RolloutGroup(result.group, row, rollouts, result.columns, result.texts, turns, dropped))
     return groups, failures
 
 
@@ -163,7 +162,7 @@ def _with_environment(scores: GroupScores | None, result: GroupResult, on_error:
     scorers. Raises InputError where an environment failed and `on_error` is stop."""
     if not result.episodes:
         return scores or GroupScores(result.rewards, None, {})
-    failed = [one.failure if one else None for one in result.episodes]
+    failed = [one.failure for one in result.episodes]
     if on_error == "stop" and (why := next(filter(None, failed), None)):
         raise InputError(why, "Mend it, or choose with reward.on_error what such a rollout counts.")
     rewards: list[float | None] = []

@@ -51,12 +51,12 @@ class ValidationSet:
     label: str
     rows: tuple[PromptRow, ...]
     tokens: tuple[tuple[int, ...], ...]
-    encoder: PromptEncoder | None
-    """How prompts are written for an environment; None: there is none."""
     sampling: Sampling
     rewards: RewardPlan | None
     """None: the environment alone gives rewards."""
     fingerprint: dict[str, Any]
+    encoder: PromptEncoder | None = None
+    """How prompts are written for an environment; None: there is none."""
 
     @classmethod
     def open(cls, config: RlctlConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
