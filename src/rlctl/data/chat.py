@@ -152,6 +152,23 @@ class PromptEncoder:
                 "Give another with --chat-template; a template may also refuse a system prompt (data.system_prompt).",
             ) from error
 
+    def closing_token(self) -> int | None:
+        """Return the special token that the template writes right behind an answer; None: it writes none there."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+        _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
+        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
+        return ids[0] if ids and ids[0] in self._special else None
+
+    @property
+    def _special(self) -> set[int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
+
+    @property
+    def special_texts(self) -> list[str]:
+        """The texts of the special tokens."""
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self._special))]
+
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
         if len({self.render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
@@ -160,13 +177,9 @@ class PromptEncoder:
                 raise InputError(why, "Give another with --chat-template.")
             return replace(self, in_parts=True)._tried()
         # The special token that the template writes after an answer need not be the tokenizer's end token.
-        user = {"role": "user", "content": "?"}
-        turn = [user, {"role": "assistant", "content": _MARKER}]
-        _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
-        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
-        encoder = replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *special.intersection(ids)})))
+        user, closing = {"role": "user", "content": "?"}, self.closing_token()
+        ends = {*self.stop_token_ids, *([] if closing is None else [closing])}
+        encoder = replace(self, stop_token_ids=tuple(sorted(ends)))
         if self.system_prompt is None:
             return encoder
         text = self.render([user])

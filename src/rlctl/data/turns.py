@@ -33,15 +33,17 @@ class TurnEncoder:
     """The role in which results of tools are given."""
     note: str | None = None
     """Note about the template for the user, if there is one."""
+    closes: bool = False
+    """Whether the template closes an answer with a token of its own; else the next message says that it is over."""
     _cache: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(cls, encoder: PromptEncoder, *, raw: bool = False, tools: bool = False) -> TurnEncoder:
         """Return the encoder of a run's turns, with `tools` where there are any. Raises InputError for a template that
         can take no message behind an answer."""
-        made = cls(encoder, raw)
         if raw:
-            return made
+            return cls(encoder, raw)
+        made = cls(encoder, closes=encoder.closing_token() is not None)
         if why := made._trouble("user"):
             raise InputError(
                 f"The chat template cannot go on behind an answer: {why}.",
@@ -57,8 +59,8 @@ class TurnEncoder:
         """Return the ids behind a turn whose last token is `last`, up to where the next one begins; where the turn was
         cut, the token that would have ended it is the first of them."""
         ids = self._cached(messages)
-        ends = self.encoder.stop_token_ids
-        return list(ids[1:] if ids and ids[0] in ends and last in ends else ids)
+        ended = last in self.encoder.stop_token_ids and self.closes
+        return list(ids[1:] if ids and (ended or last == ids[0]) else ids)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return what the model wrote in a turn, without the token that ended it."""
@@ -90,15 +92,10 @@ class TurnEncoder:
             _, found, tail = written.rpartition(MARK)
             if self.encoder.template is None:  # the model has written the beginning of the next question itself
                 return tail.removeprefix(PLAIN_STOP) if found else ""
-            begins = [at for end in self._ends if (at := tail.find(end)) >= 0] if found else []
+            begins = [at for token in self.encoder.special_texts if (at := tail.find(token)) >= 0] if found else []
             if begins:
                 return tail[min(begins) :]
-        raise InputError("The chat template has no end token behind an answer.")
-
-    @property
-    def _ends(self) -> list[str]:
-        tokens = self.encoder.tokenizer.convert_ids_to_tokens(list(self.encoder.stop_token_ids))
-        return [str(token) for token in tokens]
+        raise InputError("The chat template has no special token behind an answer.")
 
     def _trouble(self, role: ToolRole) -> str | None:
         """Return why messages of a role cannot be appended; None: they can."""

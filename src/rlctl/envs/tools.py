@@ -204,7 +204,7 @@ def as_text(result: Any) -> str:
 
 def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -> str | None:
     """Return the format of a template, which `render` renders, by reading the call that it writes; None: it writes no
-    call. `ends`: texts of its end tokens."""
+    call. `ends`: texts of its special tokens."""
     user = {"role": "user", "content": "?"}
     call = {"id": "call_000000", "type": "function", "function": {"name": "look_up", "arguments": {"number": 7}}}
     written = render([user, {"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -70,7 +70,7 @@ class EnvironmentPlay:
         session = host.begin()
         schemas = (await session.ask("schemas", timeout_s=limits.turn_timeout_s)).schemas
         shown, knows = with_tools(encoder, list(schemas.values()), INSTRUCTIONS.format(schemas=listed(schemas)))
-        turns = TurnEncoder.build(shown, raw=limits.append == "raw", tools=bool(schemas))
+        turns = TurnEncoder.build(shown, raw=limits.append == "raw", tools=bool(schemas) and knows)
         form = limits.tool_format
         if form == "auto":
             form = form_of(shown) if schemas and knows else "hermes"
@@ -219,8 +219,7 @@ def _spoken(messages: Sequence[Message], tokens: int) -> list[Turn]:
 
 def form_of(encoder: PromptEncoder) -> str:
     """Return the format in which the chat template writes calls. Raises InputError where none is known."""
-    ends = [str(one) for one in encoder.tokenizer.convert_ids_to_tokens(list(encoder.stop_token_ids))]
-    found = format_of(lambda messages: encoder.render(list(messages), answered=True), ends)
+    found = format_of(lambda messages: encoder.render(list(messages), answered=True), encoder.special_texts)
     if found is None:
         raise InputError(
             "It is unknown how the model of this chat template writes calls of tools.",

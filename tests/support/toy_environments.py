@@ -1,0 +1,95 @@
+"""Environments that a run does not have, in each form that is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl.envs.environment import Message, Step
+
+
+class Counting:
+    """Says the number of the turn, and ends after three. What the model wrote does not matter."""
+
+    def __init__(self, turns: int = 3, tail: str = "") -> None:
+        self.turns, self.tail = turns, tail
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self.said, self.number = 0, random.Random(seed).randint(0, 9)
+        return [{"role": "user", "content": f"Begin with {self.number}."}]
+
+    async def step(self, message: Message) -> Step:
+        self.said += 1
+        await asyncio.sleep(0)
+        last = self.said == self.turns
+        return Step([{"role": "user", "content": f"turn {self.said}{self.tail}"}], 0.5, last, metrics={"said": 1.0})
+
+
+class Failing(Counting):
+    """Fails in its second step, in the way that `how` names, for the rows whose seeds give an even number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def step(self, text: str) -> dict[str, Any]:  # type: ignore[override]
+        self.said += 1
+        if self.said == 2 and self.number % 2 == 0:
+            ways = {
+                "raise": lambda: {}["nothing"],
+                "die": lambda: os._exit(3),
+                "hang": lambda: time.sleep(100),
+                "eat": lambda: bytearray(1 << 34),
+                "fork": os.fork,
+            }
+            ways[self.how]()
+        print("printed where nobody parses it")
+        return {"messages": f"turn {self.said}", "reward": 1, "done": self.said == 3}
+
+
+class Sums:
+    """Tools and a reward, as TRL's trainer takes them."""
+
+    def reset(self, **row: Any) -> str:
+        self.sum = 0
+        return "Add."
+
+    def add(self, a: int, b: int = 1) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        self.sum = a + b
+        return self.sum
+
+    def divide(self, a: int, b: int) -> dict[str, float]:
+        """Divide one number by another.
+
+        Args:
+            a: The number that is divided.
+            b: The number that it is divided by.
+        """
+        return {"result": a / b}
+
+    def get_reward(self) -> float:
+        return float(self.sum)
+
+
+def undescribed(a: int) -> int:
+    """Give back a number."""
+    return a
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
