@@ -28,7 +28,7 @@ class ChildProcess:
     """A process that runs `main` of a module. It is given a plan, and answers with None once it can work."""
 
     def __init__(self, module: str, what: str) -> None:
-        """`what` names its work in messages, such as `the scorers (exact-match)`."""
+        """Messages name its work by `what`, such as `the scorers (exact-match)`."""
         self._module, self._what = module, what
         self._process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None

@@ -30,7 +30,7 @@ MARGIN_S = 240.0
 FAILING_SHARE, WINDOW = 0.05, 10
 """The share of the rollouts of so many batches on which a reward function may fail."""
 FIRST_BATCH = (
-    "What fails in the first batch is taken to be wrong. Where it may fail on what a model writes, "
+    "A failure in the first batch is taken to be a mistake in the code. Where it may fail on what a model writes, "
     "--set reward.on_error=zero gives 0 there."
 )
 COLUMNS = ("tokens_T", "offsets_G", "loss_mask_T", "logprobs_T", "weight_version_T")
