@@ -41,6 +41,7 @@ COMMANDS = {
     "rlctl plan": "here",
     "rlctl doctor --calibrate": "slow",
     "rlctl doctor": "quick",
+    "rlctl rehearse": "tested elsewhere",
     "rlctl train grpo --resume": "needs a run",
     "rlctl train grpo": "dry run",
     "rlctl train sft": "dry run",
@@ -186,7 +187,7 @@ def test_commands_that_train_or_sample(
     assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", of_kind("needs a run", "needs the hub", "slow"))
+@pytest.mark.parametrize("command", of_kind("needs a run", "needs the hub", "slow", "tested elsewhere"))
 def test_flags_of_the_commands_that_take_long(command: str) -> None:
     words = shlex.split(command)[1:]
     parsed = load_command(words.pop(0))

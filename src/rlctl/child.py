@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from rlctl.errors import EXIT_INTERRUPTED, RlctlError, WaitTimeoutError, first_line
+from rlctl.errors import EXIT_INTERRUPTED, KilledError, RlctlError, WaitTimeoutError, first_line
 
 T = TypeVar("T")
 
@@ -36,7 +36,8 @@ def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | Non
     nowhere if it is to be `quiet`: libraries that are only asked a question print warnings too.
 
     `doing` is a phrase for messages, such as "the conversion of X". Raises the RlctlError that the function raises,
-    WaitTimeoutError after `limit_s` seconds, and RlctlError where it fails otherwise or is killed.
+    WaitTimeoutError after `limit_s` seconds, KilledError where a signal killed it, and RlctlError where it fails
+    otherwise.
     """
     with tempfile.TemporaryFile() as answer:
         # -P: no module of the directory that the user works in replaces one of Python's.
@@ -62,7 +63,7 @@ def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | Non
 def _result(doing: str, code: int, answer: bytes) -> Any:
     if code < 0:
         why = f"{_capital(doing)} was killed by signal {-code}."
-        raise RlctlError(why, "If memory was short (`dmesg` says so), free some and run the command again.")
+        raise KilledError(why, "If memory was short (`dmesg` says so), free some and run the command again.")
     if code == EXIT_INTERRUPTED:
         raise RlctlError(f"{_capital(doing)} was stopped by a signal.", "Run the command again.")
     if not answer:

@@ -32,6 +32,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
     "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
+    "rehearse": (
+        "rlctl.commands.rehearse",
+        "Run a configuration small and without GPUs.",
+    ),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints, and take the text part out of a model."),
     "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and verify every tensor."),
@@ -46,7 +50,7 @@ GROUPS = {
     "Train": ("init", "train"),
     "Look at a run": ("watch", "report", "rollouts"),
     "Use a model": ("generate", "eval", "convert"),
-    "Plan and check": ("plan", "presets", "config", "doctor", "refit-test"),
+    "Plan and check": ("rehearse", "plan", "presets", "config", "doctor", "refit-test"),
 }
 """Headings of `rlctl --help`, and the commands below each."""
 

@@ -53,6 +53,10 @@ class InputError(RlctlError, ValueError):
     exit_code = 2
 
 
+class AbsentError(InputError):
+    """A model or dataset of the hub is not on this machine, and the hub cannot be reached (exit code 2)."""
+
+
 class ConfigError(InputError):
     """A configuration key or value is wrong (exit code 2)."""
 
@@ -89,6 +93,10 @@ class ClusterError(RlctlError):
 
 class WorkerError(RlctlError):
     """A worker process died or raised (exit code 1)."""
+
+
+class KilledError(RlctlError):
+    """A process that rlctl started was killed by a signal (exit code 1)."""
 
 
 class PeerFailedError(WorkerError):

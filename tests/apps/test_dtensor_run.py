@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.apps.tiny_model import VOCAB_SIZE, write_tokenizer
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from support.runs import STEPS, command, results, resume, same_run
-from support.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tokenizer
+from support.tiny_models import write_tiny_llama
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.rl.agreement import LIMITS
 from support.runs import REWARD, TASK, results
-from support.tiny_families import write_tiny_family
 
 RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
 

@@ -10,9 +10,9 @@ import pytest
 
 from rlctl.apps.crew import start_crew
 from rlctl.apps.refit_test import refit_crew, refit_test_job
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.config.load import resolve
 from support.commands import Run
-from support.tiny_families import write_tiny_family
 
 MEAN, MOST = 1e-5, 1e-4  # float32 on both sides
 GUARD = "mixtral"

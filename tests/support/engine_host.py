@@ -247,16 +247,16 @@ class FamilyEngine:
         self, group: Any, family: str, model: Path, tp: int, *, dtype: str = "float32", **sections: Any
     ) -> None:
         from rlctl.backends.vllm.args import engine_spec
+        from rlctl.checkpoints.hf.model_facts import facts_in
         from rlctl.config.schema import RlctlConfig
         from rlctl.weights.vllm import VllmParallel
-        from support.tiny_families import tiny_family_facts
 
         self.group, self.family, self.model = group, family, model
         generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20} | sections.pop("generation", {})
         config = RlctlConfig.model_validate({"generation": generation} | sections)
         sizes = config.generation
         self.parallel = VllmParallel(tp, sizes.dp or 1, bool(sizes.ep), sizes.pp or 1)
-        facts = tiny_family_facts(model)
+        facts = facts_in(model)
         spec = engine_spec(config, facts, model, device="cpu", dtype=dtype, max_length=256, tp=tp, threads=1)
         log = group.log_path(0)
         said_before = len(log.read_text())

@@ -1,37 +1,14 @@
-"""Tiny random models for the tests: a Llama with a trained byte-level tokenizer, written without importing torch."""
+"""A tiny random Llama and Qwen3-MoE of the tests, whose values do not depend on rlctl's own weight maps."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCAB_SIZE = 512
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog, and the dog answers with a question: what is the sum of both?",
-    "user assistant system: calculate the following, state the answer at the end of your response, and show each step.",
-    "A model reads tokens and writes tokens; rewards say which of the answers were right, and weights follow.",
-    "In the beginning there was a tensor, then there were shards of it, and every shard knew where it came from.",
-    "Language models predict one word after another; reinforcement learning changes which continuation becomes likely.",
-    "Parallel workers exchange gradients, synchronise parameters, checkpoint progress, resume without losing anything.",
-    "Mathematics, geography, literature, chemistry and history lessons begin on Monday morning at half past seven.",
-    "Please explain briefly why water boils at lower temperatures on high mountains, using simple everyday language.",
-    "Seventeen engineers measured bandwidth between neighbouring machines before choosing how to divide their work.",
-    *(
-        f"What is {a} + {b}? The answer is {a + b}. What is {b} - {a}? It is {b - a}."
-        for a in range(12)
-        for b in (3, 7)
-    ),
-]
+from rlctl.apps.tiny_model import llama_config, write_json, write_tokenizer
 
 
 def write_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0, **overrides: Any) -> Path:
@@ -91,32 +68,6 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def llama_config(*, tied: bool) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": tied,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "dtype": "float32",
-    }
-
-
 def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the checkpoint's tensors."""
     hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -147,32 +98,3 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -
     """Norms near 1; matrices large enough that attention and logits are far from uniform, so that errors show."""
     noise = rng.standard_normal(shape, dtype=np.float32)
     return 1 + 0.1 * noise if len(shape) == 1 else 0.08 * noise
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Train a byte-level BPE tokenizer of exactly 512 tokens and save it with its chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the corpus is too small for the vocabulary"
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1024,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    write_json(directory / "tokenizer_config.json", settings)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -14,7 +14,7 @@ from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, s
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.config.paths import user_path
-from rlctl.errors import InputError, RlctlError
+from rlctl.errors import AbsentError, InputError, RlctlError
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
@@ -87,7 +87,7 @@ def resolve_model(
             directory = from_hub(name, revision, patterns)
         supplied = otherwise(name, revision, tell) if directory is None else None
         if directory is None and supplied is None:
-            raise InputError(
+            raise AbsentError(
                 f"model {name}: no directory here, {UNREACHED}",
                 "Give a local directory, or download the model where there is a network with `hf download`.",
             )
@@ -149,7 +149,7 @@ def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
     except InputError as error:
         raise InputError(f"--tokenizer: {error.message}", error.hint) from error
     if fetched is None:
-        raise InputError(
+        raise AbsentError(
             f"--tokenizer {name}: no directory here, {UNREACHED}",
             "Give a directory with tokenizer.json, or download it where there is a network with `hf download`.",
         )

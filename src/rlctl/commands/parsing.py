@@ -46,7 +46,7 @@ PANELS = {
     ),
     "Sampling": ("n", "k", "limit", "temperature", "top_p", "max_new_tokens", "max_length", "mean_length"),
     "The run": (
-        "run_dir", "step", "output", "resume", "allow_changes", "show_samples", "wandb", "tensorboard",
+        "run_dir", "keep", "step", "output", "resume", "allow_changes", "show_samples", "wandb", "tensorboard",
     ),
     "Machine": ("nodes", "gpus_per_node", "gpu", "ray_address", "goal"),
     "Configuration": ("preset", "config", "set_", "allow_differences"),

@@ -8,7 +8,7 @@ The planner's values are added afterwards with `Resolved.with_values`, and repla
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,10 @@ class Resolved:
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         return from_sources([below, Source(given, self.notes, refusals)])
 
-    def replacing(self, values: Mapping[str, Any], origin: str) -> Resolved:
-        """Return the configuration with `values` (by dotted key), whatever was set there."""
-        given = [value for value in self.given() if value.key not in values]
+    def replacing(self, values: Mapping[str, Any], origin: str, without: Collection[str] = ()) -> Resolved:
+        """Return the configuration with `values` (by dotted key), whatever was set there, and with the keys of
+        `without` as if nobody had set them."""
+        given = [value for value in self.given() if value.key not in values and value.key not in without]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         new = Source(Value(key, value, origin) for key, value in values.items())
         return from_sources([Source(given, self.notes, refusals), new])

@@ -25,7 +25,7 @@ from rlctl.data.prompt_rows import (
     row_from_record,
 )
 from rlctl.data.texts import pair_from_record, text_from_record
-from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_file
+from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -197,7 +197,8 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
-        raise InputError(
+        kind = AbsentError if isinstance(error, ConnectionError) else InputError
+        raise kind(
             f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error)}",
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",

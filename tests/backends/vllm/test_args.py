@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import args, compat
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
 from support.layout_families import FAMILIES
-from support.tiny_families import tiny_family_facts, write_tiny_family
 
 
 def spec(model: Path, training: dict[str, Any] | None = None, **generation: int) -> EngineSpec:
     config = RlctlConfig.model_validate({"generation": generation, "training": training or {}})
-    return args.engine_spec(config, tiny_family_facts(model), model, device="cpu", threads=8)
+    return args.engine_spec(config, facts_in(model), model, device="cpu", threads=8)
 
 
 def test_each_size_reaches_vllm_and_the_threads_are_divided(tiny_qwen3_moe: Path) -> None:
@@ -41,7 +42,7 @@ def test_on_gpus_experts_are_kept_in_an_order_that_is_known(tiny_qwen3_moe: Path
 
     def kernel(model: Path, **passed: Any) -> str | None:
         config = RlctlConfig.model_validate({"vllm": passed})
-        return args.engine_spec(config, tiny_family_facts(model), model, device="cuda").arguments.get("moe_backend")
+        return args.engine_spec(config, facts_in(model), model, device="cuda").arguments.get("moe_backend")
 
     def order(backend: str) -> compat.ExpertOrder:
         method = type("UnquantizedMethod", (), {"unquantized_backend": oracle.map_unquantized_backend(backend)})()
@@ -78,7 +79,7 @@ def test_frequencies_that_change_beyond_the_longest_length_are_the_plain_ones(tm
     model = write_tiny_family(tmp_path / "model", "llama-dynamic")
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     assert spec(model).arguments["hf_overrides"] == {"rope_parameters": plain}
-    assert spec(model).arguments["max_model_len"] == tiny_family_facts(model).max_length
+    assert spec(model).arguments["max_model_len"] == facts_in(model).max_length
     with pytest.raises(InputError, match="rope type `dynamic` with `alpha`"):
         write_tiny_family(tmp_path / "other", "llama", rope_scaling={"type": "dynamic", "factor": 1.0, "alpha": 1000.0})
 

@@ -18,12 +18,12 @@ import pytest
 from rlctl.backends.base import EngineSpec, EngineWorker, EpisodeWorker
 from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
 from support.engine_host import PublishedPolicy, SwappingEngine
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from support.engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
-from support.tiny_families import tiny_family_facts
 
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
@@ -58,7 +58,7 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     )
 
     def begin(in_flight: str, model: Path = tiny_llama, **sizes: int) -> Direct:
-        own = spec(model, tiny_family_facts(model), **sizes) if sizes else plain
+        own = spec(model, facts_in(model), **sizes) if sizes else plain
         group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(own, in_flight=in_flight))
         return Direct(group, model)
 

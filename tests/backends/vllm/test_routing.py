@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.routing import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate
-from support.tiny_families import write_tiny_family
 
 
 def rows(*values: int) -> np.ndarray:

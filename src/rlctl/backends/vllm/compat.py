@@ -105,9 +105,11 @@ def rotate_every_head() -> None:
         flat_query = query.flatten(-2)
         flat_key = key.flatten(-2) if key is not None and key.dim() > 2 else key
         kernel(self, positions, flat_query, flat_key)
-        query.copy_(flat_query.view(query.shape))  # the kernel works in place, and so must this
-        if key is not None and flat_key is not None:
-            key.copy_(flat_key.view(key.shape))
+        for whole, flat in ((query, flat_query), (key, flat_key)):  # the kernel works in place, and so must this
+            if (
+                whole is not None and flat is not None and whole.data_ptr() != flat.data_ptr()
+            ):  # else it is the same memory
+                whole.copy_(flat.view(whole.shape))
         return query, key
 
     forward_cpu.by_head = True  # type: ignore[attr-defined]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from rlctl.apps.tiny_model import FAMILIES, write_tiny_family
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.weights.locate import RENAMED
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.doctor.software import installed_versions
 from rlctl.errors import WorkerError
 from rlctl.refit.verify import Comparison, compare
@@ -20,7 +22,6 @@ from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.vllm import VllmWorld
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate, largest_logprob_error
-from support.tiny_families import FAMILIES, tiny_family_facts, write_tiny_family
 
 NO_LATENT_ATTENTION = ("0.26.", "0.27.", "0.28.")  # of the builds for CPUs
 TOLERANCE = 1e-4  # fp32 on both sides; observed 4e-6
@@ -99,7 +100,7 @@ def test_workers_ask_for_what_sizes_alone_say(engine: FamilyEngine) -> None:
     """The description made from the model's sizes is that of the running engine, but for copies that modules make."""
     engine.policy.open(engine, "direct")
     needs = engine.call(EngineWorker.refit_needs)
-    world = VllmWorld(tiny_family_facts(engine.model), engine.parallel, "float32")
+    world = VllmWorld(facts_in(engine.model), engine.parallel, "float32")
     assert len(needs) == world.size
     for rank, need in enumerate(needs):
         described, asked = contents(world.layout(rank)), contents(need.layout)

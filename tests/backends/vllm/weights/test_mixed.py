@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import Sampling
 from rlctl.errors import WorkerError
 from rlctl.refit.verify import Comparison, compare
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate
-from support.tiny_families import write_tiny_family
 
 SAMPLING = Sampling(12)
 SMALL_BUFFERS = 300_000  # bytes; tensors of both paths share rounds, and some are larger

@@ -1,0 +1,225 @@
+"""A tiny random model of a family that rlctl trains, in the published layout, with a tokenizer of its own.
+
+Rehearsals and tests run on them. They are written without torch, and their sizes are such that vLLM's kernels for CPUs
+take them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.models.facts import ModelFacts, RopeFacts
+from rlctl.models.families import facts_from_hf_config, weights_of
+
+VOCAB_SIZE = 512
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog answers with a question: what is the sum of both?",
+    "user assistant system: calculate the following, state the answer at the end of your response, and show each step.",
+    "A model reads tokens and writes tokens; rewards say which of the answers were right, and weights follow.",
+    "In the beginning there was a tensor, then there were shards of it, and every shard knew where it came from.",
+    "Language models predict one word after another; reinforcement learning changes which continuation becomes likely.",
+    "Parallel workers exchange gradients, synchronise parameters, checkpoint progress, resume without losing anything.",
+    "Mathematics, geography, literature, chemistry and history lessons begin on Monday morning at half past seven.",
+    "Please explain briefly why water boils at lower temperatures on high mountains, using simple everyday language.",
+    "Seventeen engineers measured bandwidth between neighbouring machines before choosing how to divide their work.",
+    *(
+        f"What is {a} + {b}? The answer is {a + b}. What is {b} - {a}? It is {b - a}."
+        for a in range(12)
+        for b in (3, 7)
+    ),
+]
+
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "head_dim": 64,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "num_hidden_layers": 2,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **LATENT, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "moe_layer_freq": 1, "rope_interleave": True,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True,
+        "sliding_window": 64, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"], "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
+        "attention_bias": True, "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 256,
+        },
+    },
+}  # fmt: skip
+
+
+def write_tiny_family(directory: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write config, fp32 weights and tokenizer of a random model of `family` into `directory` and return it."""
+    write_tiny_model(directory, llama_config(tied=False) | FAMILIES[family] | overrides, seed=seed)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tiny_model(directory: Path, config: dict[str, Any], *, seed: int = 0) -> ModelFacts:
+    """Write the configuration and random fp32 weights into `directory`, and return the facts of the model."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "config.json", config)
+    write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    facts = facts_from_hf_config(config)
+    weights = weights_of(facts)
+    rng = np.random.default_rng(seed)
+    centred = {w.tensor for layer in range(config["num_hidden_layers"]) for w in weights.layer(layer) if w.offset}
+    centred |= {w.tensor for w in weights.outer if w.offset}
+    tensors = {name: _random(rng, name, shape, name in centred) for name, shape in weights.tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return facts
+
+
+def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], centred: bool) -> np.ndarray:
+    """Gains near 1, biases near 0, and matrices large enough that an error in one shows in log-probs."""
+    noise = rng.standard_normal(shape, dtype=np.float32)
+    if name.endswith("norm.weight"):
+        return (0.0 if centred else 1.0) + 0.1 * noise
+    return 0.08 * noise
+
+
+def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) -> dict[str, Any]:
+    """Return the configuration of a model of the family of `facts`, with attention, experts and rotary embeddings of
+    the same kinds."""
+    config = llama_config(tied=facts.tied_embeddings) | FAMILIES[facts.family]
+    config |= {
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "max_position_embeddings": facts.max_length,
+        "rms_norm_eps": facts.norm_eps,
+    }
+    if facts.mla is None and facts.kv_heads == facts.heads:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if facts.sliding_window is None:
+        config |= {"sliding_window": None} if "sliding_window" in config else {}
+    else:
+        config["sliding_window"] = min(64, facts.sliding_window)
+    if "layer_types" in config:
+        config["layer_types"] = [config["layer_types"][layer % 2] for layer in range(layers)]
+    config["rope_parameters"] = rope_parameters(facts.rope)
+    if facts.window_rope is not None:
+        windowed = rope_parameters(facts.window_rope)
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"], "sliding_attention": windowed
+        }  # fmt: skip
+    if facts.family == "qwen3_moe" and facts.moe is not None:
+        config |= {"norm_topk_prob": facts.moe.normalize_topk, "mlp_only_layers": [0] if facts.moe.dense_layers else []}
+    return config | (_latent_config(facts) if facts.family == "deepseek_v3" else {})
+
+
+def _latent_config(facts: ModelFacts) -> dict[str, Any]:
+    """Return what differs between the models of DeepSeek-V3's kind."""
+    moe, mla = facts.moe, facts.mla
+    assert moe is not None
+    return {
+        "q_lora_rank": 64 if mla is not None and mla.q_lora_rank else None,
+        "n_group": min(2, moe.groups),
+        "topk_group": 1,
+        "n_shared_experts": 1 if moe.shared_expert_intermediate else 0,
+        "first_k_dense_replace": 1 if moe.dense_layers else 0,
+        "norm_topk_prob": moe.normalize_topk,
+        "routed_scaling_factor": moe.scaling,
+        "num_nextn_predict_layers": min(1, facts.mtp_layers),
+        "rope_interleave": facts.rope.interleaved,
+    }
+
+
+def rope_parameters(rope: RopeFacts) -> dict[str, Any]:
+    """Return a rotary embedding as transformers' configurations have it."""
+    return {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
+
+
+def llama_config(*, tied: bool) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Train a byte-level BPE tokenizer of exactly 512 tokens and save it with its chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the corpus is too small for the vocabulary"
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(directory / "tokenizer_config.json", settings)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

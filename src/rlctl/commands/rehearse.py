@@ -1,0 +1,61 @@
+"""`rlctl rehearse`: a run of the same configuration on a machine without GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import (
+    OwnProcess,
+    command_app,
+    error_json,
+    examples,
+    message,
+    print_json,
+    show,
+    shows_progress,
+)
+
+app = command_app()
+
+
+@app.command(
+    "rehearse",
+    epilog=examples(
+        "rlctl rehearse --config recipe.yaml",
+        "rlctl rehearse --config recipe.yaml --gpu h100 --data questions.jsonl",
+        "rlctl rehearse --model Qwen/Qwen3-8B --data questions.jsonl --reward rewards.py:reward --preset 1node",
+        "rlctl rehearse --config recipe.yaml --keep ./rehearsal --json",
+    ),
+)
+@options.taking(f"{options.TRAINING} epochs beta allow_differences")
+def rehearse(
+    context: typer.Context,
+    allow_differences: bool,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", metavar="DIR", help="Keep the tiny model, the rows, the run and its export there."),
+    ] = None,
+    json_: options.Json = False,
+) -> None:
+    """Run the same configuration without GPUs before the cluster is taken: two steps of a tiny model of its family.
+
+    Data, prompts, rewards, algorithm, parallelism, saves, a kill, a resume and an export are the run's own, made small.
+    The table says what was rehearsed, what was made smaller, and what could not be.
+    """
+    resolved = options.resolve_config(**context.params)
+    resolved = resolved.allowing_differences() if allow_differences else resolved
+    from rlctl.apps.rehearse import rehearse as rehearsed
+    from rlctl.data.chat import Process
+
+    Process.reads_tokenizers_alone = OwnProcess.is_one
+    found = rehearsed(resolved, message, quiet=not shows_progress(json_), keep=keep)
+    if json_:
+        print_json(found.to_json() | (error_json(found.error) if found.error else {}))
+    else:
+        show(found.text())
+    if found.error is not None:
+        raise found.error
