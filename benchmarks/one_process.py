@@ -8,6 +8,7 @@ import gc
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import LossOutput, TokenBatch
 from rlctl.backends.lookup import policy_backend
 from rlctl.cluster.workers import imported
+from rlctl.config.schema import OptimizerConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
 
@@ -35,9 +37,12 @@ def facts_of(model: Path) -> ModelFacts:
 
 
 @contextlib.contextmanager
-def policy(model: Path, threads: int, backend: str = "megatron") -> Iterator[PolicyRank]:
+def policy(
+    model: Path, threads: int, backend: str = "megatron", optimizer: OptimizerConfig | None = None
+) -> Iterator[PolicyRank]:
     """Make this process a policy in float32 with the model's weights."""
     spec = PolicySpec(facts_of(model), threads=threads, model_dir=model)
+    spec = spec if optimizer is None else replace(spec, optimizer=optimizer)
     worker = imported(policy_backend(backend).worker)(0, 1, "127.0.0.1", spec)
     worker.setup(worker.open_store())
     try:

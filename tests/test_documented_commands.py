@@ -47,6 +47,7 @@ COMMANDS = {
     "rlctl train sft": "dry run",
     "rlctl train dpo": "dry run",
     "rlctl train rm": "dry run",
+    "rlctl train distill": "dry run",
     "rlctl train grpo --preset laptop --data questions.jsonl --reward model:./reward-model": "slow",
     "rlctl train --config": "dry run",
     "rlctl train --resume": "needs a run",

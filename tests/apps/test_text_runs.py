@@ -99,6 +99,43 @@ def test_preferences_are_learned(run_here: Run, tiny_llama: Path, pairs: Path, t
 @pytest.mark.slow
 @pytest.mark.guard
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_teacher_is_learned_from_on_texts(
+    run_here: Run, tiny_llama: Path, tiny_llama_tied: Path, pairs: Path, tmp_path: Path, backend: str
+) -> None:
+    """Over the whole vocabulary, with all rows in each batch."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = run_here(
+        "train", "distill", "--model", str(tiny_llama), "--teacher", str(tiny_llama_tied), "--data", str(pairs),
+        "--answer-field", "chosen", *LAYOUT, "--lr", "1e-3", "--steps", "3", "--batch-size", "9", "--backend", backend,
+        "--set", "distillation.top_k=512", "--set", "training.dp=1", "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float64) for one in (tiny_llama_tied, tiny_llama)]
+    divergences = []
+    for row in map(json.loads, pairs.read_text().splitlines()):
+        user = [{"role": "user", "content": row["prompt"]}]
+        before = str(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
+        prompt, answer = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, f"{row['chosen']}<|im_end|>")
+        )
+        with torch.no_grad():
+            teacher, policy = (
+                one(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                for one in models
+            )
+        divergences += (teacher.exp() * (teacher - policy)).sum(-1).tolist()
+    assert lines[0]["loss"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-5)
+    assert lines[0]["top_mass"] == pytest.approx(1)
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_reward_model_is_trained_exported_and_scores_as_in_transformers(
     run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path, backend: str
 ) -> None:

@@ -69,7 +69,9 @@ FLAGS = {
     "algorithm": Flag(
         str, "run.algorithm", "grpo, dapo, ppo, gspo, rloo, distillation and six more, or your own.", "NAME|FILE:CLASS"
     ),
-    "teacher": Flag(str, "teacher.model", "Model to learn from, with --algorithm distillation.", "NAME|DIR"),
+    "teacher": Flag(
+        str, "teacher.model", "Model to learn from, with --algorithm distillation or `train distill`.", "NAME|DIR"
+    ),
     "steps": Flag(int, "run.steps", "Number of training steps."),
     "prompts": Flag(int, "batch.prompts", "Number of prompts in each step."),
     "batch_size": Flag(int, "batch.prompts", "Number of texts, or of pairs, in each step."),

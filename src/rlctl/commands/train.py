@@ -47,7 +47,7 @@ def train(context: typer.Context) -> None:
         from rlctl.apps.open_model import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
-        raise InputError("`rlctl train` needs a command (grpo, sft, dpo or rm) and a model.", there_is)
+        raise InputError("`rlctl train` needs a command (grpo, sft, dpo, rm or distill) and a model.", there_is)
 
 
 @app.command(
@@ -104,6 +104,23 @@ def dpo(context: typer.Context, json_: options.Json = False) -> None:
     The reference is the model that the run begins with.
     """
     _train("dpo", context)
+
+
+@app.command(
+    "distill",
+    epilog=examples(
+        "rlctl train distill --model Qwen/Qwen3-1.7B --teacher Qwen/Qwen3-8B --data texts.jsonl --preset 1gpu",
+        "rlctl train distill --model ./my-model --teacher ./teacher --data chats.jsonl --set distillation.top_k=128",
+        "rlctl train distill --resume --run-dir runs/my-run",
+    ),
+)
+@options.taking(f"prompt_field answer_field teacher {TEXT_FLAGS}")
+def distill(context: typer.Context, json_: options.Json = False) -> None:
+    """Off-policy distillation: learn a teacher's probabilities on texts, as `train sft` reads them.
+
+    `train grpo --algorithm distillation` learns from a teacher on the model's own completions.
+    """
+    _train("distill", context)
 
 
 @app.command(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OWN_COMMANDS = ("sft", "dpo", "rm")
+OWN_COMMANDS = ("sft", "dpo", "rm", "distill")
 """Algorithms that are a command of `train`; all others are a flag of `train grpo`."""
 
 ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -69,6 +69,14 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "advantage.baseline": "none",
         "advantage.normalize_std": False,
         "loss.needs": (),
+    },
+    "distill": {
+        "data.rows": "texts",
+        "batch.generations": 1,
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "loss.needs": ("teacher_logprobs",),
+        "distillation.loss": "top-k",
     },
     "gspo": {"loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.level": "sequence"},
     "cispo": {"loss.clip_low": 1.0, "loss.clip_high": 4.0},

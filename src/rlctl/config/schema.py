@@ -473,7 +473,7 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """The loss of `--algorithm distillation`, which learns from a teacher."""
+    """The loss of `--algorithm distillation` and of `train distill`, which learn from a teacher."""
 
     loss: Literal["sampled", "top-k"] = "sampled"
     """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
@@ -483,8 +483,11 @@ class DistillationConfig(Section):
     reward_weight: NonNegativeNumber = 0.0
     """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
     learned from."""
-    top_k: Annotated[int, Field(gt=0, le=4096)] = 64
-    """With `top-k`, the number of the teacher's most likely tokens at each position."""
+    sft_weight: NonNegativeNumber = 0.0
+    """With `train distill`, weight of the negative log-likelihood of the texts, which is added."""
+    top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
+    """With `top-k`, the number of the teacher's most likely tokens at each position; all tokens where the vocabulary
+    has no more."""
     forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
     outside: Literal["renormalize", "tail"] = "renormalize"
@@ -997,6 +1000,21 @@ class RlctlConfig(Section):
             raise ValueError(f"{odd} has no effect: {what}")
         if self.trains_reward_model and self.training.lora.rank:
             raise ValueError("training.lora.rank > 0 trains adapters, and `train rm` trains all weights: set it to 0")
+        return self
+
+    @model_validator(mode="after")
+    def validate_pairs_of_an_optimizer_step(self) -> RlctlConfig:
+        if self.data.rows == "pairs" and self.batch.prompts % self.batch.optimizer_steps:
+            raise ValueError(
+                f"batch.prompts = {self.batch.prompts} pairs do not split into batch.optimizer_steps = "
+                f"{self.batch.optimizer_steps} equal parts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def validate_distillation_on_texts(self) -> RlctlConfig:
+        if self.distillation.sft_weight and self.run.algorithm != "distill":
+            raise ValueError("distillation.sft_weight is for `train distill`, whose texts have a likelihood to learn")
         return self
 
     @property

@@ -245,8 +245,9 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
         for group, advantages_G in zip(kept, algorithm.batch_advantages(kept), strict=True)
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
     ]
-    parts = np.array_split(np.arange(len(pairs)), optimizer_steps)
-    minibatches = [_minibatch([pairs[i] for i in part], algorithm) for part in parts if len(part)]
+    whole = 2 if algorithm.rows == "pairs" else 1  # both texts of a pair are learned from together
+    parts = np.array_split(np.arange(len(pairs)).reshape(-1, whole), optimizer_steps)
+    minibatches = [_minibatch([pairs[i] for i in part.flat], algorithm) for part in parts if len(part)]
 
     def skips(rollout: WeightedRollout) -> bool:
         without = rollout.advantage == 0 and not algorithm.learns_without_advantage

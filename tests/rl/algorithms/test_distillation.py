@@ -66,6 +66,44 @@ def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float)
         assert batch.logprobs_R.grad[i].item() == pytest.approx(expected)
 
 
+def test_texts_are_learned_from_by_both_divergences_and_their_likelihood() -> None:
+    batch = taught()
+    sets = [f"distillation.top_k={TOP}", "distillation.forward_share=0.25", "distillation.weight=2",
+            "distillation.sft_weight=0.5"]  # fmt: skip
+    flags = {"run.algorithm": "distill", "teacher.model": "big"}
+    algorithm = algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+    assert (algorithm.rows, algorithm.needs, algorithm.teacher_top) == ("texts", {"teacher_logprobs"}, TOP)
+    loss_R, measured = algorithm.token_loss(batch), algorithm.measure(batch)
+    assert batch.teacher_top_RK is not None
+    assert batch.top_logprobs_RK is not None
+    for i in range(TOKENS):
+        t, p = (
+            [math.exp(value) for value in logs[i].tolist()] for logs in (batch.teacher_top_RK, batch.top_logprobs_RK)
+        )
+        mass = sum(t)
+        t, p = [value / sum(t) for value in t], [value / sum(p) for value in p]
+        kl = sum(0.25 * a * math.log(a / b) + 0.75 * b * math.log(b / a) for a, b in zip(t, p, strict=True))
+        assert loss_R[i].item() == pytest.approx(2 * kl - 0.5 * batch.logprobs_R[i].item())
+        assert (measured["top_kl"][i].item(), measured["top_mass"][i].item()) == pytest.approx((kl, mass))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets", "said"),
+    [
+        ({"run.algorithm": "distill"}, [], "needs a teacher"),
+        ({"run.algorithm": "distill", "teacher.model": "x"}, ["distillation.loss=sampled"], "nobody samples"),
+        ({"run.algorithm": "sft", "teacher.model": "x"}, [], "`train distill`"),
+        ({"run.algorithm": "sft"}, ["distillation.sft_weight=1"], "distillation.sft_weight is for"),
+    ],
+)
+def test_what_does_not_go_with_texts_and_a_teacher_is_refused(
+    flags: dict[str, str], sets: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+    assert said in f"{caught.value.message} {caught.value.hint}"
+
+
 def test_each_step_of_a_batch_compares_the_teacher_with_the_policy_before_the_first() -> None:
     """A ratio to the engine's log-probs does not spare the pass that computes pi_old's, which the advantage holds."""
     algorithm = made("batch.optimizer_steps=2", "loss.importance_correction=ratio")

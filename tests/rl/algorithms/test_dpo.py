@@ -16,6 +16,8 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rl.loop import make_batch
+from support.groups import group
 
 LENGTHS = [(3, 5), (2, 0), (4, 1)]
 """Tokens of the chosen and of the rejected completion of each pair."""
@@ -151,10 +153,15 @@ def test_keys_of_another_loss_are_refused() -> None:
             config(loss="orpo", **{key: value})
 
 
-def test_a_batch_of_pairs_is_one_optimizer_step() -> None:
-    wanted = config().model_copy(update={"batch": config().batch.model_copy(update={"optimizer_steps": 2})})
-    with pytest.raises(ConfigError, match="would divide the pairs"):
-        algorithm_from_config(wanted)
+def test_optimizer_steps_divide_a_batch_between_pairs() -> None:
+    groups = [group(position, [0.0, 0.0], [3, 2]) for position in range(3)]
+    made = make_batch(groups, algorithm_from_config(config()), 2)
+    assert [[(one.position, one.sample) for one in step] for step in made.minibatches] == [
+        [(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)],
+    ]  # fmt: skip
+    assert [one.token_weight for step in made.minibatches for one in step] == [0.5] * 4 + [1] * 2
+    with pytest.raises(ConfigError, match="8 pairs do not split into batch.optimizer_steps = 16 equal parts"):
+        resolve(flags={"run.algorithm": "dpo", "batch.optimizer_steps": 16}, environment={})
 
 
 def test_the_built_in_losses_are_for_the_rows_that_they_learn_from() -> None:

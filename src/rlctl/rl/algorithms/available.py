@@ -36,6 +36,7 @@ BUILT_IN = {
 OF_TEXTS = {
     "sft": "rlctl.rl.algorithms.sft:Sft",
     "dpo": "rlctl.rl.algorithms.dpo:Dpo",
+    "distill": "rlctl.rl.algorithms.distill:Distill",
     "rm": "rlctl.rl.algorithms.rm:Rm",
 }
 """Classes of those that learn from a dataset, each of which is a command of `train`."""
@@ -98,7 +99,7 @@ def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
     if teacher and name in OWN and column not in algorithm.requires and not config.loss.function:
         raise ConfigError(
             f"teacher.model = {teacher}, but the algorithm {name} learns nothing from a teacher.",
-            "Add --algorithm distillation, or leave the teacher out.",
+            "Add --algorithm distillation, take `train distill`, or leave the teacher out.",
         )
 
 

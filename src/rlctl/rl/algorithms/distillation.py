@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlctl.backends.batch import TokenBatch
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import DistillationConfig, RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.telemetry.metrics import Metric
@@ -66,7 +66,11 @@ class Distillation(Grpo):
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         """Return GRPO's loss, with the divergence over the teacher's most likely tokens where that is the loss."""
         loss_R = super().token_loss(batch)
-        return loss_R + self.config.distillation.weight * self._top_kl(batch) if self.teacher_top else loss_R
+        return (
+            loss_R + self.config.distillation.weight * top_kl(batch, self.config.distillation)
+            if self.teacher_top
+            else loss_R
+        )
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return how far the policy is from the teacher, and what GRPO measures."""
@@ -74,8 +78,7 @@ class Distillation(Grpo):
 
         found = {"teacher_kl": old_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
         if self.teacher_top:
-            assert batch.teacher_top_RK is not None  # its loss was computed before
-            found |= {"top_kl": self._top_kl(batch), "top_mass": batch.teacher_top_RK.exp().sum(-1)}
+            found |= of_top(batch, self.config.distillation)
         return found
 
     def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
@@ -87,27 +90,34 @@ class Distillation(Grpo):
         gain_R = (_of_teacher(batch) - old_logprobs(batch)).detach()
         return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
 
-    def _top_kl(self, batch: TokenBatch) -> torch.Tensor:
-        import torch
 
-        if batch.teacher_top_RK is None or batch.top_logprobs_RK is None:
-            raise ValueError("the loss needs the teacher's most likely tokens, and the batch has none")
-        o = self.config.distillation
+def top_kl(batch: TokenBatch, o: DistillationConfig) -> torch.Tensor:
+    """Return the divergence [R] over the teacher's most likely tokens, with gradient."""
+    import torch
 
-        def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
-            if o.outside != "tail":
-                return torch.log_softmax(logprobs_RK, -1)
-            # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
-            rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
-            return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
+    if batch.teacher_top_RK is None or batch.top_logprobs_RK is None:
+        raise ValueError("the loss needs the teacher's most likely tokens, and the batch has none")
 
-        log_t_RK, log_p_RK = completed(batch.teacher_top_RK), completed(batch.top_logprobs_RK)
-        loss_R = torch.zeros_like(log_t_RK[:, 0])
-        if o.forward_share:
-            loss_R = loss_R + o.forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
-        if o.forward_share < 1:
-            loss_R = loss_R + (1 - o.forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
-        return loss_R
+    def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
+        if o.outside != "tail":
+            return torch.log_softmax(logprobs_RK, -1)
+        # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
+        rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+        return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
+
+    log_t_RK, log_p_RK = completed(batch.teacher_top_RK), completed(batch.top_logprobs_RK)
+    loss_R = torch.zeros_like(log_t_RK[:, 0])
+    if o.forward_share:
+        loss_R = loss_R + o.forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
+    if o.forward_share < 1:
+        loss_R = loss_R + (1 - o.forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
+    return loss_R
+
+
+def of_top(batch: TokenBatch, options: DistillationConfig) -> dict[str, torch.Tensor]:
+    """Return the values [R] of the metrics `OF_TOP`."""
+    assert batch.teacher_top_RK is not None  # its loss was computed before
+    return {"top_kl": top_kl(batch, options), "top_mass": batch.teacher_top_RK.exp().sum(-1)}
 
 
 def _of_teacher(batch: TokenBatch) -> torch.Tensor:

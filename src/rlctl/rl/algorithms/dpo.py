@@ -26,7 +26,6 @@ import numpy as np
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import PreferenceConfig, RlctlConfig
-from rlctl.errors import ConfigError
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
 
@@ -135,11 +134,6 @@ class Dpo(Algorithm):
         super().__init__(config)
         if not config.preference.has_reference:
             self.requires = frozenset()
-        if config.batch.optimizer_steps > 1:
-            raise ConfigError(
-                f"batch.optimizer_steps = {config.batch.optimizer_steps} would divide the pairs of a batch.",
-                "Leave it out: a smaller --batch-size takes more optimizer steps.",
-            )
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return 1 for the chosen completion and -1 for the rejected one."""
