@@ -5,5 +5,9 @@ from __future__ import annotations
 BUILT_IN = {
     "calculator": "rlctl.envs.builtin.calculator:Calculator",
     "guess-number": "rlctl.envs.builtin.guess_number:GuessNumber",
+    "python": "rlctl.envs.builtin.python_program:PythonProgram",
+    "search": "rlctl.envs.builtin.search:Search",
+    "sliding-puzzle": "rlctl.envs.builtin.sliding_puzzle:SlidingPuzzle",
+    "wordle": "rlctl.envs.builtin.wordle:Wordle",
 }
 """`module:Class` of each, by its name."""
