@@ -353,6 +353,7 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "dropout": 0.1}),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
+        ("env__llm_judge__num_workers", 2),
         ("grpo__adv_estimator__name", "gdpo"),
         ("loss_fn__use_on_policy_kl_approximation", True),
         ("policy__train_global_batch_size", 500),
@@ -1226,3 +1227,15 @@ def test_a_template_of_a_recipe_of_texts_ends_answers(tmp_path: Path) -> None:
     for data, ends in (({"dataset_name": "squad"}, True), ({"dataset_name": "squad", "add_eos": False}, False)):
         written_one = texts_recipe(tmp_path, sft={"max_num_steps": 1}, data=data, policy=policy)
         assert ("eos_token" in written_one.values["model.chat_template"]) is ends
+
+
+def test_the_sliding_puzzle_is_an_environment_with_turns(tmp_path: Path) -> None:
+    cfg = {"game_config": {"size": 5, "shuffle_moves": 10}, "max_moves": 30}
+    turns = {"env__sliding_puzzle_game__cfg": cfg, "grpo__max_rollout_turns": 50}
+    result = recipe(tmp_path, **turns, data__validation__dataset_name="AIME2024")
+    environment = resolve(files=[result.path], environment={}).config.environment
+    assert (environment.name, environment.append, environment.turns) == ("sliding-puzzle", "raw", 50)
+    assert environment.params == {"size": 5, "shuffle_moves": 10, "max_moves": 30}
+    assert not result.unsupported
+    # Its script reads neither prompts nor rewards of the recipe, whatever the files below it name.
+    assert not [key for key in result.values if key.startswith(("data.", "reward.", "validation.data"))]

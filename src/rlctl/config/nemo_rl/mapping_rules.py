@@ -283,6 +283,8 @@ def not_read(key: str, leaves: Mapping[str, Any], foreign: str | None) -> str | 
         return "Megatron trains: it wins when both are on"
     if key.startswith("teacher.dtensor_cfg.") and leaves.get("teacher.megatron_cfg.enabled"):
         return "the teacher is computed by the other backend"
+    if key.startswith(("data.", "env.math.")) and environment_used(leaves) == PUZZLE:
+        return "the sliding puzzle makes its own prompts and rewards"
     for section, (switch, reason) in SWITCHES.items():
         if key.startswith(f"{section}.") and key != switch and not leaves.get(switch):
             return reason
@@ -829,6 +831,8 @@ def responses(found: Found, path: str | None, places: Iterable[str]) -> tuple[st
 def validation_set(found: Found) -> tuple[str, str | None, str | None, str | None] | None:
     """Return name, fields and default split of the rows of validation; None where the recipe names none that rlctl
     can read, such as a part of the training data."""
+    if environment_used(found.leaves) == PUZZLE:
+        return None
     path = found.get("data.validation.data_path") or found.get("data.val_data_path")
     name = found.get("data.validation.dataset_name")
     if name is None and path:
@@ -954,9 +958,15 @@ def system_prompt_file(found: Found) -> None:
         found.map("data.system_prompt", text)
 
 
+PUZZLE = "sliding_puzzle_game"
+"""Section of the environment whose prompts come from its own script, whatever the recipe's data is."""
+
+
 def environment_used(leaves: Mapping[str, Any]) -> str | None:
-    """Return the environment that scores: the one that the data names, else another than math, else math (which is
-    also what recipes with a section `dapo` score with)."""
+    """Return the environment that scores: the puzzle where there is one, else the one that the data names, else another
+    than math, else math (which is also what recipes with a section `dapo` score with)."""
+    if any(key.startswith(f"env.{PUZZLE}.") for key in leaves):
+        return PUZZLE
     named = next((leaves[f"{place}env_name"] for place in DATA if leaves.get(f"{place}env_name") is not None), None)
     present = dict.fromkeys(key.split(".")[1] for key in leaves if key.startswith("env.") and key.count(".") > 1)
     return named or next((name for name in present if name not in ("math", "dapo")), "math" if present else None)
@@ -972,6 +982,11 @@ def environment(found: Found) -> None:
     else:
         why = f"the environment {name} is not there yet; --reward names rlctl's own rewards"
         found.say("not yet", why, "reward.terms")
+
+
+def with_turns(rule: Rule, otherwise: Rule) -> Rule:
+    """Return the rule of a key of turns, which `rule` maps where the recipe has an environment with turns."""
+    return when(lambda found: environment_used(found.leaves) == PUZZLE, rule, otherwise)
 
 
 def when_math(rule: Rule) -> Rule:

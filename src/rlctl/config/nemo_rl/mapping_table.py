@@ -64,7 +64,10 @@ _STEPS: dict[str, Rule] = {
     "num_generations_per_prompt": to("batch.generations"),
     "max_num_steps": rules.steps_of_run,
     "max_num_epochs": rules.epochs,
-    "max_rollout_turns": only(None, 1, why="rollouts have one turn"),
+    "max_rollout_turns": rules.with_turns(
+        to("environment.turns"),
+        only(None, 1, why="the recipe has no environment with turns that rlctl knows", settled_by="environment.turns"),
+    ),
     "val_period": validated(rules.validation_period),
     "val_at_start": validated(to("validation.at_start")),
     "val_at_end": validated(to("validation.at_end")),
@@ -458,6 +461,7 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.*": passes(without("NeMo-RL's own; rlctl's engine has no such choice")),
 }  # fmt: skip
 
+PUZZLE = f"env.{rules.PUZZLE}"
 _REST: dict[str, Rule] = {
     **{
         f"{place}.{key}": rule
@@ -502,6 +506,10 @@ _REST: dict[str, Rule] = {
         only(None, "math", why="answers are compared by math-verify", settled_by="reward.terms")
     ),
     "env.math.*": rules.when_math(without("answers are compared by math-verify")),
+    f"{PUZZLE}.cfg.game_config.size": to("environment.params.size"),
+    f"{PUZZLE}.cfg.game_config.shuffle_moves": to("environment.params.shuffle_moves"),
+    f"{PUZZLE}.cfg.max_moves": to("environment.params.max_moves"),
+    f"{PUZZLE}.*": only(None, why="the puzzle has the keys game_config.size, game_config.shuffle_moves and max_moves"),
     "env.should_use_nemo_gym": without("read with the environment"),
     "env.should_log_nemo_gym_responses": LOGS,
     "checkpointing.enabled": rules.checkpoints_on,
@@ -594,6 +602,9 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         template = str(result.values.get("model.chat_template", ""))
         if "{%" in template and "eos_token" not in template and leaves.get("data.add_eos") is not False:
             result.set("model.chat_template", template + rules.END_OF_TEXT, result.source["model.chat_template"])
+    elif result.foreign is None and rules.environment_used(leaves) == rules.PUZZLE:
+        default("environment.name", "sliding-puzzle", PUZZLE)
+        default("environment.append", "raw", PUZZLE)
     elif result.foreign is None and rules.environment_used(leaves) == "math":
         default("reward.terms", [{"name": rules.math_scorer(leaves)}], "env.math")
         default("reward.extract", "boxed", "env.math")
