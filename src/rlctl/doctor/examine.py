@@ -59,4 +59,5 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield network.check_hub()
     yield network.check_token(wanted.model)
     if not quick:
+        yield host.check_sandbox()
         yield network.check_ranks(len(found))

@@ -17,6 +17,7 @@ from rlctl.checkpoints.locations import converted_directory, nearest_existing, w
 from rlctl.cluster.ray_session import MOST_BASE_BYTES, session_base
 from rlctl.config.paths import user_path
 from rlctl.doctor.finding import GIB, Check, gib
+from rlctl.envs import sandbox
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
 LEAST_MEMORY = 6 * GIB
@@ -155,6 +156,17 @@ def check_converted_models(parameters: int = 0, directory: Path | None = None, f
     needed = max(LEAST_SPACE, parameters * CONVERTED_BYTES_PER_PARAMETER)
     fix = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory that every node can read and write."
     return check_directory("converted-models", directory or converted_directory(), needed, fix, free)
+
+
+def check_sandbox(layers: Iterable[str] | None = None) -> Check:
+    """Check which layers stand between the machine and programs that models write (environment `python`)."""
+    found = set(sandbox.layers() if layers is None else layers)
+    missing = [one for one in sandbox.LAYERS if one not in found and (one != "user" or os.geteuid() == 0)]
+    detail = f"programs that models write run behind: {', '.join(one for one in sandbox.LAYERS if one in found)}"
+    if not missing:
+        return Check("sandbox", "ok", detail)
+    fix = "docs/environments.md says what each layer stops and needs; without it, use a machine with nothing to lose."
+    return Check("sandbox", "warn", f"{detail}; not to be had: {', '.join(missing)}", fix)
 
 
 def check_ray_directory(directory: Path | None = None) -> Check:

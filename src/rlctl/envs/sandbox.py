@@ -1,68 +1,89 @@
 """Runs a Python program that a model wrote, behind the layers of protection that the machine has.
 
-    limits      seconds, memory, size of a file, open files, processes; no variables of the environment
-    namespaces  no network, no sight of other processes, and what the program started ends with it
-    landlock    files are read in Python's own folders alone, and written in the program's own folder alone
-    seccomp     calls of the kernel that no such program needs are refused (with pyseccomp)
+    limits      of seconds, memory, processes, open files and the size of a file; an empty environment and folder
+    user        another user than root, where rlctl runs as root
+    namespaces  no network, no sight of other processes, and all that the program started ends with it
+    landlock    files are read in the folders of Python and the system alone, and written in the program's own alone
+    seccomp     sockets, and calls of the kernel that reach other processes or the system, are refused
 
-This file is also the script that puts itself behind the layers and then becomes the program; so it needs Python alone.
+This file is also the script that puts itself behind them and then becomes the program; so it imports no other of rlctl.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import math
 import os
+import platform
+import re
 import resource
 import signal
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
-import time
+import types
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-LAYERS = ("limits", "namespaces", "landlock", "seccomp")
+LAYERS = ("limits", "user", "namespaces", "landlock", "seccomp")
 NAMESPACES = (
-    *("unshare", "--user", "--map-current-user", "--net", "--ipc", "--mount", "--pid", "--mount-proc"),
-    *("--fork", "--kill-child"),
-)
+    "unshare", "--user", "--map-current-user", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child",
+    "--mount-proc",
+)  # fmt: skip
+NOBODY = 65534
 OPEN_FILES = 64
-SHOWN_BYTES = 1 << 20
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
+CAPABILITIES = 0x20080522
+"""The version of the call that takes root's capabilities away."""
+LEAST_PID_MAX, PID_MAX_BY_NAMESPACE = 301, (6, 14)
+"""The smallest limit of processes that a namespace takes, and the version of Linux from which it has one of its own. It
+holds for root too, for whom RLIMIT_NPROC does not."""
+
+# Numbers of landlock's calls, the same on all processors, and its rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""Numbers of landlock's calls, the same on all processors."""
-RUN_OR_READ, READ_FOLDER = 1 << 0 | 1 << 2, 1 << 3
-RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""How many rights of files landlock knows, by its version; later ones know 16."""
-READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
-PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, CAPABILITIES = 24, 38, 64
-LEAST_PIDS, PIDS_BY_NAMESPACE = 301, (6, 14)
-"""The smallest limit of processes that the kernel takes for a namespace, and the version from which it has one."""
-REFUSED = (
-    *("socket", "ptrace", "process_vm_readv", "process_vm_writev", "open_by_handle_at", "userfaultfd", "bpf"),
-    *("mount", "umount2", "move_mount", "open_tree", "pivot_root", "chroot", "unshare", "setns", "io_uring_setup"),
-    *("keyctl", "add_key", "request_key", "perf_event_open", "kexec_load", "init_module", "finit_module"),
-)
-"""Calls of the kernel that are refused with `Operation not permitted`."""
+READ_DIRECTORY = 1 << 3
+READ = 1 << 0 | 1 << 2 | READ_DIRECTORY
+"""To run a file, read a file, read a directory."""
+WRITE_FILE = 1 << 1
+ALL = (1 << 13) - 1
+"""All rights to files of landlock's first version."""
+TRUNCATE = 1 << 14
+"""From version 3 on."""
+CONNECTIONS, OUTSIDE = 3, 3
+"""To bind and connect with TCP, from version 4 on; sockets and signals to processes outside, from version 6 on."""
+READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
+
+ERROR_1, ALLOW = 0x00050001, 0x7FFF0000
+"""Answers of seccomp's filter: the call fails with EPERM, or it is allowed."""
+PROCESSORS = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""The number that seccomp knows a processor by, and its column in REFUSED."""
+REFUSED = {
+    "socket": (41, 198), "ptrace": (101, 117), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "unshare": (272, 97), "setns": (308, 268), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "open_by_handle_at": (304, 265),
+    "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The resources that a program may take."""
+    """Limits of one program."""
 
     seconds: float = 5.0
-    """Longest time by the clock, and of the processor."""
+    """Longest time by the clock; its processor time has the same limit in whole seconds."""
     memory_mib: int = 512
     file_mib: int = 1
     """Size of one file, and of what it prints."""
     processes: int = 64
-    """As root, 301 where there are namespaces and Linux is 6.14 or later, else any number."""
+    """For root that is no other user, 301 by namespaces from Linux 6.14 on, else any number."""
 
 
 @dataclass(frozen=True)
@@ -73,118 +94,120 @@ class Outcome:
     """Its exit code, negative for a signal; None: it took too long."""
     output: str
     errors: str
-    seconds: float
 
 
 @functools.cache
 def layers() -> tuple[str, ...]:
-    """Return the layers that this machine has: those behind which an empty program ends well."""
-    return tuple(layer for layer in LAYERS if run("", behind=(layer,)).code == 0)
+    """Return the layers that this machine has, each tried with a program behind it."""
+    found = ["limits"]
+    for layer in LAYERS[1:]:
+        if layer == "user" and os.geteuid() != 0:
+            continue
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if run("print('works')", limits=Limits(seconds=20.0), behind=(*found, layer)).output == "works\n":
+                found.append(layer)
+    return tuple(found)
 
 
-def run(program: str, stdin: str = "", limits: Limits | None = None, behind: Sequence[str] | None = None) -> Outcome:
+def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequence[str] | None = None) -> Outcome:
     """Run a program in a folder of its own. `behind`: the layers, by default all that the machine has."""
-    behind, limits = layers() if behind is None else behind, limits or Limits()
+    behind = layers() if behind is None else behind
     with (
-        tempfile.TemporaryDirectory(prefix="rlctl-program-") as folder,
+        tempfile.TemporaryDirectory(prefix="rlctl-program-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as given,
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
     ):
-        Path(folder, "program.py").write_text(program, errors="replace")
+        path = Path(folder, "program.py")
+        path.write_text(program, encoding="utf-8", errors="replace")
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
-        script = [sys.executable, "-I", __file__, ",".join(behind), *map(str, astuple(limits))]
-        command = [*(NAMESPACES if "namespaces" in behind else ()), *script]
-        begun, code = time.monotonic(), None
-        try:
-            process = subprocess.Popen(
-                command, cwd=folder, env={"OMP_NUM_THREADS": "1"}, stdin=given, stdout=output, stderr=errors,
-                start_new_session=True,
-            )  # fmt: skip
-        except FileNotFoundError:  # there is no `unshare`
-            return Outcome(127, "", f"{command[0]} is not installed", 0.0)
+        other = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if "user" in behind else {}
+        if other:
+            os.chown(folder, NOBODY, NOBODY)
+            os.chown(path, NOBODY, NOBODY)
+        numbers = (limits.seconds, limits.memory_mib, limits.file_mib, limits.processes)
+        script = [sys.executable, "-I", "-S", __file__, ",".join(behind), sysconfig.get_paths()["purelib"]]
+        process = subprocess.Popen(
+            [*(NAMESPACES if "namespaces" in behind else ()), *script, *map(str, numbers)],
+            cwd=folder, env=ENVIRONMENT, stdin=given, stdout=output, stderr=errors, start_new_session=True, **other,
+        )  # fmt: skip
+        code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(limits.seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return Outcome(code, _beginning(output), _beginning(errors), time.monotonic() - begun)
+        return Outcome(code, _text(output, limits), _text(errors, limits))
 
 
-def _beginning(file: IO[bytes]) -> str:
+def _text(file: IO[bytes], limits: Limits) -> str:
     file.seek(0)
-    return file.read(SHOWN_BYTES).decode(errors="replace")
+    return file.read(limits.file_mib << 20).decode(errors="replace")
 
 
-def _become_program(behind: Sequence[str], limits: Limits) -> None:
-    """Put this process behind the layers, and run the program in its folder instead."""
+def main() -> None:
+    """The script: go behind the layers and become the program in this folder."""
+    behind, packages, seconds, *rest = sys.argv[1:]
+    source = Path("program.py").read_text(encoding="utf-8")
+    sys.path.append(packages)
+    memory_mib, file_mib, processes = map(int, rest)
     libc = ctypes.CDLL(None, use_errno=True)
-    if "namespaces" in behind:
-        _limit_root(libc)
-    if "limits" in behind:
-        _set_limits(limits)
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if "namespaces" in behind and os.getuid() == 0 and version >= PID_MAX_BY_NAMESPACE:
+        Path("/proc/sys/kernel/pid_max").write_text(str(max(LEAST_PID_MAX, processes)))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if "seccomp" in behind:
-        import pyseccomp  # pyright: ignore[reportMissingImports]
-
-        calls = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-        for name in REFUSED:
-            calls.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
-        calls.load()
+    libc.capset(struct.pack("=Ii", CAPABILITIES, 0), bytes(24))
     if "landlock" in behind:
-        _set_landlock(libc)
-    os.execv(sys.executable, [sys.executable, "-I", "program.py"])
-
-
-def _limit_root(libc: ctypes.CDLL) -> None:
-    """Take from root what it has in a namespace of its own, where no limit of processes holds for it."""
-    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if os.getuid() == 0 and version >= PIDS_BY_NAMESPACE:  # before that version it is the whole machine's
-        with contextlib.suppress(OSError):
-            Path("/proc/sys/kernel/pid_max").write_text(str(LEAST_PIDS))
-    for capability in range(CAPABILITIES):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-
-
-def _set_limits(limits: Limits) -> None:
-    seconds, memory, file = math.ceil(limits.seconds), limits.memory_mib << 20, limits.file_mib << 20
-    for kind, most in (
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, file),
-        (resource.RLIMIT_NPROC, limits.processes),
+        _set_landlock(libc, (*READABLE, sys.base_prefix, packages))
+    if "seccomp" in behind:
+        _set_seccomp(libc)
+    for limit, most in (
+        (resource.RLIMIT_CPU, math.ceil(float(seconds))),
+        (resource.RLIMIT_AS, memory_mib << 20),
+        (resource.RLIMIT_FSIZE, file_mib << 20),
+        (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(limit, (most, most))
+    sys.argv[:] = ["program.py"]
+    sys.modules["__main__"] = program = types.ModuleType("__main__")
+    exec(compile(source, "program.py", "exec"), program.__dict__)
 
 
-def _set_landlock(libc: ctypes.CDLL) -> None:
-    """Allow reading in Python's folders and all in this one. Raises OSError where the kernel has no landlock."""
-    version = _called(libc, CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    every = (1 << RIGHTS.get(version, 16)) - 1
-    # Files; from version 4 on TCP's bind and connect; from 6 on sockets without a file, and signals to others.
-    handled = struct.pack("3Q", every, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
-    rules = _called(libc, CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
-    read = dict.fromkeys((*READABLE, sys.prefix, sys.base_prefix), RUN_OR_READ | READ_FOLDER)
-    for path, rights in {**read, os.getcwd(): every}.items():
-        if os.path.exists(path):
+def _set_landlock(libc: ctypes.CDLL, readable: Sequence[str]) -> None:
+    version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    handled = ALL | (TRUNCATE if version >= 3 else 0)
+    parts = [handled, *([CONNECTIONS] if version >= 4 else []), *([OUTSIDE] if version >= 6 else [])]
+    rules = struct.pack(f"={len(parts)}Q", *parts)
+    ruleset = libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
+    rights = dict.fromkeys(readable, READ) | {"/dev/null": READ | WRITE_FILE, os.getcwd(): handled}
+    for path, right in rights.items():
+        with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH)
-            rights &= every if os.path.isdir(path) else RUN_OR_READ
-            _called(libc, ADD_RULE, rules, 1, struct.pack("=Qi", rights, descriptor), 0)
+            if not os.path.isdir(path):
+                right &= ~READ_DIRECTORY
+            libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=QI", right, descriptor), 0)
             os.close(descriptor)
-    _called(libc, RESTRICT_SELF, rules, 0)
-    os.close(rules)
+    if version < 1 or libc.syscall(RESTRICT_SELF, ruleset, 0):
+        sys.exit("landlock is not to be had")
 
 
-def _called(libc: ctypes.CDLL, number: int, *arguments: object) -> int:
-    if (found := libc.syscall(number, *arguments)) < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return found
+def _set_seccomp(libc: ctypes.CDLL) -> None:
+    """Refuse calls by a filter: instructions of 8 bytes that compare the number of a call."""
+    number, column = PROCESSORS.get(platform.machine()) or sys.exit("seccomp's numbers for this processor are unknown")
+    load, equal, least, back = 0x20, 0x15, 0x35, 0x06
+    calls = [one[column] for one in REFUSED.values()]
+    code = [(load, 0, 0, 4), (equal, 1, 0, number), (back, 0, 0, ERROR_1), (load, 0, 0, 0)]
+    code += [(least, len(calls) + 1, 0, 0x40000000)]  # calls of x86-64's other numbering
+    code += [(equal, len(calls) - i, 0, call) for i, call in enumerate(calls)]
+    code += [(back, 0, 0, ALLOW), (back, 0, 0, ERROR_1)]
+    data = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(data)))
+    if libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0):
+        sys.exit("seccomp is not to be had")
 
 
 if __name__ == "__main__":
-    _, names, *numbers = sys.argv
-    seconds, memory, file, processes = numbers
-    _become_program(names.split(","), Limits(float(seconds), int(memory), int(file), int(processes)))
+    main()

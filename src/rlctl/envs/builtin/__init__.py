@@ -5,7 +5,7 @@ from __future__ import annotations
 BUILT_IN = {
     "calculator": "rlctl.envs.builtin.calculator:Calculator",
     "guess-number": "rlctl.envs.builtin.guess_number:GuessNumber",
-    "python": "rlctl.envs.builtin.python_program:PythonProgram",
+    "python": "rlctl.envs.builtin.python:Python",
     "search": "rlctl.envs.builtin.search:Search",
     "sliding-puzzle": "rlctl.envs.builtin.sliding_puzzle:SlidingPuzzle",
     "wordle": "rlctl.envs.builtin.wordle:Wordle",
