@@ -1,18 +1,19 @@
 """Measures supervised fine-tuning against transformers' Trainer on the same batches in one run, and compares losses.
 
-    python benchmarks/sft.py --model DIR [--steps 24 --batch-size 8 --max-length 512 --threads 2 --plot losses.svg]
+    python benchmarks/sft.py --model DIR [--steps 10 --batch-size 16 --max-length 512 --threads 2 --plot losses.svg]
 
-The texts are questions about the functions of NumPy, answered by their documentation: 20 to thousands of tokens, of
-which the first `--max-length` are kept. Each batch is trained on by transformers' Trainer, which pads it to its longest
-text, and directly after it by rlctl's policy, in every second step packed into rows of `--row-tokens`, else a text a
-row. Both hold their own copy of the model in float32, with AdamW of the same settings. Seconds are those
-of a step without the making of its batch. Ratios are of the seconds of the same batches, the first two steps left out.
-Prints one JSON object, with the losses of both in each step.
+The texts are questions about functions and classes of Python's standard library, answered by their documentation, whose
+lengths have a long tail: of texts with more than `--max-length` tokens the first are kept. Each batch is trained on by
+transformers' Trainer, which pads it to its longest text, and directly after it by rlctl's policy, in every second step
+packed into rows of `--row-tokens`, else a text a row. Both hold their own copy of the model in float32, with AdamW of
+the same settings. Seconds are those of a step without the making of its batch. Ratios are of the seconds of the same
+batches, the first two steps left out. Prints one JSON object, with the losses of both in each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import os
@@ -41,6 +42,13 @@ from rlctl.telemetry.charts import Series, line_chart
 
 LIMITS = {"unpacked": 1.0, "packed": 1.5}
 """Tokens per second of rlctl are to be at least so many times those of the Trainer."""
+MODULES = (
+    "argparse", "base64", "bisect", "calendar", "collections", "contextlib", "copy", "csv", "datetime", "decimal",
+    "difflib", "email", "fractions", "functools", "glob", "gzip", "hashlib", "heapq", "html", "inspect", "io",
+    "ipaddress", "itertools", "json", "logging", "math", "operator", "os", "pathlib", "pickle", "random", "re",
+    "shutil", "socket", "sqlite3", "statistics", "string", "struct", "subprocess", "tempfile", "textwrap", "threading",
+    "time", "traceback", "typing", "unittest", "urllib.parse", "uuid", "weakref", "zipfile",
+)  # fmt: skip
 OPTIMIZER = {"lr": 2e-5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_grad": 1.0}
 
 
@@ -48,12 +56,13 @@ def documented_texts(model: Path, count: int, longest: int) -> list[TrainedText]
     """Return texts in a shuffled order that does not change."""
     tokenizer = load_tokenizer(model, ModelConfig())
     encoder = PromptEncoder.build(tokenizer, ModelConfig(), DataConfig(system_prompt=""), model)
-    said = {name: inspect.getdoc(getattr(np, name)) for name in sorted(dir(np)) if callable(getattr(np, name))}
-    rows = [
-        PromptRow(place, name, f"What does numpy.{name} do?", (text,))
-        for place, (name, text) in enumerate(said.items())
-        if text and not name.startswith("_")
-    ]
+    said = {}
+    for module in map(importlib.import_module, MODULES):
+        for name in sorted(vars(module)):
+            found = vars(module)[name]
+            if not name.startswith("_") and callable(found) and isinstance(found.__doc__, str):
+                said[f"{module.__name__}.{name}"] = inspect.cleandoc(found.__doc__)
+    rows = [PromptRow(place, name, f"What does {name} do?", (text,)) for place, (name, text) in enumerate(said.items())]
     order = np.random.default_rng(0).permutation(len(rows))
     texts = (trained_texts(encoder, rows[place])[0] for place in (order[index % len(rows)] for index in range(count)))
     return [TrainedText(text.tokens_T[:longest], text.mask_T[:longest]) for text in texts]
@@ -102,7 +111,7 @@ def collated(texts: list[TrainedText]) -> dict[str, torch.Tensor]:
 
 def train_in_turns(args: argparse.Namespace, texts: list[TrainedText], steps: Steps) -> tuple[list[float], list[float]]:
     """Train with the Trainer, and after each of its steps with `steps`; return its seconds and losses."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     batches, seconds = [texts[i : i + args.batch_size] for i in range(0, len(texts), args.batch_size)], []
 
@@ -129,6 +138,7 @@ def train_in_turns(args: argparse.Namespace, texts: list[TrainedText], steps: St
         remove_unused_columns=False, disable_tqdm=True, seed=0,
     )  # fmt: skip
     trainer = InOrder(model=model, args=settings, train_dataset=texts, data_collator=collated, callbacks=[Turns()])
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return seconds, [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
@@ -139,7 +149,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("megatron", "dtensor"), default="megatron", help="training engine")
     parser.add_argument("--plot", type=Path, help="SVG file for the losses")
     parser.add_argument("--output", type=Path, default=Path("/tmp/sft-trainer"), help="directory of the Trainer")
-    numbers = {"steps": 24, "batch-size": 8, "max-length": 512, "row-tokens": 2048, "threads": 2}
+    numbers = {"steps": 10, "batch-size": 16, "max-length": 512, "row-tokens": 2048, "threads": 2}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()

@@ -118,7 +118,7 @@ def test_every_preset_is_valid_and_names_data_and_reward(name: str) -> None:
     assert resolved.config.reward.terms or not resolved.config.makes_rollouts
     assert resolved.config.cluster.nodes
     # As many GPUs as the node has, unless one device is the point of the preset.
-    assert resolved.config.cluster.gpus_per_node == {"laptop": 0, "laptop-sft": 0, "1gpu": 1}.get(name)
+    assert resolved.config.cluster.gpus_per_node == {"laptop": 0, "laptop-sft": 0, "laptop-dpo": 0, "1gpu": 1}.get(name)
     assert read_preset(name).description.endswith(".")
 
 

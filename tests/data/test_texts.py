@@ -195,6 +195,19 @@ def test_rows_of_squad_are_a_context_a_question_and_the_first_answer(tmp_path: P
         open_prompts(DataConfig(name=str(path), rows="texts"))
 
 
+def test_questions_of_a_task_have_the_answer_of_another_as_the_rejected_one() -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    given = open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params, size=50))
+    source = open_prompts(DataConfig(name="reasoning-gym:chain_sum", rows="pairs", params=params, size=50))
+    for index in range(50):
+        chosen, rejected = source[index].answer
+        assert (chosen, source[index].prompt) == (given[index].answer, given[index].prompt)
+        assert chosen != rejected
+    constant = open_prompts(DataConfig(name="reasoning-gym:chain_sum", rows="pairs", params=params, size=1))
+    with pytest.raises(InputError, match="all have its answer"):
+        constant[0]
+
+
 def test_ranked_completions_are_a_pair_of_the_best_and_the_worst(tmp_path: Path) -> None:
     path, said = tmp_path / "ranked.jsonl", {"context": [{"role": "user", "content": "Hi"}]}
     ranked = [{"rank": rank, "completion": [{"role": "assistant", "content": str(rank)}]} for rank in (2, 0, 1)]

@@ -206,6 +206,21 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
     return of_dataset(name, loaded, data)
 
 
+LOOKED_AT = 100
+"""Next questions among which there is to be one with another answer."""
+
+
+def _with_another(dataset: ProceduralDataset, index: int, where: str) -> tuple[str, str]:
+    """Return the answer of a question as the chosen completion, and as the rejected one the answer of the next question
+    that has another. Raises InputError where many have the same."""
+    answer = str(dataset[index]["answer"])
+    others = (str(dataset[(index + step) % len(dataset)]["answer"]) for step in range(1, LOOKED_AT))
+    other = next((one for one in others if one != answer), None)
+    if other is None:
+        raise InputError(f"{where}: the next {LOOKED_AT} questions all have its answer.", "Choose another task.")
+    return answer, other
+
+
 def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
     """Return the source that `reasoning-gym:<task>[:key=value,...]` names. Its row i follows from task,
     parameters, seed and i.
@@ -238,7 +253,8 @@ def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
 
     def row(index: int) -> PromptRow:
         entry, where = dataset[index], f"{name}, question {index}"
-        return PromptRow(index, where, entry["question"], entry["answer"], {"metadata": entry["metadata"]})
+        answer = _with_another(dataset, index, where) if data.rows == "pairs" else entry["answer"]
+        return PromptRow(index, where, entry["question"], answer, {"metadata": entry["metadata"]})
 
     version = importlib.metadata.version("reasoning_gym")
     identity = {"source": f"{GYM_PREFIX}{task.name}", "params": task.params, "reasoning_gym": version}
