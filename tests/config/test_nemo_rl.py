@@ -1165,6 +1165,8 @@ def texts_recipe(tmp_path: Path, **sections: Any) -> Import:
         ({"dataset_name": "squad"}, "rajpurkar/squad", None, None),
         ({"train": {"dataset_name": "ResponseDataset", "data_path": "x.jsonl", "input_key": "q"}},
          "x.jsonl", "q", "output"),
+        ({"dataset_name": "openai_format", "train_data_path": "x.jsonl", "chat_key": "messages", "tool_key": "tools",
+          "system_key": None, "use_preserving_dataset": True}, "x.jsonl", None, None),
     ],
 )  # fmt: skip
 def test_recipes_of_texts_run(tmp_path: Path, data: dict[str, Any], name: str, prompt: Any, answer: Any) -> None:

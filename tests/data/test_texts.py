@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ ONLY_LAST = (  # as templates do that leave out the reasoning of earlier turns
 WITHOUT_END = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CALLING = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<call>' + call['function'] | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CUTTING = CHAT_TEMPLATE.replace("message['content']", "message['content'][:4]")
 
@@ -193,6 +205,61 @@ def test_rows_of_squad_are_a_context_a_question_and_the_first_answer(tmp_path: P
     path.write_text(json.dumps(row | {"answers": {"text": []}}) + "\n")
     with pytest.raises(InputError, match="the question has no answer"):
         open_prompts(DataConfig(name=str(path), rows="texts"))
+
+
+def with_calls(arguments: Any) -> dict[str, Any]:
+    """A conversation in OpenAI's form, with a call and what the tool says to it."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    return {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": 2}, '{"a": 1, "b": 2}'])
+def test_calls_of_tools_are_trained_on_and_what_tools_say_is_not(
+    tiny_llama: Path, tmp_path: Path, arguments: Any
+) -> None:
+    encoder = encoder_of(tiny_llama, CALLING)
+    row = row_of(tmp_path, with_calls(arguments))
+    whole, trained = parts(encoder, trained_texts(encoder, row)[0])
+    assert trained == [
+        '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call><|im_end|>', "It is 3.<|im_end|>",
+    ]  # fmt: skip
+    assert whole.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"}}]<|im_end|>')
+    assert whole_text(encoder, row) == whole + "\n"
+
+
+def test_calls_and_tools_that_a_template_leaves_out_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    asked = with_calls({"a": 1})
+    with pytest.raises(InputError, match="does not write the tools"):
+        trained_texts(encoder_of(tiny_llama), row_of(tmp_path, asked))
+    without = {"messages": asked["messages"]}
+    with pytest.raises(InputError, match="leaves out a part of message 2"):
+        trained_texts(encoder_of(tiny_llama), row_of(tmp_path, without))
+    asked["messages"][1]["tool_calls"] = ["add"]
+    with pytest.raises(InputError, match="no list of calls"):
+        row_of(tmp_path, asked)
+
+
+def test_what_a_template_marks_has_a_loss(tiny_llama: Path, tmp_path: Path) -> None:
+    encoder, row = encoder_of(tiny_llama, MARKED), row_of(tmp_path, {"messages": CHAT}, train_on="marked")
+    marked, found = (trained_texts(encoder, row, marked=one)[0] for one in (True, False))
+    assert parts(encoder, marked) == parts(encoder, found)
+    assert parts(encoder, marked)[1] == ["It is 3.<|im_end|>", "4<|im_end|>"]
+    for template, why in (
+        (CHAT_TEMPLATE, "has no {% generation %}"),
+        (
+            MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"),
+            "ends a mark",
+        ),
+        (MARKED.replace("== 'assistant'", "== 'nobody'"), "marks nothing"),
+    ):
+        with pytest.raises(InputError, match=re.escape(why)):
+            trained_texts(encoder_of(tiny_llama, template), row, marked=True)
 
 
 def test_questions_of_a_task_have_the_answer_of_another_as_the_rejected_one() -> None:

@@ -95,9 +95,10 @@ class DataConfig(Section):
     """Contents of a row: a prompt, whose completions are sampled; a text to train on, as `prompt` and `completion`, as
     chat `messages` or as `text`; or a `prompt` with completions `chosen` and `rejected`. The algorithms sft and dpo set
     it. With texts and pairs there are no engines and no rewards."""
-    train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, or all tokens. In
-    rows with a `prompt` it is the completion, or with `all` all tokens too, and in those with a `text` all tokens."""
+    train_on: Literal["assistant", "last", "marked", "all"] = "assistant"
+    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, what the chat
+    template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
+    tokens too, and in those with a `text` all tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, or leave the
     text out of its batch."""

@@ -123,7 +123,7 @@ class PromptEncoder:
         text = last["content"]
         if self.prompt_template is not None:
             text = self.prompt_template.render({**row.fields, self.prompt_field: text, PROMPT: text}, row.where)
-        messages[-1] = {"role": last["role"], "content": text + self.prompt_suffix}
+        messages[-1] = {**last, "content": text + self.prompt_suffix}
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ USUAL_NAMES = {
 _NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
 OTHER_MEDIA = {"image": "an image", "images": "images", "video": "a video", "videos": "videos", "audio": "sound"}
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,31 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     return messages
 
 
-def checked_messages(value: Any, field_name: str, where: str) -> Messages:
-    """Return a list of chat messages with their texts. Raises InputError naming row and field for anything else."""
+def checked_messages(value: Any, field_name: str, where: str, *, calls: bool = False) -> Messages:
+    """Return a list of chat messages with their texts, and with `calls` the calls of tools in them. Raises InputError
+    naming row and field for anything else."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise InputError(f"{where}: field {field_name!r} is no list of chat messages.", "It has at least one message.")
-    return [_message(one, field_name, where) for one in value]
+    return [_message(one, field_name, where) | (_calls(one, where) if calls else {}) for one in value]
+
+
+def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what a message holds of calls in OpenAI's form, their arguments as objects, which templates write. Raises
+    InputError for calls of another form."""
+    found: dict[str, Any] = {key: message[key] for key in ("tool_call_id", "name") if message.get(key)}
+    if not message.get("tool_calls"):
+        return found
+    try:
+        functions = [call.get("function", call) for call in message["tool_calls"]]
+        given = [(one["name"], one.get("arguments") or {}) for one in functions]
+        parsed = [(name, json.loads(held) if isinstance(held, str) else dict(held)) for name, held in given]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{where}: `tool_calls` of a message is no list of calls.",
+            'A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}.',
+        ) from error
+    functions = [{"name": name, "arguments": held} for name, held in parsed]
+    return found | {"tool_calls": [{"type": "function", "function": one} for one in functions]}
 
 
 def _message(value: Any, field_name: str, where: str) -> dict[str, str]:
@@ -186,6 +207,8 @@ def _message(value: Any, field_name: str, where: str) -> dict[str, str]:
                     "Prompts are texts: rlctl does not train on images, sound or video.",
                 )
         content = "".join(part["text"] for part in content)
+    if content is None and isinstance(value, Mapping) and value.get("tool_calls"):
+        content = ""
     if not isinstance(role, str) or not isinstance(content, str):
         has = f"; this one has {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
         raise InputError(

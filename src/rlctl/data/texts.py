@@ -7,8 +7,10 @@ prefixes of the whole conversation, nobody knows where the answer stands, and th
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -24,6 +26,8 @@ COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 SQUAD = {"context", "question", "answers"}
 HELP_STEER = {"response1", "response2", "overall_preference"}
 """Fields of rows as SQuAD and HelpSteer3 have them."""
+TOOLS = "tools"
+"""Field of the tools that a conversation may call, and the template's name for them."""
 RANKED = "completions"
 """Field of the completions of a prompt with their ranks, the best of which has the lowest."""
 MARGIN = "margin"
@@ -79,7 +83,7 @@ def text_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     if data.answer_field != ANSWER and data.answer_field not in record:
         raise _without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:
-        messages = checked_messages(record[MESSAGES], MESSAGES, where)
+        messages = checked_messages(record[MESSAGES], MESSAGES, where, calls=True)
         first = _first_trained(messages, where, last=data.train_on == "last")
         return PromptRow(index, where, messages[:first], (messages[first:],), fields)
     if isinstance(record.get(TEXT), str) and record[TEXT]:
@@ -152,7 +156,7 @@ def _completion(value: Any, field: str, where: str) -> Completion:
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise InputError(f"{where}: field {field!r} is no completion.", "It is a text or a list of chat messages.")
-    return checked_messages(value, field, where)
+    return checked_messages(value, field, where, calls=True)
 
 
 def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
@@ -169,17 +173,21 @@ def _without_field(name: str, flag: str, record: Mapping[str, Any], where: str) 
     return InputError(f"{where}: no field {name!r}.", hint)
 
 
-def trained_texts(encoder: PromptEncoder, row: PromptRow, *, everything: bool = False) -> tuple[TrainedText, ...]:
-    """Return the text of a row, or the two of a pair. With `everything` all tokens but the first have a loss.
+def trained_texts(
+    encoder: PromptEncoder, row: PromptRow, *, everything: bool = False, marked: bool = False
+) -> tuple[TrainedText, ...]:
+    """Return the text of a row, or the two of a pair. With `everything` all tokens but the first have a loss, and with
+    `marked` those that the chat template marks.
 
     Raises InputError where the chat template does not say which tokens are an answer's.
     """
     if row.answer == ():
         return (_plain_text(encoder, row),)
+    encoder = with_tools(encoder, row)
     completions: tuple[Completion, ...] = (row.answer,) if isinstance(row.answer, str) else row.answer
     if not isinstance(completions, tuple):  # of a reasoning-gym task
         raise InputError(f"{row.where}: there is no answer to train on.", "Name data with answers.")
-    written = _with_plain_answer if encoder.template is None else _with_answers
+    written = _with_plain_answer if encoder.template is None else _with_marks if marked else _with_answers
     found = []
     for completion in completions:
         said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
@@ -191,10 +199,31 @@ def trained_texts(encoder: PromptEncoder, row: PromptRow, *, everything: bool = 
     return tuple(found)
 
 
+def with_tools(encoder: PromptEncoder, row: PromptRow) -> PromptEncoder:
+    """Return an encoder that tells the tools of a row. Raises InputError where the chat template writes none."""
+    tools = row.fields.get(TOOLS)
+    if not tools:
+        return encoder
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise InputError(f"{row.where}: the field {TOOLS!r} is no JSON.", "Write a list of tools.") from error
+    telling = replace(encoder, variables={**encoder.variables, TOOLS: tools})
+    messages = encoder.messages(row)
+    if encoder.template is None or telling.render(messages, row.where) == encoder.render(messages, row.where):
+        raise InputError(
+            f"{row.where}: the chat template does not write the tools of the row.",
+            "Give another with --chat-template, or leave the field out.",
+        )
+    return telling
+
+
 def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
     """Return the longest text of a row as the model reads it, without the end token of a plain one."""
     if row.answer == ():
         return cast(str, row.prompt)
+    encoder = with_tools(encoder, row)
     completions = (row.answer,) if isinstance(row.answer, str) else row.answer or ("",)
     texts = []
     for completion in completions:
@@ -255,7 +284,9 @@ def _with_answers(encoder: PromptEncoder, prompt: Messages, said: Messages, wher
                 if many
                 else "Give another with --chat-template.",
             )
-        if _squeezed(messages[place]["content"]) not in _squeezed(answer):
+        calls = [call["function"] for call in messages[place].get("tool_calls", ())]
+        said_there = [messages[place]["content"], *(word for one in calls for word in (one["name"], *one["arguments"]))]
+        if any(_squeezed(text) not in _squeezed(answer) for text in said_there):
             raise InputError(
                 f"{where}: the chat template leaves out a part of message {place + 1}, which is to be trained on.",
                 "Give another with --chat-template, or leave the row out.",
@@ -274,6 +305,30 @@ def _with_answers(encoder: PromptEncoder, prompt: Messages, said: Messages, wher
         end = ends[-1] + 1
         mask_T[first:end] = True
     return TrainedText(np.array(tokens[:end], np.int32), mask_T[:end])
+
+
+def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
+    """Return a conversation with a loss where its chat template has {% generation %} around, up to the last mark."""
+    template = encoder.template or ""
+    if not re.search(r"\{%-?\s*generation\b", template):
+        raise InputError(
+            "data.train_on = marked: the chat template has no {% generation %} that says what an answer is.",
+            "Leave it out: answers are then found by rendering, or refused. Or give another with --chat-template.",
+        )
+    found: Any = encoder.tokenizer.apply_chat_template(
+        [*prompt, *said], chat_template=template, return_dict=True, return_assistant_tokens_mask=True,
+        **encoder.variables,
+    )  # fmt: skip
+    tokens_T, mask_T = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+    places = np.flatnonzero(mask_T)
+    ends = [int(place) for place in places if place + 1 == len(mask_T) or not mask_T[place + 1]]
+    if not ends or mask_T[0] or any(tokens_T[place] not in encoder.stop_token_ids for place in ends):
+        why = "marks nothing" if not ends else "begins with a mark" if mask_T[0] else "ends a mark before the end token"
+        raise InputError(
+            f"{where}: the chat template {why}, so that the model would not learn to answer and stop.",
+            "Leave data.train_on = marked out, or give another template with --chat-template.",
+        )
+    return TrainedText(tokens_T[: ends[-1] + 1], mask_T[: ends[-1] + 1])
 
 
 def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> tuple[list[int], list[int]]:

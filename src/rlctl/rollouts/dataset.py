@@ -42,7 +42,8 @@ class TextStream(PromptStream):
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
         source = self._named[row.source]
-        found = trained_texts(source.encoder, row, everything=source.data.train_on == "all")
+        asked = source.data.train_on
+        found = trained_texts(source.encoder, row, everything=asked == "all", marked=asked == "marked")
         found = tuple(text.scored() for text in found) if self.scored else found
         longest = max(len(text.tokens_T) for text in found)
         if self.limit is None or longest <= self.limit:

@@ -840,7 +840,7 @@ def validation_set(found: Found) -> tuple[str, str | None, str | None, str | Non
     return named_data(found, name, path, VALIDATION)
 
 
-BY_PATH = ("ResponseDataset", "BinaryPreferenceDataset", "PreferenceDataset")
+BY_PATH = ("ResponseDataset", "BinaryPreferenceDataset", "PreferenceDataset", "openai_format")
 """NeMo-RL's classes of data sets that are files, or are on the hub."""
 
 
@@ -856,7 +856,12 @@ def named_data(
     """Return name, fields and default split of a data set; None where rlctl does not know it."""
     if name not in BY_PATH:
         return data_sets(found).get(str(name))
-    if found.result.values.get("run.algorithm") not in OF_PAIRS:
+    algorithm = found.result.values.get("run.algorithm")
+    if name == "openai_format":  # rlctl reads conversations and tools by these names alone
+        usual = {"chat_key": "messages", "tool_key": "tools", "system_key": None}
+        own = all(found.get(key, *places) in (None, value) for key, value in usual.items())
+        return (path, None, None, None) if path and own and algorithm == "sft" else None
+    if algorithm not in OF_PAIRS:
         return responses(found, path, places) if name == BY_PATH[0] else None
     return pairs_of_path(found, path, places, "context" if name == "PreferenceDataset" else "prompt")
 
@@ -894,7 +899,7 @@ def dataset(found: Found) -> None:
         return
     path = found.get("data_path", *DATA) or found.get("train_data_path", *DATA)
     if (known := named_data(found, found.value, path, DATA)) is None:
-        by_path = BY_PATH[1:] if found.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[:1]
+        by_path = BY_PATH[1:3] if found.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[::3]
         names = f"{', '.join(data_sets(found))}, and {' and '.join(by_path)} with a data_path"
         names = f"rlctl knows {names}; --data names another"
         found.say("not yet", names, "data.name")

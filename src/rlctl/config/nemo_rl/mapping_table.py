@@ -483,8 +483,8 @@ _REST: dict[str, Rule] = {
     **each("data", "val_data_path val_split", READ_WITH_PERIOD),
     "data.validation.*": logs("validation reads its prompts as training does"),
     "data.shuffle": to("data.shuffle"),
-    **each("data", "train_data_path input_key output_key subset data_paths file_format problem_key solution_key",
-           without("read with dataset_name")),
+    **each("data", "train_data_path input_key output_key subset data_paths file_format problem_key solution_key "
+           "chat_key tool_key system_key use_preserving_dataset", without("read with dataset_name")),
     "data.train_split": to("data.split"),
     "data.max_input_seq_length": without("prompts that leave no room for a completion are refused"),
     "data.num_workers": without("prompts are read by the driver"),
