@@ -19,9 +19,11 @@ from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Turn
 from rlctl.data.turns import TurnEncoder, with_tools
+from rlctl.envs.builtin import RUN_PROGRAMS
 from rlctl.envs.environment import Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.envs.environments import EnvironmentPlan, Reply, plan_environment
+from rlctl.envs.sandbox import layers
 from rlctl.envs.tools import INSTRUCTIONS, format_of, listed
 from rlctl.errors import InputError
 from rlctl.rollouts.episodes import Episode, one_turn
@@ -107,7 +109,8 @@ class EnvironmentPlay:
         """Return what a run says of it before it begins."""
         limits, name = self.limits, self.plan.name or "tools alone"
         how = f"environment: {name}, at most {limits.turns} turn{'s' * (limits.turns > 1)}"
-        return [how, *self.notes]
+        behind = [f"programs of the model run behind: {', '.join(layers())}"] if name in RUN_PROGRAMS else []
+        return [how, *self.notes, *behind]
 
     # In the process of an engine
 
