@@ -155,7 +155,7 @@ COVERING = {
                             "--set", "training.vpp=2"],
     "rloo, gemma, FSDP2": [*SMALL, "--model", "google/gemma-3-1b-it", "--algorithm", "rloo", "--backend", "dtensor"],
     "cispo, Mixtral, float16": [*SMALL, "--model", "mistralai/Mixtral-8x7B-Instruct-v0.1", "--algorithm", "cispo",
-                                "--set", "model.dtype=float16", "--nodes", "4"],
+                                "--set", "model.dtype=float16", "--lora"],
     "sft, Mistral, LoRA": [*SMALL, "--model", "mistralai/Mistral-7B-Instruct-v0.3", "--algorithm", "sft", "--lora",
                            "--data", "somebody/texts", "--set", "reward.terms=[]"],
     "dpo, TP2 PP2": [*SMALL, *PAIRS, "--algorithm", "dpo", "--set", "reward.terms=[]", "--set", "training.tp=2",

@@ -112,13 +112,13 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
 def _of_rewards(plan: RewardPlan, rows: Sequence[PromptRow], samples: Sequence[dict], label: str) -> Iterator[str]:
     """Yield a notice for each of the run's own scorers that gives everything the same."""
     own = replace(plan, terms=plan.terms[:-1])  # the last one is the rehearsal's
-    right = reference_scores(own, rows)
+    right = reference_scores(own, rows) if own.terms else {}
     for scorer in own.labels:
         sampled = [sample["terms"].get(scorer) for sample in samples if sample.get("source", "") == label]
         sampled = [score for score in sampled if score is not None]
-        given = {*sampled, *right[scorer]}
+        given = {*sampled, *right.get(scorer, ())}
         if len(given) == 1 and len(sampled) > 1:
-            also = f", and {len(right[scorer])} reference answers" if right[scorer] else ""
+            also = f", and {len(right[scorer])} reference answers" if right.get(scorer) else ""
             yield (
                 f"The reward {scorer} gave all {len(sampled)} completions{also} {given.pop():g}: nothing is learned "
                 "from a reward that never varies."

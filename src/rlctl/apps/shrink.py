@@ -23,6 +23,8 @@ from rlctl.planner.result import Plan
 
 STEPS = 2
 PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16
+TURNS = 3
+"""Turns of a rollout with an environment."""
 MOST_PROCESSES = 4
 """Processes that train."""
 MOST_LENGTH = 2048
@@ -125,6 +127,8 @@ def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any
         "model.dtype": resolve_dtype(config.model.dtype, "cpu" if plan.cluster.is_cpu else "cuda"),
         "model.max_length": min(config.model.max_length or plan.facts.max_length, MOST_LENGTH),
     }  # fmt: skip
+    if stage.teacher is not None:
+        values |= {"teacher.model": str(stage.teacher), "teacher.revision": None}
     if not stage.keeps_tokenizer:
         values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
     if config.validation.every:
@@ -145,6 +149,8 @@ def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any
         new = min(NEW_TOKENS, config.generation.max_new_tokens)
         stop = (*config.generation.stop, *([stage.stop] if stage.stop else []))
         values |= {"generation.max_new_tokens": new, "generation.mean_length": None, "generation.stop": stop}
+        if config.environment.wanted:
+            values["environment.turns"] = min(TURNS, config.environment.turns)
         values["filter.max_rounds"] = min(2, config.filter.max_rounds)
     return values
 
@@ -159,7 +165,7 @@ def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
             {
                 **one.model_dump(mode="json"),
                 "name": stage.data(one.name),
-                **({"reward": _with_variation(own.reward, stage)} if one.reward else {}),
+                **({"reward": _with_variation(config, own.reward, stage)} if one.reward else {}),
             }
             for one, own in zip(config.data.sources, settings, strict=True)
         ]
@@ -169,15 +175,17 @@ def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
     if stage.data(held) != held:
         values |= {"validation.data.name": stage.data(held), "validation.data.params": {}}
     if config.learns_from_rewards:
-        values["reward.terms"] = _with_variation(config.reward, stage)["terms"]
+        values["reward.terms"] = _with_variation(config, config.reward, stage)["terms"]
         if config.validation.wanted and not config.validation.reward and config.reward.terms:
             values["validation.reward"] = config.reward.model_dump(mode="json")["terms"]
     return values
 
 
-def _with_variation(reward: SourceReward, stage: Stage) -> dict[str, Any]:
-    """Return a reward with the scorer that varies; of a task that is not named, with the task's own."""
-    terms = [term.model_dump() for term in reward.terms] or [{"name": "task"}]
+def _with_variation(config: RlctlConfig, reward: SourceReward, stage: Stage) -> dict[str, Any]:
+    """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
+    environment gives the rewards."""
+    named = [term.model_dump() for term in reward.terms]
+    terms = named or ([] if config.environment.name else [{"name": "task"}])
     return {"terms": [*terms, {"name": f"{stage.scorer}:varies"}], "extract": reward.extract}
 
 
