@@ -469,12 +469,63 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
     assert [line for line in resolved.notes if line.startswith(f"left out: {name} = fp32") and said in line]
 
 
+PPO: dict[str, Any] = {
+    "ppo": {
+        "num_prompts_per_step": 16, "num_generations_per_prompt": 2, "max_num_steps": 50, "ppo_epochs": 4,
+        "policy_training_start_step": 3,
+        "adv_estimator": {"name": "gae", "gae_lambda": 0.9, "gae_gamma": 0.99, "normalize_advantages": True},
+    },
+    "value_loss_fn": {"scale": 0.4, "cliprange": None},
+    "value": {
+        "model_name": "${policy.model_name}",
+        "megatron_cfg": {
+            "enabled": True, "tensor_model_parallel_size": 2,
+            "optimizer": {"lr": 2.0e-5, "weight_decay": 0.1, "clip_grad": 0.5},
+            "scheduler": {"lr_decay_style": "constant", "lr_warmup_iters": 6, "lr_warmup_init": 0.0},
+        },
+    },
+    "policy": {"train_global_batch_size": 16},
+    "loss_fn": {"use_kl_in_reward": False, "reference_policy_kl_penalty": 0.0},
+}  # fmt: skip
+
+
+def test_a_recipe_of_ppo_trains_with_a_critic_of_its_own(tmp_path: Path) -> None:
+    """Schedules count the passes over a batch in NeMo-RL, and the steps here."""
+    path = written(tmp_path, PPO, "llama_megatron.yaml")
+    resolved = resolve(files=[path], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.run.algorithm, config.run.steps, config.has_critic) == ("ppo", 50, True)
+    assert (config.batch.rollouts, config.batch.optimizer_steps, config.batch.epochs) == (32, 2, 4)
+    assert config.logprobs_needed == {"old_logprobs"}
+    critic = config.critic
+    assert (critic.gae_lambda, critic.gamma, critic.value_clip, critic.loss_weight) == (0.9, 0.99, None, 0.4)
+    assert (critic.lr, critic.weight_decay, critic.clip_grad, critic.warmup_steps) == (2e-5, 0.1, 0.5, 3)
+    assert critic.scheduler.warmup_steps == 2  # 6 passes, 4 a step
+    assert (config.loss.kl_in, config.advantage.whiten) == ("loss", True)
+    assert any("critic.scheduler.warmup_steps is 2" in note for note in resolved.notes)
+    assert status(import_recipe(path), "ppo.ppo_epochs") == "mapped"
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("ppo.adv_estimator.gae_lambda", {"gae_lambda_value": 1.0}),
+    ("ppo.adv_estimator.gae_lambda", {"length_adaptive_alpha": 0.05}),
+    ("value.model_name", "Qwen/Qwen3-0.6B"),
+])  # fmt: skip
+def test_what_a_critic_cannot_do_is_refused_by_the_recipes_own_key(tmp_path: Path, key: str, value: Any) -> None:
+    name, _, _ = key.rpartition(".")
+    changed = nest({f"{name}.{one}": two for one, two in value.items()} if isinstance(value, dict) else {key: value})
+    base = tmp_path / "ppo.yaml"
+    base.write_text(yaml.safe_dump({"defaults": str(RECIPES / "llama_megatron.yaml")} | PPO))
+    result = import_recipe(written(tmp_path, {"defaults": str(base)} | changed))
+    assert any(line.startswith(key) for line in result.unsupported), result.unsupported
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"distillation": {"num_generations_per_prompt": 1}, "teachers": [{"model_name": "x"}]}, "across tokenizers"),
         ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
-        ({"ppo": {"num_generations_per_prompt": 1}, "value": {"model_name": "x"}}, "PPO with a value model"),
         ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
         (
             {

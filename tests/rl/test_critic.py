@@ -127,20 +127,20 @@ def test_equal_advantages_are_whitened_to_nothing() -> None:
     assert not row.columns_R["advantages"].any()
 
 
-@pytest.mark.parametrize("clip", [0.2, None])
-def test_the_loss_is_that_of_the_worse_of_value_and_clipped_value(clip: float | None) -> None:
+@pytest.mark.parametrize(("clip", "scale"), [(0.2, 1.0), (None, 1.0), (0.2, 0.4)])
+def test_the_loss_is_that_of_the_worse_of_value_and_clipped_value(clip: float | None, scale: float) -> None:
     values = batch()
     old_R, returns_R = values.values_R + 0.5 * torch.randn_like(values.values_R), torch.randn_like(values.values_R)
     trained_R = values.values_R.clone().requires_grad_()
-    found = ClippedValueLoss(clip)(replace(values, values_R=trained_R, old_values_R=old_R, returns_R=returns_R))
+    found = ClippedValueLoss(clip, scale)(replace(values, values_R=trained_R, old_values_R=old_R, returns_R=returns_R))
     found.loss.backward()
     expected, gradient = 0.0, []
     for v, old, target, weight in zip(*(x.tolist() for x in (values.values_R, old_R, returns_R)),
                                       values.token_weights_R.tolist(), strict=True):  # fmt: skip
         bounded = old + float(np.clip(v - old, -clip, clip)) if clip else v
         worse = max((v - target) ** 2, (bounded - target) ** 2)
-        expected += weight * 0.5 * worse
-        gradient.append(weight * (v - target) if (v - target) ** 2 >= (bounded - target) ** 2 else 0.0)
+        expected += weight * scale * 0.5 * worse
+        gradient.append(weight * scale * (v - target) if (v - target) ** 2 >= (bounded - target) ** 2 else 0.0)
     assert found.loss.item() == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(trained_R.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-6, atol=1e-9)
 

@@ -171,6 +171,14 @@ def test_a_critic_is_trained_before_the_policy_and_warms_up_alone() -> None:
     ]
 
 
+def test_a_batch_is_trained_on_several_times_with_the_log_probs_of_before() -> None:
+    recorder = Recorder([[1.0, 0.0]])
+    run(recorder, 1, batch={"epochs": 3})
+    assert [what for what, _ in recorder.asked if what in ("load", "train")] == ["load", "train", "train", "train"]
+    assert recorder.logged[0]["optimizer_steps"] == 3
+    assert RlctlConfig.model_validate({"batch": {"epochs": 3}}).logprobs_needed == {"old_logprobs"}
+
+
 def test_one_rollout_of_a_prompt_is_no_group_without_a_signal() -> None:
     recorder = Recorder([[1.0]])
     recorder.next = lambda version: RolloutBatch((group(0, [1.0], [3]), group(1, [0.0], [2])), {})  # type: ignore[method-assign]

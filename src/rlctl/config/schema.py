@@ -325,6 +325,8 @@ class BatchConfig(Section):
     """Rollouts of each prompt (the group); one alone where they are not compared with each other."""
     optimizer_steps: Positive = 1
     """Optimizer steps on each batch (PPO mini-batches)."""
+    epochs: Positive = 1
+    """Number of times that the optimizer steps of a batch are taken, over the same rollouts (PPO epochs)."""
 
     @property
     def rollouts(self) -> int:
@@ -800,6 +802,8 @@ class CriticConfig(Section):
     """Lambda of generalized advantage estimation: 1 learns from whole rollouts, 0 from the value of the next token."""
     value_clip: PositiveNumber | None = 0.2
     """Largest distance from its value before the step at which the value of a token is still moved; unset: no limit."""
+    loss_weight: PositiveNumber = 1.0
+    """Factor of the critic's loss: half of the mean squared distance from the returns."""
 
 
 class DdpConfig(PassThrough):
@@ -1142,7 +1146,7 @@ class RlctlConfig(Section):
             return frozenset(self.loss.needs or ()) - {"reference_logprobs"}
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
-        old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        old, penalty = self.batch.optimizer_steps * self.batch.epochs > 1, self.loss.kl_coefficient > 0
         if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
             old &= self.penalty_in_reward or self.loss.sequence_mask is not None or self.run.algorithm == "distillation"
         old = old or (self.has_critic and self.penalty_in_reward)

@@ -75,7 +75,7 @@ class Agreement:
             why = "generation.top_p or top_k cut what is sampled"
         elif config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
             why = "rollouts may be of older weights than those that are trained"
-        elif config.batch.optimizer_steps > 1 and "old_logprobs" not in config.logprobs_needed:
+        elif config.batch.optimizer_steps * config.batch.epochs > 1 and "old_logprobs" not in config.logprobs_needed:
             why = "log-probs are of after a batch's earlier optimizer steps"
         warning, error = (math.inf, math.inf) if why else LIMITS[precision]
         error = checks.logprob_diff_error or error

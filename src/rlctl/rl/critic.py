@@ -53,7 +53,9 @@ class Critic:
         decay = weight_decay(step, steps, options.weight_decay, options.scheduler)
         with self._ranks.computing():
             self._ranks.estimate(TokenAdvantages(self._config))
-            results = self._ranks.train(minibatches, ClippedValueLoss(options.value_clip), lr, decay)
+            loss = ClippedValueLoss(options.value_clip, options.loss_weight)
+            passes = range(self._config.batch.epochs)
+            results = [result for _ in passes for result in self._ranks.train(minibatches, loss, lr, decay)]
         return {"critic": {"lr": lr, **critic_metrics(results)}}
 
 
@@ -93,6 +95,8 @@ class ClippedValueLoss:
     """The critic's loss on the ranks, and sums for its metrics."""
 
     clip: float | None
+    weight: float = 1.0
+    """Factor of the loss; metrics are without it."""
 
     def __call__(self, batch: ValueBatch) -> LossOutput:
         """Return the loss of one micro-batch."""
@@ -106,7 +110,7 @@ class ClippedValueLoss:
             clipped_R = old_R + (batch.values_R - old_R).clamp(-self.clip, self.clip)
             loss_R = torch.maximum(loss_R, (clipped_R - returns_R).square())
         loss_R = 0.5 * loss_R
-        loss = torch.where(counted_R, batch.token_weights_R * loss_R, 0.0).sum()
+        loss = self.weight * torch.where(counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
             error_R = returns_R - old_R
             moved_R = (batch.values_R - old_R).abs()

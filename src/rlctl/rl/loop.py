@@ -169,7 +169,8 @@ class Loop:
                 metrics |= critic.train(self.step, len(train_batch.minibatches))
         if critic is None or not critic.alone(self.step):
             with timer(Phase.TRAINING):
-                results = policy.train(len(train_batch.minibatches), self.loss, lr, decay)
+                for _ in range(config.batch.epochs):
+                    results += policy.train(len(train_batch.minibatches), self.loss, lr, decay)
         return {
             **metrics,
             **self.loss.metrics(results),

@@ -296,7 +296,6 @@ ALGORITHMS = {
     "dpo": "direct preference optimization (DPO)",
     "rm": "the training of reward models (RM)",
     "distillation": "distillation from texts that are given, or across tokenizers",
-    "ppo": "PPO with a value model in keys of NeMo-RL (rlctl's own is `--algorithm ppo`)",
 }
 """Sections of NeMo-RL's other algorithms; rlctl runs those in `OF_TEXTS`."""
 OF_TEXTS = ("sft", "dpo", "rm")
@@ -385,11 +384,71 @@ def estimator(found: Found) -> None:
     """Map the form of advantages."""
     if found.value in (None, "grpo"):
         found.skip("what rlctl does")
+    elif found.value == "gae" and found.result.values.get("run.algorithm") == "ppo":
+        found.skip("what --algorithm ppo does")
     elif found.value == "reinforce_plus_plus":
         minus = found.get("grpo.adv_estimator.minus_baseline") is not False
         found.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
     else:
         found.say("not yet", f"{found.value} is not imported; rlctl has --algorithm and advantage.*", "run.algorithm")
+
+
+def gae_lambda(found: Found) -> None:
+    """Map lambda. NeMo-RL may have one for the returns of the value model and another for the advantages, or one that
+    follows from the length of a rollout."""
+    own = [found.get(f"grpo.adv_estimator.{name}") for name in ("gae_lambda_value", "gae_lambda_policy")]
+    value, policy = (found.value if one is None else one for one in own)
+    if value != policy or found.get("grpo.adv_estimator.length_adaptive_alpha"):
+        found.say("not yet", "the critic and the policy have one lambda (critic.gae_lambda)", "critic.gae_lambda")
+    else:
+        found.map("critic.gae_lambda", policy)
+
+
+def value_clip(found: Found) -> None:
+    """Map the largest movement of a value; none where NeMo-RL has no number."""
+    found.set("critic.value_clip", found.value or None)
+    found.say("mapped", f"critic.value_clip: {found.value or 'none'}")
+
+
+def kl_in_reward(found: Found) -> None:
+    """Map the place of the KL penalty: PPO's may be in the reward of each token."""
+    if found.result.values.get("run.algorithm") == "ppo":
+        found.map("loss.kl_in", "reward" if found.value else "loss")
+    elif found.value:
+        found.say("not yet", "it is not imported yet; rlctl has loss.kl_in=reward", "loss.kl_in")
+    else:
+        found.skip("what rlctl does")
+
+
+def of_the_policy(found: Found) -> None:
+    """The value model begins as the policy's model does."""
+    if found.value in (None, found.get("policy.model_name")):
+        found.skip("the critic is of the policy's model")
+    else:
+        found.say("not yet", "the critic is of the policy's model (model.name)", "model.name")
+
+
+LEARNED = re.compile(r"optimizer\.(lr|weight_decay|clip_grad)|scheduler\..*")
+"""Keys of the policy's learning that a critic has of its own."""
+
+
+def critic_values(own: Import) -> dict[str, Any]:
+    """Return the keys of the critic, of an import in which the value model played the policy."""
+    named = {key: key.removeprefix("optimizer.") for key in own.values if LEARNED.fullmatch(key)}
+    return {f"critic.{name}": own.values[key] for key, name in named.items()}
+
+
+def in_epochs(result: Import, epochs: int) -> None:
+    """NeMo-RL's schedules count each pass over a batch of PPO; rlctl's count the steps."""
+    counted = ("warmup_steps", "decay_steps", "wsd_steps")
+    keys = [f"{section}scheduler.{name}" for section in ("", "critic.") for name in counted]
+    told = []
+    for key in (key for key in keys if result.values.get(key)):
+        result.values[key] = -(-result.values[key] // epochs)
+        told.append(f"{key} is {result.values[key]}")
+    if told:
+        result.notes.append(f"NeMo-RL's schedules count all {epochs} passes over a batch, and rlctl's its steps: "
+                            f"{', '.join(told)}")  # fmt: skip
 
 
 def of_groups(rule: Rule) -> Rule:
@@ -409,7 +468,10 @@ def reward_scaling(found: Found) -> None:
         return
     if scale != 1:
         found.set("reward.terms", [{"name": math_scorer(found.leaves), "weight": scale}])
-    shift = "it is not shifted, which advantages do not depend on"
+    is_ppo = found.result.values.get("run.algorithm") == "ppo"
+    shift = "it is not shifted, which advantages do not depend on" if not is_ppo else (
+        "it is not shifted, which a critic would have to learn first"
+    )  # fmt: skip
     found.say("changed", f"the reward has the weight {scale:g} (reward.terms); {shift}")
 
 

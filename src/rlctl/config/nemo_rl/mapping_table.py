@@ -44,6 +44,11 @@ def penalized(rule: Rule) -> Rule:
     return when("loss_fn.reference_policy_kl_penalty", rule, "there is no KL penalty")
 
 
+def of_gae(rule: Rule) -> Rule:
+    """Return the rule of a key of generalized advantage estimation, which other estimators do not read."""
+    return when(lambda found: found.get("grpo.adv_estimator.name") == "gae", rule, "for other estimators")
+
+
 READ_WITH_PERIOD = validated(without("read with grpo.val_period"))
 LOGS = logs("rlctl writes metrics, logs and a report to the run directory, under its own names")
 TOOLS = without("rollouts have no tools")
@@ -182,7 +187,18 @@ _GRPO: dict[str, Rule] = {
     "grpo.skip_reference_policy_logprobs_calculation": without("no reference is evaluated when the KL penalty is 0"),
     "grpo.seq_logprob_error_threshold": to("loss.error_mask"),
     "grpo.adv_estimator.name": rules.estimator,
+    "grpo.adv_estimator.gae_lambda": of_gae(rules.gae_lambda),
+    "grpo.adv_estimator.gae_gamma": of_gae(to("critic.gamma")),
+    "grpo.adv_estimator.normalize_advantages": of_gae(to("advantage.whiten")),
+    **each("grpo.adv_estimator", "gae_lambda_value gae_lambda_policy length_adaptive_alpha",
+           of_gae(without("read with gae_lambda"))),
     "grpo.adv_estimator.*": without("for other estimators"),
+    "grpo.ppo_epochs": to("batch.epochs"),
+    "grpo.policy_training_start_step": to("critic.warmup_steps"),
+    "value_loss_fn.scale": to("critic.loss_weight"),
+    "value_loss_fn.cliprange": rules.value_clip,
+    "value.model_name": rules.of_the_policy,
+    "value.*": without("the critic has the policy's layout, rows and precision; its learning rate is its own"),
     "loss_fn.reference_policy_kl_penalty": to("loss.kl_coefficient"),
     "loss_fn.reference_policy_kl_type": to("loss.kl_estimator", {"k1": "k1", "k2": "k2", "k3": "k3", None: None}),
     "loss_fn.ratio_clip_min": to("loss.clip_low"),
@@ -206,7 +222,7 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
     "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
     "loss_fn.sum_weights_metric": LOGS,
-    "loss_fn.use_kl_in_reward": only(None, False, why="it is not imported yet; rlctl has loss.kl_in=reward"),
+    "loss_fn.use_kl_in_reward": rules.kl_in_reward,
 }  # fmt: skip
 
 _POLICY: dict[str, Rule] = {
@@ -560,7 +576,7 @@ _REST: dict[str, Rule] = {
     "reward_penalties.token_ids": without("read with the penalties"),
     "reward_penalties.*": only(None, False, why="rewards are those of the scorers alone"),
     **dict.fromkeys(
-        ("on_policy_distillation.*", "teachers", "value.*", "value_loss_fn.*", "eval.*", "generation.*",
+        ("on_policy_distillation.*", "teachers", "eval.*", "generation.*",
          "tokenizer.*", *(f"{name}.*" for name in rules.ALGORITHMS)),
         without("it belongs to what rlctl does not run yet"),
     ),

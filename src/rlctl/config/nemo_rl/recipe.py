@@ -30,8 +30,10 @@ from rlctl.config.nemo_rl.mapping_rules import (
     Rule,
     Status,
     carry_over,
+    critic_values,
     disagreement,
     foreign_kind,
+    in_epochs,
     not_read,
     of_other_backend,
 )
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
 OWN = RlctlConfig.model_fields.keys()
-MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
+MARKS = ("policy", "defaults", "grpo", "ppo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
 """Top-level keys that a NeMo-RL file has and an rlctl file never does (which has a section `distillation` too)."""
 
 
@@ -59,6 +61,9 @@ ONE_VALUE = RULES.keys() - SECTIONS
 """Keys that have one value in NeMo-RL, and nothing below."""
 
 
+PPO = {"ppo.async_ppo": "grpo.async_grpo", "ppo": "grpo"}
+"""Sections of PPO and those of GRPO with the same keys, whose rules hold for both."""
+
 ALIKE = {"teacher": "policy", "value": "policy", "generation": "policy.generation", "tokenizer": "policy.tokenizer"}
 """Sections that have the keys of another one."""
 
@@ -68,6 +73,9 @@ OPEN = frozenset((
     "sglang_kwargs", "teacher_model_by_agent_name", "teacher_overrides", "trtllm_cfg", "trtllm_kwargs", "video",
 ))  # fmt: skip
 """Sections that hold any names: variables, arguments of other libraries, and what belongs to engines without rules."""
+
+LEARNS = re.compile(r"policy\.(megatron_cfg\.)?(optimizer|scheduler|max_grad_norm)\b")
+"""Keys of optimizer and schedule in either block."""
 
 SCHEDULER = re.compile(r"policy\.scheduler\.(\d+\.)?")
 IN_SCHEDULER = ("name", "milestones", "kwargs", *(f"kwargs.{name}" for name in (
@@ -189,11 +197,13 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     given = {key for override in overrides for key in override.leaves()}
     result.overridden = frozenset(map(renamed, given))
     for key in found:
-        if (now := renamed(key)) != key:
+        if (now := renamed(key)) != key and not key.startswith("ppo."):
             result.entries.append(Entry(key, found[key], "mapped", f"read as {now}, its name today"))
     leaves = {renamed(key): value for key, value in found.items()}
     known = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
     result.foreign, algorithm = foreign_kind(known)
+    if is_ppo := algorithm == "grpo" and any(key.startswith("ppo.") for key in found):
+        algorithm = "ppo"
     if algorithm is not None and result.foreign is None:
         result.set("run.algorithm", algorithm, algorithm)
     other = Import(result.path)
@@ -206,6 +216,8 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
             _apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
     carry_over(result, other, known)
     finish(result, known)
+    if is_ppo:
+        _import_critic(result, known)
     if line := disagreement(result, other, known):
         result.notes.append(line)
     _leave_out_invalid(result, known)
@@ -218,7 +230,37 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
             result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close}?")
     order = {key: index for index, key in enumerate(leaves)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
+    if is_ppo:
+        result.entries = [replace(entry, key=_of_ppo(entry.key)) for entry in result.entries]
+        result.source = {key: _of_ppo(source) for key, source in result.source.items()}
     return result
+
+
+def _of_ppo(key: str) -> str:
+    """Return a key of a PPO recipe as that has it."""
+    return next((old + key.removeprefix(new) for old, new in PPO.items() if key.startswith(f"{new}.")), key)
+
+
+def _import_critic(result: Import, leaves: Mapping[str, Any]) -> None:
+    """Read how the value model learns as if it were the policy, and give it to the critic."""
+    own, other = Import(result.path), Import(result.path)
+    as_policy = {
+        f"policy.{key.removeprefix('value.')}": value for key, value in leaves.items() if key.startswith("value.")
+    }
+    learned = {key: value for key, value in as_policy.items() if of_other_backend(key, as_policy) or LEARNS.match(key)}
+    for key, value in learned.items():
+        if (rule := find_rule(key)) is not None and not not_read(key, as_policy, None):
+            _apply_rule(rule, Found(other if of_other_backend(key, as_policy) else own, key, value, as_policy))
+    carry_over(own, other, as_policy)
+    for key, value in critic_values(own).items():
+        result.set(key, value, "value")
+    result.entries += [
+        replace(entry, key=f"value.{entry.key.removeprefix('policy.')}")
+        for entry in own.entries
+        if entry.status == "not yet"
+    ]
+    if (epochs := result.values.get("batch.epochs", 1)) > 1:
+        in_epochs(result, epochs)
 
 
 def _outcome(
@@ -289,7 +331,7 @@ def find_rule(key: str) -> Rule | None:
 
 def renamed(key: str) -> str:
     """Return the name that a key has in NeMo-RL today."""
-    for old, new in RENAMED.items():
+    for old, new in (RENAMED | PPO).items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return key

@@ -233,7 +233,7 @@ def training_time(request: Request, choice: TrainingChoice, colocated: bool = Tr
     micro = forward.total * PASSES[choice.recompute] - (forward.matmul if choice.adapters else 0.0)
     bubble = (choice.parallel.pp - 1) / choice.parallel.vpp * micro
     data, optimizer = _data_seconds(request, choice, micro, number)
-    steps = request.workload.optimizer_steps
+    steps = request.workload.optimizer_steps * request.workload.epochs
     onload = offload_seconds(request, choice) if colocated and request.workload.rollouts else 0.0
     return TrainingTime(
         number, forward, steps * (number * micro), steps * bubble, steps * data, steps * optimizer, onload

@@ -27,6 +27,8 @@ class Workload:
     prompt_tokens: int = 150
     """Mean length of a prompt."""
     optimizer_steps: int = 1
+    epochs: int = 1
+    """Times that the optimizer steps are taken."""
     old_logprobs: bool = True
     """Log-probs of the old policy are recomputed by the trainer."""
     reference: bool = False

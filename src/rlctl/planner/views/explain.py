@@ -77,9 +77,9 @@ def _training(request: Request, t: TrainingChoice, colocated: bool) -> list[str]
         f"forward of a micro-batch {1e3 * f.total:.1f} ms: compute {1e3 * f.compute:.1f} at {rate / 1e12:.2f} "
         f"TFLOP/s, tensor {1e3 * f.tensor:.1f}, experts {1e3 * f.expert:.1f}, context {1e3 * f.context:.1f}; host at "
         f"least {1e3 * f.host:.1f}",
-        f"{time.compute:.2f} s = {w.optimizer_steps} x {number} x {timing.PASSES[t.recompute]:g} forward passes"
-        f"{frozen}; bubble {time.bubble:.2f} = (PP - 1) / VPP micro-batches; data parallel {time.data:.2f}; update "
-        f"{time.optimizer:.2f}; onload {time.onload:.2f}",
+        f"{time.compute:.2f} s = {w.optimizer_steps * w.epochs} x {number} x {timing.PASSES[t.recompute]:g} forward "
+        f"passes{frozen}; bubble {time.bubble:.2f} = (PP - 1) / VPP micro-batches; data parallel {time.data:.2f}; "
+        f"update {time.optimizer:.2f}; onload {time.onload:.2f}",
     ]
     if t.optimizer_offload:
         rate = request.cluster.device.host_link * request.constants.pinned_copy
