@@ -11,9 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
+from rlctl.config.schema import EnvironmentConfig
 from rlctl.doctor.host import check_sandbox
 from rlctl.envs.builtin.python import Python
 from rlctl.envs.environment import Step
+from rlctl.envs.environments import plan_environment
 from rlctl.envs.sandbox import LAYERS, Limits, layers, run
 from rlctl.errors import InputError
 
@@ -104,9 +106,12 @@ def test_an_honest_program_works_behind_all_layers() -> None:
     assert (outcome.output, outcome.code) == ("123 2.0\n", 0), outcome.errors
 
 
-def test_doctor_names_the_layers() -> None:
+def test_doctor_and_a_run_name_the_layers() -> None:
     assert ", ".join(layers()) in check_sandbox().detail
     assert check_sandbox(LAYERS).status == "ok"
+    assert (
+        plan_environment(EnvironmentConfig(name="python")).load().note == f"programs run behind: {', '.join(layers())}"
+    )
     found = check_sandbox(("limits", "landlock"))
     assert found.status == "warn"
     assert "namespaces, seccomp" in found.detail

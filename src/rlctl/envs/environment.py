@@ -29,7 +29,7 @@ or written differently:
   offers all its public methods.
 - `close(self)` ends the episode; it is called also where that failed.
 - `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
-  episodes are forked from the one that called it.
+  episodes are forked from the one that called it. A text that it returns is shown before the run.
 
 An error in a method costs its own rollout, as `reward.on_error` says, and never the run.
 """

@@ -96,8 +96,8 @@ class LoadedEnvironment:
                 f"Environment {plan.label!r} does not take these parameters (environment.params): {error}.",
                 f"Its parameters are: {takes}.",
             ) from error
-        if prepare := getattr(kind, "prepare", None):
-            prepare(**plan.params)
+        prepare = getattr(kind, "prepare", None)
+        self.note = str(prepare(**plan.params) or "") if prepare else ""
 
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each tool, by its name."""
@@ -124,6 +124,8 @@ class Reply:
     """Calls that could not be read or were refused."""
     schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """The JSON schema of each tool, by its name, where these were asked for."""
+    note: str = ""
+    """A line that a run shows about the environment, with the schemas."""
 
 
 class RunningEpisode:
@@ -172,8 +174,8 @@ class RunningEpisode:
         return self._reply(_step(await _called(self._made.step, message if first == "message" else text)))
 
     async def schemas(self) -> Reply:
-        """Return the JSON schema of each tool."""
-        return Reply((), schemas=self._loaded.schemas())
+        """Return the JSON schema of each tool, and what a run says of the environment."""
+        return Reply((), schemas=self._loaded.schemas(), note=self._loaded.note)
 
     async def close(self) -> Reply:
         """End the episode, and return what `get_reward` says of it where no step does."""

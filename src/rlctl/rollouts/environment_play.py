@@ -19,11 +19,9 @@ from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Turn
 from rlctl.data.turns import TurnEncoder, with_tools
-from rlctl.envs.builtin import RUN_PROGRAMS
 from rlctl.envs.environment import Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.envs.environments import EnvironmentPlan, Reply, plan_environment
-from rlctl.envs.sandbox import layers
 from rlctl.envs.tools import INSTRUCTIONS, format_of, listed
 from rlctl.errors import InputError
 from rlctl.rollouts.episodes import Episode, one_turn
@@ -70,14 +68,15 @@ class EnvironmentPlay:
         cls, host: EnvironmentHost, limits: EnvironmentConfig, encoder: PromptEncoder, row: PromptRow, seed: int
     ) -> EnvironmentPlay:
         session = host.begin()
-        schemas = (await session.ask("schemas", timeout_s=limits.turn_timeout_s)).schemas
+        described = await session.ask("schemas", timeout_s=limits.turn_timeout_s)
+        schemas = described.schemas
         shown, knows = with_tools(encoder, list(schemas.values()), INSTRUCTIONS.format(schemas=listed(schemas)))
         turns = TurnEncoder.build(shown, raw=limits.append == "raw", tools=bool(schemas) and knows)
         form = limits.tool_format
         if form == "auto":
             form = form_of(shown) if schemas and knows else "hermes"
         plan = replace(host.plan, schemas=dict(schemas), form=form, tool_role=turns.tool_role)
-        notes = list(filter(None, [turns.note if schemas else None]))
+        notes = list(filter(None, [described.note, turns.note if schemas else None]))
         if schemas:
             told = "" if knows else "; the chat template has no place for them: the system prompt says how to call them"
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
@@ -109,8 +108,7 @@ class EnvironmentPlay:
         """Return what a run says of it before it begins."""
         limits, name = self.limits, self.plan.name or "tools alone"
         how = f"environment: {name}, at most {limits.turns} turn{'s' * (limits.turns > 1)}"
-        behind = [f"programs of the model run behind: {', '.join(layers())}"] if name in RUN_PROGRAMS else []
-        return [how, *self.notes, *behind]
+        return [how, *self.notes]
 
     # In the process of an engine
 

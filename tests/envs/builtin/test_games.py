@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import EnvironmentConfig
 from rlctl.envs.builtin.sliding_puzzle import FROM, SlidingPuzzle
 from rlctl.envs.builtin.wordle import WORDS, Wordle, marks
 from rlctl.envs.environment import Step
-from rlctl.envs.environments import plan_environment
-from rlctl.envs.sandbox import layers
-from rlctl.rollouts.environment_play import EnvironmentPlay
 
 EMPTY: dict[str, Any] = {"prompt": [], "answer": None}
 
@@ -91,14 +87,3 @@ def test_moves_of_the_puzzle() -> None:
     assert (puzzle.tiles, puzzle.moves) == ([0, 2, 1, 3], 6)
     over = act(puzzle, "up")
     assert (over.done, over.reward, puzzle.tiles) == (True, 0.0, [0, 2, 1, 3])
-
-
-def test_a_run_says_behind_which_layers_programs_run() -> None:
-    def said(name: str) -> list[str]:
-        turns: Any = None  # nothing is written
-        return EnvironmentPlay(
-            plan_environment(EnvironmentConfig(name=name)), turns, EnvironmentConfig(), (), ()
-        ).describe()
-
-    assert said("python")[1:] == [f"programs of the model run behind: {', '.join(layers())}"]
-    assert said("wordle") == ["environment: wordle, at most 10 turns"]

@@ -21,6 +21,7 @@ def test_the_model_searches_a_collection_and_answers(tmp_path: Path) -> None:
     facts = [{"title": "Oslo", "text": "The capital of Norway."}, {"text": "Lyon lies in France."}]
     corpus.write_text("\n".join(json.dumps(fact) for fact in facts) + "\nQuito is the capital of Ecuador.\n")
     loaded = plan_environment(EnvironmentConfig(name="search", params={"corpus": str(corpus)})).load()
+    assert loaded.note == "3 passages can be searched"
     assert loaded.schemas()["search"]["function"]["parameters"]["required"] == ["query"]
     episode = loaded.begin()
     asyncio.run(episode.reset(PromptRow(0, "row 0", "Which is the capital of Norway?", "Oslo", {}), 1))

@@ -11,5 +11,3 @@ BUILT_IN = {
     "wordle": "rlctl.envs.builtin.wordle:Wordle",
 }
 """`module:Class` of each, by its name."""
-RUN_PROGRAMS = ("python",)
-"""Those that run what the model writes."""

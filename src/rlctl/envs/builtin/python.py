@@ -47,8 +47,8 @@ class Python:
         self.limits = sandbox.Limits(seconds=seconds, memory_mib=memory_mib)
 
     @classmethod
-    def prepare(cls, **params: Any) -> None:
-        sandbox.layers()  # which the episodes then know
+    def prepare(cls, **params: Any) -> str:
+        return f"programs run behind: {', '.join(sandbox.layers())}"  # once; the episodes then know them
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str:
         self.made, self.rewarded = 0, 0.0

@@ -32,8 +32,8 @@ class Search:
         self.corpus = corpus
 
     @classmethod
-    def prepare(cls, corpus: str) -> None:
-        """Read the passages and build the index."""
+    def prepare(cls, corpus: str) -> str:
+        """Read the passages and build the index. Return how many there are."""
         try:
             import bm25s  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as error:
@@ -44,6 +44,7 @@ class Search:
         cls.passages = read_passages(user_path(corpus))
         cls.index = bm25s.BM25()
         cls.index.index(bm25s.tokenize(cls.passages, show_progress=False), show_progress=False)
+        return f"{len(cls.passages):,} passages can be searched"
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         if not row["prompt"] or row["answer"] is None:
