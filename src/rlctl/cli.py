@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("rlctl.commands.init", "Write a configuration, data and a reward to begin with."),
     "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
+    "rollout": ("rlctl.commands.rollout", "Play a few episodes of an environment, to look at."),
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
     "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
     "rehearse": (
@@ -49,7 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 GROUPS = {
     "Train": ("init", "train"),
     "Look at a run": ("watch", "report", "rollouts"),
-    "Use a model": ("generate", "eval", "convert"),
+    "Use a model": ("generate", "rollout", "eval", "convert"),
     "Plan and check": ("rehearse", "plan", "presets", "config", "doctor", "refit-test"),
 }
 """Headings of `rlctl --help`, and the commands below each."""

@@ -62,6 +62,9 @@ class CompletionJob:
         """The Megatron checkpoint with the weights; None: the engine reads them from the model directory itself."""
         return self.checkpoint.policy if self.checkpoint else self.model.source.megatron
 
+    compares: bool = False
+    """A policy computes the log-probs of what the engines sample, too."""
+
     def plan(self, prompt_tokens: list[int], assume: str | None = None) -> Plan:
         """The engines for prompts of these lengths; where the weights are a Megatron checkpoint, the policy that reads
         it too, laid out as for training with the same prompts.
@@ -70,7 +73,7 @@ class CompletionJob:
         `plan_from_config` raises.
         """
         work = completions_workload(self.config, self.facts, prompt_tokens, self.samples)
-        if self.megatron is not None:
+        if self.megatron is not None or self.compares:
             step = self.config.batch
             prompts, generations = max(work.prompts, step.prompts), max(work.generations, step.generations)
             work = replace(work, trains=True, prompts=prompts, generations=generations)

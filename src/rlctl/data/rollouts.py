@@ -72,7 +72,7 @@ class EpisodeFacts:
     turns: int
     """Turns of the model."""
     counts: Mapping[str, float]
-    """Sums over the turns: `calls` and `broken_calls` of tools, and the metrics of the environment."""
+    """Sums over the turns: `tool_calls` and `broken_calls`, and the metrics of the environment."""
     failure: str | None = None
     """Why the environment failed; None: it did not."""
 

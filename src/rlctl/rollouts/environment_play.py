@@ -165,7 +165,9 @@ class Player:
         while reason is None:
             reply = await self._turn(episode, session, reply)
             calls, broken = calls + reply.calls, broken + reply.broken
-            episode.count(calls=reply.calls, broken_calls=reply.broken, **reply.metrics)
+            if play.plan.schemas:
+                episode.count({"tool_calls": reply.calls, "broken_calls": reply.broken})
+            episode.count(reply.metrics)
             reason = episode.stop_reason or self._reason(episode, reply, calls, broken)
             if reason is None:
                 given = play.turns.between(episode.tokens[-1], reply.messages)

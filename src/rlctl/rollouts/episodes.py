@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
@@ -89,7 +89,7 @@ class Episode:
                 self.transcript[place] = replace(self.transcript[place], reward=self.rewards[-1])
                 break
 
-    def count(self, **numbers: float) -> None:
+    def count(self, numbers: Mapping[str, float]) -> None:
         """Add to the counts of the episode."""
         for name, number in numbers.items():
             self.counts[name] = self.counts.get(name, 0.0) + number

@@ -124,6 +124,18 @@ def scored(
             (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
+    return groups_of(results, rows, seeds, answers, on_error)
+
+
+def groups_of(
+    results: Sequence[GroupResult],
+    rows: Mapping[int, PromptRow],
+    seeds: Mapping[int, Sequence[int]],
+    answers: Sequence[GroupScores | None],
+    on_error: OnError,
+) -> tuple[list[RolloutGroup], int]:
+    """Return the groups of `results` with the scores of their completions (None: there are none) and what their
+    environments gave, and the number of failures."""
     groups, failures = [], 0
     for result, scores in zip(results, answers, strict=True):
         scores = _with_environment(scores, result, on_error)

@@ -1,0 +1,154 @@
+"""A few episodes of an environment, played by a model without training it, to look at.
+
+data or environment ---> engines play ---> rewards ---> one record an episode
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
+from rlctl.apps.generate import CompletionJob, completion_job
+from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
+from rlctl.backends.messages import GroupResult, Sampling
+from rlctl.checkpoints.model_source import Tell
+from rlctl.cluster.objects import fetch
+from rlctl.cluster.ray_session import ray_session
+from rlctl.config.files import temporary_folder
+from rlctl.config.load import Resolved
+from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
+from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.envs.rewards import any_reward, mixed_rewards
+from rlctl.envs.scorers import Rewards
+from rlctl.errors import InputError
+from rlctl.planner.result import Plan
+from rlctl.refit.decoding import LogprobDifference, policy_difference
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.scored_groups import groups_of
+from rlctl.rollouts.source import sample_seed
+from rlctl.runs.directory import Checkpoint
+
+
+@dataclass(frozen=True)
+class EpisodesJob:
+    """The episodes to play: who plays them, and on which rows."""
+
+    completions: CompletionJob
+    prompts: PromptStream
+    rewards: Rewards | None
+    count: int
+
+    def describe(self) -> list[str]:
+        """Return what is played, in lines for a person."""
+        environment = self.prompts.environment
+        of_rewards = self.rewards.describe() if self.rewards else []
+        return [*self.prompts.describe(), *(environment.describe() if environment else []), *of_rewards]
+
+
+def episodes_job(
+    resolved: Resolved, checkpoint: Checkpoint | None, count: int, compares: bool, tell: Tell
+) -> EpisodesJob:
+    """Open model, data and environment. Raises InputError for what is wrong with them."""
+    job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
+    if checkpoint is not None and compares:
+        raise InputError("--check is for a model: a checkpoint's refit is verified as it is.", "Leave it out.")
+    prompts = PromptStream.open(job.config, job.model.source.directory)
+    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
+    rewards = mixed_rewards(listed) if any_reward(listed) else None
+    if rewards is None and prompts.environment is None:
+        raise InputError(
+            "There is no environment and no reward: nothing to look at.", "Give --env, --tool or --reward."
+        )
+    return EpisodesJob(job, prompts, rewards, count)
+
+
+def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
+    """Yield a record for each episode: `turns` [{role, text, tokens, reward}], `reward`, `stop_reason`, `counts`, and
+    `logprob_diff` {mean, max} where a policy compares."""
+    config, prompts = job.completions.config, job.prompts
+    rows = {position: prompts.prompt_at(position) for position in range(job.count)}
+    plan = job.completions.checked_plan([len(prompts.tokens(row)) for row in rows.values()])
+    resolved = job.completions.resolved.with_values(plan.config_values())
+    job = replace(job, completions=replace(job.completions, resolved=resolved))
+    seeds = {position: (sample_seed(config.run.seed, position, 0),) for position in rows}
+    requests = [prompts.request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]
+    encoder = prompts.encoder
+    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    with _started(job, plan, tell) as (engines, policy, turns):
+        with turns:
+            results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
+        differences = [None if policy is None else policy_difference(policy, [result]) for result in results]
+        answers = _scores(job.rewards, results, [rows[result.group] for result in results])
+        groups, _ = groups_of(results, rows, seeds, answers, "drop")
+        for group, difference in zip(groups, differences, strict=True):
+            yield _record(group, difference)
+
+
+@contextlib.contextmanager
+def _started(
+    job: EpisodesJob, plan: Plan, tell: Tell
+) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
+    """Engines with the weights asked for, the policy that compares, and the engines' turn on the devices."""
+    completions, limits = job.completions, job.completions.config.cluster
+    with temporary_folder("rollout", tell) as logs, ray_session(limits.ray_address, logs=logs, tell=tell):
+        tell("starting the engines")
+        if plan.training is None:
+            with start_engines(_playing(job, completions.engines(plan)), limits, logs) as engines:
+                yield engines, None, contextlib.nullcontext()
+            return
+        spec = completions.crew(plan)
+        assert spec.engines is not None  # episodes are sampled
+        with start_crew(replace(spec, engines=_playing(job, spec.engines)), logs) as crew:
+            _load(completions, spec, crew.policy)
+            source = None if completions.checkpoint else completions.model.source
+            with crew.weight_sync(completions.config.refit, source) as sync:
+                sync.refit(completions.checkpoint.step if completions.checkpoint else 0)
+                yield sync.engines, crew.policy if completions.compares else None, sync.generating()
+
+
+def _load(job: CompletionJob, spec: CrewSpec, policy: PolicyClient) -> None:
+    """Load the model, or the checkpoint of a run, into the policy."""
+    if job.checkpoint is None or spec.policy.lora.rank:
+        policy.load_model(job.model.source.weights)
+    if job.checkpoint is not None:
+        policy.load_saved(job.checkpoint.policy) if spec.policy.lora.rank else policy.load_model(job.checkpoint.policy)
+
+
+def _playing(job: EpisodesJob, spec: EnginesSpec) -> EnginesSpec:
+    environment = job.prompts.environment
+    if environment is None:
+        return spec
+    return replace(spec, episode=replace(environment, max_length=spec.engine.max_length))
+
+
+def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Sequence[Any]) -> list[GroupScores | None]:
+    if rewards is None:
+        return [None] * len(results)
+    with contextlib.closing(RewardWorker(rewards, fetch)) as worker:
+        asked = [ScoreRequest(row, result.texts) for row, result in zip(rows, results, strict=True)]
+        return list(worker.score(asked))
+
+
+def _record(group: RolloutGroup, difference: LogprobDifference | None) -> dict[str, Any]:
+    """Return an episode as JSON. One whose environment failed says why, and has no reward."""
+    texts: list[str] = fetch(group.texts)
+    turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []
+    rollout: Rollout | None = next(iter(group.rollouts), None)
+    if not turns:
+        asked = group.prompt.prompt
+        said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        turns = [Turn(one["role"], one["content"], 0, None) for one in said]
+        turns.append(Turn("assistant", texts[0], rollout.response_tokens if rollout else 0, rollout and rollout.reward))
+    return {
+        "episode": group.position,
+        "turns": [asdict(turn) for turn in turns],
+        "reward": rollout and rollout.reward,
+        **({"terms": dict(rollout.terms)} if rollout and rollout.terms else {}),
+        "stop_reason": rollout.stop_reason if rollout else "environment",
+        **({"error": group.dropped[0]} if group.dropped else {}),
+        **({"counts": dict(rollout.episode.counts)} if rollout and rollout.episode else {}),
+        **({"logprob_diff": {"mean": difference.mean_abs, "max": difference.max_abs}} if difference else {}),
+    }

@@ -1,0 +1,86 @@
+"""`rlctl rollout`: a few episodes of an environment, to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.generate import Step, refuse_training_keys
+from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.errors import InputError
+
+app = command_app()
+
+Episodes = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of episodes.")]
+Check = Annotated[bool, typer.Option("--check", help="Compare the log-probs of each episode with those of a policy.")]
+UNREAD_KEYS = (
+    "batch.",
+    "advantage.",
+    "loss.",
+    "checks.",
+    "optimizer.",
+    "scheduler.",
+    "ddp.",
+    "run.steps",
+    "validation.",
+)
+
+
+@app.command(
+    "rollout",
+    epilog=examples(
+        "rlctl rollout --preset laptop-tools -n 3",
+        "rlctl rollout --env guess-number --model Qwen/Qwen3-0.6B",
+        "rlctl rollout --tool tools.py:search --data questions.jsonl --reward exact-match --model Qwen/Qwen3-0.6B",
+        "rlctl rollout --env game.py:Game --run-dir runs/my-run --json",
+    ),
+)
+@options.taking(
+    "env tool data prompt_field answer_field reward temperature max_new_tokens seed model run_dir tokenizer "
+    "chat_template max_length preset config set_ nodes gpus_per_node gpu ray_address"
+)
+def rollout(
+    context: typer.Context,
+    run_dir: str | None,
+    n: Episodes = 4,
+    step: Step = None,
+    check: Check = False,
+    json_: options.Json = False,
+) -> None:
+    """Play a few episodes with a model, or with a checkpoint of a run (--run-dir), and show them turn by turn.
+
+    Nothing is trained. With --check a policy computes the log-probs of what the engine sampled, over all turns, and the
+    difference is shown. With --json the command prints one JSON object for each episode (JSON Lines).
+    """
+    if step is not None and run_dir is None:
+        raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
+    from rlctl.apps.generate import of_run
+    from rlctl.apps.rollout import episodes_job, play
+
+    resolved = options.resolve_config(**context.params | {"run_dir": None})
+    refuse_training_keys(resolved, UNREAD_KEYS, "episodes")
+    checkpoint = None
+    if run_dir is not None:
+        resolved, checkpoint = of_run(Path(run_dir), step, resolved)
+    job = episodes_job(resolved, checkpoint, n, check, message)
+    for line in job.describe():
+        message(line)
+    for record in play(job, message):
+        print_json(record, lines=True) if json_ else print(text_of(record), flush=True)
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """Return an episode for a reader at the terminal."""
+    reward = "no reward" if record["reward"] is None else f"reward {record['reward']:.3g}"
+    head = [f"episode {record['episode']}", reward, f"ended by {record['stop_reason']}"]
+    head += [f"{name} {value:g}" for name, value in record.get("counts", {}).items() if value]
+    if difference := record.get("logprob_diff"):
+        head.append(f"log-probs differ by {difference['mean']:.1e}, at most {difference['max']:.1e}")
+    lines = [" · ".join(head), *([f"  {record['error']}"] if "error" in record else [])]
+    for turn in record["turns"]:
+        of_turn = f" (reward {turn['reward']:g})" if turn["reward"] else ""
+        lines += [f"  {turn['role']}{of_turn}", *(f"    {line}" for line in turn["text"].strip().splitlines())]
+    return "\n".join([*lines, ""])
