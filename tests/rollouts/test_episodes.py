@@ -12,7 +12,12 @@ import pytest
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.messages import Sampling, joined
+from rlctl.config.schema import RlctlConfig
+from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import WorkerError
+from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
+from rlctl.rollouts.scored_groups import groups_of
 from rlctl.rollouts.source import sample_seed
 from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
@@ -20,6 +25,8 @@ from support.engines import START_TIMEOUT_S, tiny_facts
 from support.toy_episodes import REPLY, TOKENS_A_TURN, TURNS
 
 TOLERANCE = 1e-4
+TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
+ROW = PromptRow(0, "row 0", "2 + 3?", "5")
 SAMPLING = Sampling(40)
 
 
@@ -95,3 +102,93 @@ def test_an_engine_of_one_turn_is_the_default(host: Any, tiny_llama: Path) -> No
     mask = result.columns.loss_mask_T[result.columns.slice(0)]
     assert (np.diff(mask.astype(int)) >= 0).all()  # a prompt and one answer
     assert result.rewards == (None, None)
+
+
+# With an environment
+
+
+def play(model: Path, name: str, limits: dict[str, Any] | None = None, **params: Any) -> EnvironmentPlay:
+    """The play of an environment of `toy_environments`, as a run opens it."""
+    environment = {"name": f"{TOYS}:{name}", "params": params, **(limits or {})}
+    config = RlctlConfig.model_validate({"environment": environment})
+    encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
+    found = EnvironmentPlay.open(config, encoder, ROW)
+    assert found is not None
+    return replace(found, max_length=256)
+
+
+def played(host: Any, model: Path, made: EnvironmentPlay, samples: int = 2, new: int = 6) -> list[Any]:
+    host.within(START_TIMEOUT_S).call(SwappingEngine.swap, spec(model), made)
+    seeds = [tuple(100 * group + sample for sample in range(samples)) for group in range(3)]
+    asked = [episode_request(i, ROW, made.turns.encoder, one, episode_seed(0, i)) for i, one in enumerate(seeds)]
+    return call(host, EpisodeWorker.generate, asked, Sampling(new), 60.0)
+
+
+def test_turns_and_an_environment_s_messages_are_told_apart(host: Any, tiny_llama: Path) -> None:
+    made, policy = play(tiny_llama, "Counting"), WholeTensorPolicy(tiny_llama)
+    results = played(host, tiny_llama, made)
+    decode = made.turns.encoder.tokenizer.decode
+    for result in results:
+        columns = result.columns
+        for sample in range(2):
+            part = columns.slice(sample)
+            tokens, mask, turn = columns.tokens_T[part], columns.loss_mask_T[part], columns.extra_T["turn"][part]
+            assert (mask == (turn >= 0)).all()
+            assert sorted(set(turn[mask].tolist())) == [0, 1, 2]
+            assert set(columns.extra_T["turn_reward"][part][mask].tolist()) == {0.5}
+            expected = policy.logprobs(tuple(tokens[:1].tolist()), tokens[1:].tolist(), Sampling(6)).numpy()
+            assert np.abs(columns.logprobs_T[part][1:] - expected)[mask[1:]].max() < TOLERANCE
+            said = [one for one in result.transcripts[sample] if one.role == "assistant"]
+            for number, one in enumerate(said):
+                ids = tokens[turn == number].tolist()
+                assert (len(ids), one.text) == (one.tokens, made.turns.text_of(ids))
+            assert "turn 1" in decode(tokens[~mask])
+            assert "turn 3" not in decode(tokens[~mask])  # nobody answers what ended the episode
+        assert (result.rewards, result.finish_reasons) == ((1.5, 1.5), ("done", "done"))
+        assert {(one.turns, one.counts["said"], one.failure) for one in result.episodes} == {(3, 3.0, None)}
+        first = columns.loss_mask_T[columns.slice(0)].argmax()
+        assert result.prompt_tokens == first  # environments of a group begin alike
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns"),
+    [
+        ({"turns": 2}, "turns", 2),
+        ({"sampled_tokens": 8}, "sampled_tokens", 2),
+        ({}, "context", None),
+    ],
+)
+def test_limits_end_an_episode_with_their_name(
+    host: Any, tiny_llama: Path, limits: dict[str, int], reason: str, turns: int | None
+) -> None:
+    made = play(tiny_llama, "Counting", limits, turns=20, tail=" and more" * (reason == "context"))
+    for result in played(host, tiny_llama, replace(made, max_length=64 + 192 * (reason != "context"))):
+        assert set(result.finish_reasons) == {reason}
+        for number, one in enumerate(result.episodes):
+            assert turns is None or one.turns == turns
+            assert result.tokens[number] <= made.max_length
+            assert result.response_tokens[number] <= limits.get("sampled_tokens", 256)
+
+
+@pytest.mark.parametrize("how", ["raise", "die", "hang"])
+def test_a_failing_environment_costs_its_own_rollouts(host: Any, tiny_llama: Path, how: str) -> None:
+    made = play(tiny_llama, "Failing", {"turn_timeout_s": 1.0}, how=how)
+    results = played(host, tiny_llama, made)
+    assert {one.failure is None for result in results for one in result.episodes} == {True, False}
+    for result in results:
+        groups, failures = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "drop")
+        failed = [one.failure for one in result.episodes if one.failure]
+        assert groups[0].dropped == tuple(failed)
+        assert failures == len(failed)
+        assert [one.reward for one in groups[0].rollouts] == [3.0] * (2 - len(failed))
+        groups, _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "zero")
+        assert [one.reward for one in groups[0].rollouts] == [0.0 if one.failure else 3.0 for one in result.episodes]
+
+
+def test_raw_texts_stand_between_turns_as_they_are(host: Any, tiny_llama: Path) -> None:
+    made = play(tiny_llama, "Counting", {"append": "raw"})
+    for result in played(host, tiny_llama, made, samples=1):
+        tokens, mask = result.columns.tokens_T, result.columns.loss_mask_T
+        after = np.flatnonzero(np.diff(mask.astype(int)) == -1)[0] + 1
+        before = np.flatnonzero(np.diff(mask.astype(int)) == 1)[1] + 1
+        assert made.turns.encoder.tokenizer.decode(tokens[after:before]) == "turn 1"
