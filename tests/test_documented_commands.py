@@ -56,6 +56,7 @@ COMMANDS = {
     "rlctl refit-test": "dry run",
     "rlctl eval --run-dir": "needs a run",
     "rlctl eval": "needs the hub",
+    "rlctl rollout": "tested elsewhere",
     "rlctl rollouts": "needs a run",
     "rlctl report": "needs a run",
     "rlctl watch": "needs a run",
@@ -74,6 +75,7 @@ cluster: { num_nodes: 1, gpus_per_node: 8 }
 LOSSES = "def clipped(batch, options):\n    return -batch.logprobs_R * batch.advantages_R\n"
 
 
+GAME = "class Game:\n    def reset(self, row, seed): ...\n    def step(self, message): ...\n"
 SHORT = "def short(completion, **row):\n    return -len(completion) / 100\n"
 
 
@@ -130,6 +132,8 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / name).write_text(RECIPE)
     (tmp_path / "losses.py").write_text(LOSSES)
     (tmp_path / "my_reward.py").write_text(SHORT)
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "tools.py").write_text("def search(query: str) -> str: ...\n")
     for name in ("questions.jsonl", "gsm8k.jsonl"):
         (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
     (tmp_path / "texts.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7"}\n' * 4)

@@ -114,11 +114,12 @@ def test_a_stored_configuration_is_read_back_with_its_origins() -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_and_names_data_and_reward(name: str) -> None:
     resolved = resolve(name, environment={})
-    assert resolved.config.data.name
-    assert resolved.config.reward.terms or not resolved.config.makes_rollouts
+    assert resolved.config.data.name or resolved.config.environment.name
+    assert resolved.config.reward.terms or resolved.config.environment.name or not resolved.config.makes_rollouts
     assert resolved.config.cluster.nodes
     # As many GPUs as the node has, unless one device is the point of the preset.
-    assert resolved.config.cluster.gpus_per_node == {"laptop": 0, "laptop-sft": 0, "laptop-dpo": 0, "1gpu": 1}.get(name)
+    on_a_laptop = {"laptop": 0, "laptop-sft": 0, "laptop-dpo": 0, "laptop-tools": 0}
+    assert resolved.config.cluster.gpus_per_node == {**on_a_laptop, "1gpu": 1}.get(name)
     assert read_preset(name).description.endswith(".")
 
 

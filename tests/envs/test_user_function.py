@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import Turn
+from rlctl.envs.reward_worker import RewardWorker, ScoreRequest
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.envs.user_function import UserBatchScorer, UserScorer, user_scorer
@@ -108,3 +111,14 @@ def test_a_failure_names_row_and_completion_and_costs_that_completion_alone(tmp_
     with pytest.raises(InputError, match=r"d.jsonl, line 2.*The completion was 'three'"):
         process.score(work)
     process.close()
+
+
+def test_a_function_that_takes_turns_gets_all_of_an_episode(tmp_path: Path) -> None:
+    code = "def score(completion, turns):\n    return sum(one['role'] == 'user' for one in turns)\n"
+    (tmp_path / "mine.py").write_text(code)
+    term = RewardTerm(name=f"{tmp_path / 'mine.py'}:score")
+    plan = RewardPlan((term,), "full", None, None, None, timeout_s=20.0)
+    episodes = [[Turn("user", "a", 1, None), Turn("assistant", "b", 1, 0.0), Turn("user", "c", 1, None)], []]
+    with closing(RewardWorker(plan, lambda handle: handle)) as worker:  # type: ignore[arg-type,return-value]
+        (found,) = worker.score([ScoreRequest(ROWS[0], ["b", "d"], episodes)])
+    assert found.rewards == (2.0, 0.0)

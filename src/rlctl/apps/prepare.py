@@ -37,6 +37,7 @@ from rlctl.config.passthrough import without_effect
 from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
 from rlctl.data.chat import read_template, require_directory, template_digest
 from rlctl.data.mixing import source_settings
+from rlctl.envs.environments import plan_environment
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
 from rlctl.envs.scorers import Rewards
 from rlctl.envs.user_function import reward_digest
@@ -379,6 +380,7 @@ def _require_places(config: RlctlConfig) -> None:
         read_template(config.model.chat_template)
     for one in source_settings(config):
         require_known(one.reward)
+    plan_environment(config.environment)
     require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
 
 

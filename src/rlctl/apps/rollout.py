@@ -128,7 +128,10 @@ def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Seque
     if rewards is None:
         return [None] * len(results)
     with contextlib.closing(RewardWorker(rewards, fetch)) as worker:
-        asked = [ScoreRequest(row, result.texts) for row, result in zip(rows, results, strict=True)]
+        asked = [
+            ScoreRequest(row, one.texts, one.transcripts if one.episodes else None)
+            for row, one in zip(rows, results, strict=True)
+        ]
         return list(worker.score(asked))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from typing import Any
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work
-from rlctl.envs.user_function import LARGEST_REWARD
+from rlctl.envs.user_function import LARGEST_REWARD, TURNS
 from rlctl.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ class ScoreRequest:
     row: PromptRow
     texts: object
     """Handle of the completions, `list[str]` of length G."""
+    turns: object | None = None
+    """Handle of the episodes turn by turn, `list[list[Turn]]` of length G; None: they have one turn."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class GroupScores:
 class RewardWorker:
     """Scores completions where they are fetched, so that texts do not pass through the driver."""
 
-    def __init__(self, plan: Rewards, fetch: Callable[[object], list[str]]) -> None:
+    def __init__(self, plan: Rewards, fetch: Callable[[object], list[Any]]) -> None:
         """`fetch` turns a handle of texts into the texts."""
         self._fetch = fetch
         plans = plan.plans if isinstance(plan, MixedRewards) else {"": plan}
@@ -65,17 +68,25 @@ class RewardWorker:
         for source, process in self._processes.items():
             plan = process.plan
             texts = {i: self._fetch(one.texts) for i, one in enumerate(requests) if one.row.source == source}
+            rows = {i: self._rows(requests[i], len(group)) for i, group in texts.items()}
             work = [
-                Work(scorer, text, requests[i].row)
+                Work(scorer, text, row)
                 for i, group in texts.items()
                 for scorer in range(len(plan.scorers))
-                for text in group
+                for text, row in zip(group, rows[i], strict=True)
             ]
             scores = iter(process.score(work) if work else ())
             for i, group in texts.items():
                 by_scorer = [list(islice(scores, len(group))) for _ in plan.scorers]
                 found[i] = self._group_scores(plan, requests[i], group, by_scorer)
         return [found[i] for i in range(len(requests))]
+
+    def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
+        """Return the row of each rollout: the group's, with the turns of its own episode where there are several."""
+        if request.turns is None:
+            return [request.row] * rollouts
+        episodes = [[asdict(turn) for turn in turns] for turns in self._fetch(request.turns)]
+        return [replace(request.row, fields={**request.row.fields, TURNS: turns}) for turns in episodes]
 
     def _group_scores(
         self, plan: RewardPlan, request: ScoreRequest, texts: Sequence[str], scores_by_scorer: list[list[Score]]

@@ -25,6 +25,8 @@ from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, suggest, suggest_file
 
+TURNS = "turns"
+"""Argument of a reward function that takes all turns of an episode."""
 LARGEST_REWARD = 1e30
 """Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
@@ -107,6 +109,11 @@ def reward_digest(name: str) -> str | None:
     return UserCode.read(name, "Reward").fingerprint if is_reference(name) else None
 
 
+def turns_of(row: PromptRow, completion: str) -> list[dict[str, Any]]:
+    """Return the turns of an episode, each with `role`, `text`, `tokens` and `reward`; without an environment one."""
+    return row.fields.get(TURNS) or [{"role": "assistant", "text": completion, "tokens": None, "reward": None}]
+
+
 class UserFunction:
     """A reward function that is loaded, and what its signature takes."""
 
@@ -152,6 +159,8 @@ class UserScorer(UserFunction):
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
+        if TURNS in self._takes:
+            given[TURNS] = turns_of(row, completion)
         return self._number(self._call(given, row.where), row)
 
 
@@ -164,7 +173,7 @@ class UserBatchScorer(UserFunction):
         """Return the score of each completion; None where the function does not apply to it."""
         scored = f"{len(rows)} completions from {rows[0].where} on" if len(rows) > 1 else rows[0].where
         names = dict.fromkeys(name for row in rows for name in row.fields)
-        columns = {
+        columns: dict[str, list[Any]] = {
             **{name: [row.fields.get(name) for row in rows] for name in names},
             "answer": [row.answer for row in rows],
             "prompts": [row.prompt for row in rows],
@@ -173,6 +182,8 @@ class UserBatchScorer(UserFunction):
                 for text, row in zip(completions, rows, strict=True)
             ],
         }
+        if TURNS in self._takes:
+            columns[TURNS] = [turns_of(row, text) for row, text in zip(rows, completions, strict=True)]
         values = self._call(columns, scored)
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()

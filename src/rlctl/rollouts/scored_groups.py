@@ -119,7 +119,7 @@ def scored(
     timeout_s, on_error = settings.timeout_s, settings.on_error
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if workers is not None:
-        asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
+        asked = [ScoreRequest(rows[one.group], one.texts, one.transcripts if one.episodes else None) for one in results]
         try:
             (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
         except WaitTimeoutError as error:
