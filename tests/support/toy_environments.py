@@ -93,3 +93,17 @@ def double(number: int) -> int:
         number: The number.
     """
     return 2 * number
+
+
+class Even(Counting):
+    """Rewards turns with an even number of characters, which a random model writes. It waits while there is a file."""
+
+    def __init__(self, hold: str = "") -> None:
+        super().__init__(turns=2)
+        self.hold = hold
+
+    async def step(self, message: Message) -> Step:
+        while self.hold and os.path.exists(self.hold):
+            await asyncio.sleep(0.05)
+        found = await super().step(message)
+        return Step(found.messages, float(len(message["content"]) % 2 == 0), found.done, metrics=found.metrics)

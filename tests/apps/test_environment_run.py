@@ -1,0 +1,105 @@
+"""Runs whose rollouts have turns: killed in the middle of episodes, asynchronous, validated, and looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlctl.telemetry.metrics import read_metrics
+from support.commands import Run
+from support.runs import command, results, resume, started, wait_for_step, wait_until_gone
+
+Here = Callable[[list[str]], subprocess.CompletedProcess[str]]
+TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
+EVEN = ("--env", f"{TOYS}:Even", "--set", "environment.turns=3", "--set", "run.checkpoint_every=1")
+
+
+def playing(model: Path, run_dir: Path, *more: str) -> list[str]:
+    """The command of a run on an environment in place of data and rewards."""
+    words = command(model, run_dir, *EVEN, *more)
+    return [*words, "--set", "data.name=null", "--set", "data.params={}", "--set", "reward.terms=[]"]
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_episodes_goes_on_as_if_it_had_not_been(
+    here: Here, tiny_llama: Path, tmp_path: Path
+) -> None:
+    hold, log, validated = tmp_path / "hold", tmp_path / "log", ("--set", "validation.every=2")
+    of_both = (*validated, "--set", "validation.max_prompts=2", "--set", f"environment.params.hold={hold}")
+    done = here(playing(tiny_llama, tmp_path / "whole", *of_both))
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert all(line["turns_max"] == 2 and line["environment"] == {"said": 2.0} for line in lines)
+    assert all(line["stop_reasons"] == {"done": 8} and line["logprob_diff"]["max"] < 1e-3 for line in lines)
+    assert "reward_mean" in lines[1]["validation"]
+    with started(playing(tiny_llama, tmp_path / "cut", *of_both), log) as process:
+        wait_for_step(process, tmp_path / "cut", 2, log)
+        hold.touch()  # the third step's episodes wait for their environments
+        family = process.family()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+        wait_until_gone(family)
+    hold.unlink()
+    done = here(resume(tmp_path / "cut"))
+    assert done.returncode == 0, done.stderr
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_episodes_go_on_while_the_policy_trains(here: Here, tiny_llama: Path, tmp_path: Path, in_flight: str) -> None:
+    flags = (
+        "--async",
+        "--max-staleness",
+        "1",
+        "--backend",
+        "dtensor",
+        "--tp",
+        "1",
+        "--set",
+        f"refit.in_flight={in_flight}",
+    )
+    done = here(playing(tiny_llama, tmp_path / "run", *flags))
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["turns_mean"] for line in lines] == [2.0] * 4
+    positions = [first for line in lines for one in line["positions"] for first in range(one[0], one[-1] + 1)]
+    assert sorted(positions) == list(range(8))
+    sample = json.loads((tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()[0])
+    assert [turn["role"] for turn in sample["turns"]] == ["user", "assistant", "user", "assistant"]
+    assert sample["reward"] == sum(turn["reward"] for turn in sample["turns"] if turn["role"] == "assistant")
+
+
+@pytest.mark.slow
+def test_episodes_are_looked_at_without_training(run_here: Run, tiny_llama: Path) -> None:
+    words = (
+        "rollout",
+        "--env",
+        f"{TOYS}:Even",
+        "--model",
+        str(tiny_llama),
+        "--gpu",
+        "cpu",
+        "-n",
+        "3",
+        "--max-new-tokens",
+        "6",
+    )
+    done = run_here(*words, "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    episodes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["episode"] for one in episodes] == [0, 1, 2]
+    for one in episodes:
+        assert one["stop_reason"] == "done"
+        assert [turn["role"] for turn in one["turns"]] == ["user", "assistant", "user", "assistant"]
+        assert one["logprob_diff"]["mean"] <= one["logprob_diff"]["max"] < 1e-3
+        assert one["reward"] == sum(turn["reward"] or 0 for turn in one["turns"])
+    done = run_here(*words)
+    assert "ended by done" in done.stdout
