@@ -50,6 +50,7 @@ COMMANDS = {
     "rlctl train distill": "dry run",
     "rlctl train grpo --preset laptop --data questions.jsonl --reward model:./reward-model": "slow",
     "rlctl train --config": "dry run",
+    "rlctl train --preset": "dry run",
     "rlctl train --resume": "needs a run",
     "rlctl generate --run-dir": "needs a run",
     "rlctl generate": "dry run",
