@@ -47,6 +47,8 @@ COMMANDS = {
     "rlctl train sft": "dry run",
     "rlctl train dpo": "dry run",
     "rlctl train rm": "dry run",
+    "rlctl train kto": "dry run",
+    "rlctl train --preset": "dry run",
     "rlctl train distill": "dry run",
     "rlctl train grpo --preset laptop --data questions.jsonl --reward model:./reward-model": "slow",
     "rlctl train --config": "dry run",
@@ -139,6 +141,7 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
     (tmp_path / "texts.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7"}\n' * 4)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}\n' * 4)
+    (tmp_path / "labels.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7", "label": true}\n' * 4)
     (tmp_path / "run.yaml").write_text(
         "extends: laptop\ndata: { name: questions.jsonl }\nreward: { terms: [{ name: exact-match }] }\n"
     )

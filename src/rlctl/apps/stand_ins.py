@@ -16,7 +16,7 @@ from rlctl.data.holdout import validation_data
 from rlctl.data.mixing import source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX
 from rlctl.data.templates import PROMPT, template_of
-from rlctl.data.texts import CHOSEN, COMPLETION, REJECTED
+from rlctl.data.texts import CHOSEN, COMPLETION, LABEL, REJECTED
 from rlctl.errors import AbsentError, InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
@@ -91,7 +91,8 @@ def generated_rows(path: Path, data: DataConfig, reward: RewardConfig) -> None:
             made: dict[str, Any] = {name: f"{name} {number}" for name in others} | {data.prompt_field: question}
             if data.rows == "prompts":
                 made |= {data.answer_field: answer}
-            elif data.rows == "texts":
+            elif data.rows in ("texts", "labels"):
+                made |= {LABEL: number % 2 == 0} if data.rows == "labels" else {}
                 made |= {data.answer_field if data.answer_field != "answer" else COMPLETION: answer}
             else:
                 made |= {CHOSEN: answer, REJECTED: "nobody knows"}

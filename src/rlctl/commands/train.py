@@ -47,7 +47,7 @@ def train(context: typer.Context) -> None:
         from rlctl.apps.open_model import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
-        raise InputError("`rlctl train` needs a command (grpo, sft, dpo, rm or distill) and a model.", there_is)
+        raise InputError("`rlctl train` needs a command (grpo, sft, dpo, kto, rm or distill) and a model.", there_is)
 
 
 @app.command(
@@ -121,6 +121,22 @@ def distill(context: typer.Context, json_: options.Json = False) -> None:
     `train grpo --algorithm distillation` learns from a teacher on the model's own completions.
     """
     _train("distill", context)
+
+
+@app.command(
+    "kto",
+    epilog=examples(
+        "rlctl train kto --model Qwen/Qwen3-1.7B --data labels.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
+        "rlctl train kto --resume --run-dir runs/my-run",
+    ),
+)
+@options.taking(f"prompt_field answer_field beta {TEXT_FLAGS}")
+def kto(context: typer.Context, json_: options.Json = False) -> None:
+    """Kahneman-Tversky optimization on rows with `prompt`, `completion` and `label`, true for good and false for bad.
+
+    The reference is the model that the run begins with.
+    """
+    _train("kto", context)
 
 
 @app.command(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OWN_COMMANDS = ("sft", "dpo", "rm", "distill")
+OWN_COMMANDS = ("sft", "dpo", "kto", "rm", "distill")
 """Algorithms that are a command of `train`; all others are a flag of `train grpo`."""
 
 ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -69,6 +69,13 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "advantage.baseline": "none",
         "advantage.normalize_std": False,
         "loss.needs": (),
+    },
+    "kto": {
+        "data.rows": "labels",
+        "batch.generations": 2,
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "loss.needs": ("reference_logprobs",),
     },
     "distill": {
         "data.rows": "texts",

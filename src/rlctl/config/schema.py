@@ -91,10 +91,10 @@ class DataConfig(Section):
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
     """Sources instead of `data.name`: each with `name`, `weight`, and keys of `data` and a `reward` of its own."""
-    rows: Literal["prompts", "texts", "pairs"] = "prompts"
+    rows: Literal["prompts", "texts", "pairs", "labels"] = "prompts"
     """Contents of a row: a prompt, whose completions are sampled; a text to train on, as `prompt` and `completion`, as
-    chat `messages` or as `text`; or a `prompt` with completions `chosen` and `rejected`. The algorithms sft and dpo set
-    it. With texts and pairs there are no engines and no rewards."""
+    chat `messages` or as `text`; a `prompt` with completions `chosen` and `rejected`; or a text with a `label`, true or
+    false. The algorithms of texts set it. There are no engines and no rewards but with prompts."""
     train_on: Literal["assistant", "last", "marked", "all"] = "assistant"
     """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, what the chat
     template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
@@ -499,7 +499,7 @@ class DistillationConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """The loss of `train dpo`."""
+    """The loss of `train dpo` and `train kto`."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
     """The formula, by its name in the literature. simpo and orpo compare without a reference model."""
@@ -514,6 +514,11 @@ class PreferenceConfig(Section):
     """With simpo, the margin of the rewards that is aimed at (gamma)."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the negative log-prob of the chosen completion, which is added to the loss."""
+
+    good_weight: PositiveNumber = 1.0
+    """With `train kto`, weight of the loss of good completions."""
+    bad_weight: PositiveNumber = 1.0
+    """With `train kto`, weight of the loss of bad completions."""
 
     @property
     def has_reference(self) -> bool:
@@ -998,8 +1003,12 @@ class RlctlConfig(Section):
         for key, has_effect in (("train_on", data.rows == "texts"), ("too_long", not self.makes_rollouts)):
             if not has_effect and getattr(data, key) != getattr(plain, key):
                 raise ValueError(f"data.{key} = {getattr(data, key)} has no effect: data.rows = {data.rows}")
-        if (data.rows != "pairs" or self.trains_reward_model) and self.preference != PreferenceConfig():
-            odd = next(iter(dict(_changed(self.preference, PreferenceConfig(), "preference."))))
+        plain = PreferenceConfig()
+        of_labels = {"beta": self.preference.beta} if data.rows == "labels" else {}
+        of_labels |= {key: getattr(self.preference, key) for key in ("good_weight", "bad_weight") if of_labels}
+        plain = plain.model_copy(update=of_labels)
+        if (data.rows != "pairs" or self.trains_reward_model) and self.preference != plain:
+            odd = next(iter(dict(_changed(self.preference, plain, "preference."))))
             what = "a reward model has scores of its own"
             what = what if self.trains_reward_model else f"data.rows = {data.rows} has no preferences"
             raise ValueError(f"{odd} has no effect: {what}")
@@ -1009,9 +1018,9 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_pairs_of_an_optimizer_step(self) -> RlctlConfig:
-        if self.data.rows == "pairs" and self.batch.prompts % self.batch.optimizer_steps:
+        if self.data.rows in ("pairs", "labels") and self.batch.prompts % self.batch.optimizer_steps:
             raise ValueError(
-                f"batch.prompts = {self.batch.prompts} pairs do not split into batch.optimizer_steps = "
+                f"batch.prompts = {self.batch.prompts} {self.data.rows} do not split into batch.optimizer_steps = "
                 f"{self.batch.optimizer_steps} equal parts"
             )
         return self

@@ -24,7 +24,7 @@ from rlctl.data.prompt_rows import (
     require_fields,
     row_from_record,
 )
-from rlctl.data.texts import pair_from_record, text_from_record
+from rlctl.data.texts import label_from_record, pair_from_record, text_from_record
 from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, an
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
-ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record}
+ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record, "labels": label_from_record}
 """Functions that make a row of a record, by `data.rows`."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""

@@ -26,6 +26,8 @@ COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 SQUAD = {"context", "question", "answers"}
 HELP_STEER = {"response1", "response2", "overall_preference"}
 """Fields of rows as SQuAD and HelpSteer3 have them."""
+LABEL = "label"
+"""Field that says whether a completion is good."""
 TOOLS = "tools"
 """Field of the tools that a conversation may call, and the template's name for them."""
 RANKED = "completions"
@@ -92,6 +94,18 @@ def text_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
         f"{where}: no text to train on. Its fields are {', '.join(record) or 'none'}.",
         "A row has `prompt` and `completion` (--prompt-field and --answer-field name others), `messages`, or `text`.",
     )
+
+
+def label_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+    """Return the text of a record that is labeled as good or bad. Raises InputError naming row and field."""
+    if LABEL not in record:
+        raise _without_field(LABEL, "", record, where)
+    if record[LABEL] not in (True, False):
+        raise InputError(f"{where}: the field {LABEL!r} is neither true nor false.", "It says whether it is good.")
+    row = text_from_record(record, index, where, data)
+    if len(row.answer) != 1:
+        raise InputError(f"{where}: a text without a prompt has no label to learn.", "Give `prompt` and `completion`.")
+    return row
 
 
 def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:

@@ -158,6 +158,8 @@ class Loop:
             metrics["length_penalty"] = float(np.concatenate(penalties_P_G).mean())
         if not train_batch.minibatches:
             return metrics
+        with timer(Phase.LOGPROBS):
+            estimate_first(policy, algorithm, train_batch)
         with timer(Phase.TRAINING):
             packing = policy.load_batch(train_batch)
         with timer(Phase.LOGPROBS):
@@ -234,6 +236,17 @@ class Loop:
         return {**metrics, "tokens_per_s": metrics["tokens"] / working, "seconds": seconds}
 
 
+def estimate_first(policy: PolicyClient[Any], algorithm: Algorithm, batch: TrainBatch) -> None:
+    """Compute what an algorithm wants to know before it trains on a batch."""
+    asked = algorithm.before_training(batch)
+    if asked is None:
+        return
+    policy.load_batch(asked[0])
+    for column in sorted(algorithm.needs):
+        policy.add_logprobs(column)
+    algorithm.take_estimate(policy.evaluate(len(asked[0].minibatches), asked[1]))
+
+
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
     """Return the rollouts of the groups that the algorithm keeps, with advantages and token weights.
 
@@ -246,7 +259,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
         for group, advantages_G in zip(kept, algorithm.batch_advantages(kept), strict=True)
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
     ]
-    whole = 2 if algorithm.rows == "pairs" else 1  # both texts of a pair are learned from together
+    whole = 2 if algorithm.rows in ("pairs", "labels") else 1  # the texts of a row are learned from together
     parts = np.array_split(np.arange(len(pairs)).reshape(-1, whole), optimizer_steps)
     minibatches = [_minibatch([pairs[i] for i in part.flat], algorithm) for part in parts if len(part)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlctl.backends.clients import PolicyClient
 from rlctl.config.schema import RlctlConfig
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
-from rlctl.rl.loop import make_batch
+from rlctl.rl.loop import estimate_first, make_batch
 from rlctl.rollouts.dataset import HeldOutTexts
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.telemetry.metrics import LOSS, flatten
@@ -22,6 +22,7 @@ class TextValidation(Validation):
     def measure(self, version: int) -> Validated:
         policy, loss = self._policy, RunLoss(self._algorithm)
         batch = make_batch(self._groups, self._algorithm, 1)
+        estimate_first(policy, self._algorithm, batch)
         policy.load_batch(batch)
         for column in sorted(self._algorithm.needs):
             policy.add_logprobs(column)

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
+from rlctl.backends.batch import (
+    LogprobColumn,
+    LossOutput,
+    MicroBatchLoss,
+    MinibatchResult,
+    TokenBatch,
+    TrainBatch,
+)
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
@@ -66,7 +73,7 @@ class Algorithm(ABC):
 
     requires: frozenset[LogprobColumn] = frozenset()
     """Log-probs without which it cannot run, whatever the configuration says."""
-    rows: ClassVar[Literal["prompts", "texts", "pairs"]] = "prompts"
+    rows: ClassVar[Literal["prompts", "texts", "pairs", "labels"]] = "prompts"
     """The rows that it learns from, as `data.rows` has it."""
     metrics: Sequence[Metric] = ()
     """The metrics that `measure` computes."""
@@ -185,6 +192,15 @@ class Algorithm(ABC):
         """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
         return {}
 
+    def before_training(self, batch: TrainBatch) -> tuple[TrainBatch, MicroBatchLoss] | None:
+        """Return a batch, and what is computed of it before each step on `batch`, for `take_estimate`; None: nothing
+        is."""
+        return None
+
+    def take_estimate(self, results: Sequence[MinibatchResult]) -> None:
+        """Keep for the step what was computed of the batch of `before_training`."""
+        raise NotImplementedError
+
     def manifest(self) -> dict[str, Any]:
         """Return what the run's manifest keeps of it, and a resume compares."""
         code, package = getattr(self.made_by, "code", None), getattr(self.made_by, "package", None)
@@ -263,7 +279,7 @@ class RunLoss:
             else:
                 total = sum(result.sums.get(metric.name, 0.0) for result in results)
                 count = sum(result.sums.get(metric.per, 0.0) for result in results)
-                found[metric.name] = total / count if metric.reduce == "mean" else total
+                found[metric.name] = total if metric.reduce != "mean" else total / count if count else 0.0
             if metric.reduce == "effective":
                 squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
                 found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0

@@ -37,6 +37,7 @@ OF_TEXTS = {
     "sft": "rlctl.rl.algorithms.sft:Sft",
     "dpo": "rlctl.rl.algorithms.dpo:Dpo",
     "distill": "rlctl.rl.algorithms.distill:Distill",
+    "kto": "rlctl.rl.algorithms.kto:Kto",
     "rm": "rlctl.rl.algorithms.rm:Rm",
 }
 """Classes of those that learn from a dataset, each of which is a command of `train`."""
