@@ -1,6 +1,6 @@
 """Measures supervised fine-tuning against transformers' Trainer on the same batches in one run, and compares losses.
 
-    python benchmarks/sft.py --model DIR [--steps 10 --batch-size 16 --max-length 512 --threads 2 --plot losses.svg]
+    python benchmarks/sft.py --model DIR [--steps 10 --batch-size 16 --max-length 512 --threads 2 --plot losses.html]
 
 The texts are questions about functions and classes of Python's standard library, answered by their documentation, whose
 lengths have a long tail: of texts with more than `--max-length` tokens the first are kept. Each batch is trained on by
@@ -38,7 +38,7 @@ from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rl.loop import make_batch
 from rlctl.rollouts.dataset import columns_of, group_of
-from rlctl.telemetry.charts import Series, line_chart
+from rlctl.telemetry import charts
 
 LIMITS = {"unpacked": 1.0, "packed": 1.5}
 """Tokens per second of rlctl are to be at least so many times those of the Trainer."""
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--backend", choices=("megatron", "dtensor"), default="megatron", help="training engine")
-    parser.add_argument("--plot", type=Path, help="SVG file for the losses")
+    parser.add_argument("--plot", type=Path, help="HTML file for the losses")
     parser.add_argument("--output", type=Path, default=Path("/tmp/sft-trainer"), help="directory of the Trainer")
     numbers = {"steps": 10, "batch-size": 16, "max-length": 512, "row-tokens": 2048, "threads": 2}
     for name, value in numbers.items():
@@ -175,8 +175,13 @@ def main() -> None:
         }  # fmt: skip
     report |= {"losses": {"rlctl": steps.losses, "trainer": losses}, "load_average": os.getloadavg()}
     if args.plot:
-        both = (Series("rlctl", [*enumerate(steps.losses, 1)]), Series("Trainer", [*enumerate(losses, 1)], 1))
-        args.plot.write_text(line_chart(both, "loss", (1, args.steps), "loss"))
+        both = (
+            charts.Series("rlctl", [*enumerate(steps.losses, 1)]),
+            charts.Series("Trainer", [*enumerate(losses, 1)], 1),
+        )
+        style = Path(charts.__file__).with_name("page.css").read_text()
+        chart = charts.line_chart(both, "loss of rlctl and of the Trainer", (1, args.steps), "loss")
+        args.plot.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style>{chart}")
     print(json.dumps(report, indent=1))
 
 

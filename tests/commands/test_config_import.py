@@ -73,7 +73,8 @@ def test_the_object_of_json_has_counts_and_every_key(capsys: pytest.CaptureFixtu
 def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(
-        "distillation: { max_num_steps: 3 }\nteachers: [{ model_name: x/z }]\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n"
+        "distillation: { max_num_steps: 3 }\nteachers: [{ model_name: x/z }]\n"
+        "policy: { model_name: x/y, train_global_batch_size: 32 }\n"
     )
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert code == 0
