@@ -98,6 +98,36 @@ def test_preferences_are_learned(run_here: Run, tiny_llama: Path, pairs: Path, t
 
 @pytest.mark.slow
 @pytest.mark.guard
+def test_labels_are_learned_also_after_a_resume(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    data = tmp_path / "labels.jsonl"
+    said = {True: "It is {}.", False: "I do not know what {} is."}
+    rows = [{"prompt": f"What is {a} + 3?", "completion": said[a % 2 == 0].format(a + 3), "label": a % 2 == 0}
+            for a in range(10)]  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(name: str, steps: int) -> list[dict[str, Any]]:
+        done = run_here(
+            "train", "kto", "--model", str(tiny_llama), "--data", str(data), *LAYOUT, "--lr", "1e-3", "--steps",
+            str(steps), "--batch-size", "4", "--set", "validation.holdout=2", "--set", "training.dp=2", "--run-dir",
+            str(tmp_path / name),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return lines_of(tmp_path / name)
+
+    whole, part = run("whole", 5), run("part", 3)
+    assert whole[0]["loss"] == pytest.approx(0.5, abs=1e-3)  # the policy is the reference
+    assert whole[0]["kl"] == pytest.approx(0, abs=1e-4)
+    assert whole[-1]["loss"] < 0.2
+    assert whole[-1]["rewards/chosen"] > whole[-1]["rewards/rejected"] + 1
+    assert all(line["good"] + line["bad"] == pytest.approx(4) for line in whole)
+    done = run_here("train", "--resume", "--run-dir", str(tmp_path / "part"), "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(tmp_path / "part"))] == [*map(without_timing, whole)]
+    assert len(part) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_teacher_is_learned_from_on_texts(
     run_here: Run, tiny_llama: Path, tiny_llama_tied: Path, pairs: Path, tmp_path: Path, backend: str
