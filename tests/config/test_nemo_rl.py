@@ -469,6 +469,14 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
     assert [line for line in resolved.notes if line.startswith(f"left out: {name} = fp32") and said in line]
 
 
+def test_a_recipe_that_names_the_guide_of_deepseek_trains_the_published_model(tmp_path: Path) -> None:
+    guide = "Follow instructions in https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/deepseek.md"
+    result = recipe(tmp_path, policy__model_name=guide)
+    assert result.values["model.name"] == "deepseek-ai/DeepSeek-V3"
+    assert "model.tokenizer" not in result.values
+    assert lookup(result.values["model.name"]) is not None
+
+
 PPO: dict[str, Any] = {
     "ppo": {
         "num_prompts_per_step": 16, "num_generations_per_prompt": 2, "max_num_steps": 50, "ppo_epochs": 4,

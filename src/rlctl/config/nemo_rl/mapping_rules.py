@@ -420,6 +420,19 @@ def kl_in_reward(found: Found) -> None:
         found.skip("what rlctl does")
 
 
+DEEPSEEK_GUIDE, DEEPSEEK = "docs/guides/deepseek.md", "deepseek-ai/DeepSeek-V3"
+"""The page that NeMo-RL's recipes of DeepSeek-V3 name in place of a model, and the model that it is about."""
+
+
+def model_name(found: Found) -> None:
+    """Map the model. Where a recipe names the page that tells how to make a bfloat16 copy of DeepSeek-V3, take the
+    published model, whose float8 weights rlctl reads."""
+    if DEEPSEEK_GUIDE in str(found.value):
+        found.map_all({"model.name": DEEPSEEK}, "its published float8 weights are read, and no copy needs to be made")
+    else:
+        found.map("model.name", found.value)
+
+
 def of_the_policy(found: Found) -> None:
     """The value model begins as the policy's model does."""
     if found.value in (None, found.get("policy.model_name")):

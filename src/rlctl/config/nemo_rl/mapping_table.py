@@ -226,7 +226,7 @@ _GRPO: dict[str, Rule] = {
 }  # fmt: skip
 
 _POLICY: dict[str, Rule] = {
-    "policy.model_name": to("model.name"),
+    "policy.model_name": rules.model_name,
     "policy.tokenizer.name": when(
         lambda found: found.value not in (None, found.get("policy.model_name")),
         to("model.tokenizer"),
