@@ -73,6 +73,8 @@ class SampleResult:
     """As `Rollout.stop_reason`."""
     routed_T: np.ndarray | None = None
     """int16 [T, layers, experts a token] of the request's tokens and those that were sampled, where it is recorded."""
+    cached_tokens: int = 0
+    """Tokens of the request that the engine did not compute again, as far as it tells."""
 
 
 @dataclass(frozen=True)

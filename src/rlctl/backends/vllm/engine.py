@@ -189,6 +189,7 @@ class VllmEngine:
         for output in outputs:
             if sample := self._samples.get(output.request_id):
                 sample.output, sample.begun = output.outputs[0], sample.begun or now
+                sample.cached = getattr(output, "num_cached_tokens", None) or sample.cached
                 if output.finished:
                     sample.stamp(self._version)
                     sample.finished = True

@@ -97,6 +97,8 @@ class Sample:
     output: Any = None
     """vLLM's completion so far."""
     finished: bool = False
+    cached: int = 0
+    """Tokens of its context that vLLM had in its cache; those of other replicas do not tell."""
     begun: float | None = None
     """Time of its first token, of the engine's `AwakeClock`."""
     versions: list[int] = field(default_factory=list)
@@ -140,4 +142,5 @@ class Sample:
             text=self.output.text,
             stop_reason=str(self.output.finish_reason),
             routed_T=routed_T,
+            cached_tokens=self.cached,
         )

@@ -61,7 +61,7 @@ class Python:
     def step(self, message: Message) -> Step:
         self.made += 1
         blocks = BLOCK.findall(message["content"])
-        failures: list[str | None] = self.failures(blocks[-1]) if blocks else [f"There is no program. {ASK}"]
+        failures: list[str | None] = self.failures(blocks[-1]) if blocks else [f"The message has no program. {ASK}"]
         share = failures.count(None) / len(failures)
         right = share == 1.0
         worth = float(right) if self.all_or_nothing else share

@@ -1,0 +1,179 @@
+"""Measures rollouts of several turns: dealt turn by turn in lockstep, and as episodes that go on by themselves.
+
+    python benchmarks/turns.py [--model DIR --episodes 24 --turns 3 --delay 1.0 --tail 10]
+
+Both ways play the same episodes on one real engine, with the same seeds: up to `--turns` turns each, and a tool that
+takes `--delay` seconds on average (exponentially distributed), in one call of ten `--tail` times as long (1: no tail).
+In lockstep nobody begins a turn before everybody has ended the one before, as where a batch of environments is stepped
+together. Prints one JSON object: seconds of each way and their ratio (above 1: episodes by themselves are faster), and
+the tokens that the engine's cache of prefixes saved as a share of those that it could save, which are the whole blocks
+of what an episode had read and written in the turn before. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.apps.crew import start_engines
+from rlctl.apps.laptop_model import fetch
+from rlctl.apps.rollout import EpisodesJob, episodes_job
+from rlctl.backends.clients import generate_groups
+from rlctl.backends.messages import Sampling
+from rlctl.backends.vllm.args import CPU_BLOCK_TOKENS
+from rlctl.cluster.objects import fetch as fetched
+from rlctl.cluster.ray_session import ray_session
+from rlctl.config.files import temporary_folder
+from rlctl.config.load import resolve
+from rlctl.envs.environment import Message, Step
+from rlctl.rollouts.environment_play import EnvironmentPlay, Player
+from rlctl.rollouts.episodes import Episode
+from rlctl.rollouts.source import sample_seed
+
+
+class Slow:
+    """A tool that takes its time. Delays and the number of turns follow from the seed."""
+
+    def __init__(self, turns: int, delay: float, tail: float) -> None:
+        self.turns, self.delay, self.tail = turns, delay, tail
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        self.draw, self.said = random.Random(seed), 0
+        self.length = self.draw.randint(max(1, self.turns - 1), self.turns + 1)
+        return "Tell me of a town, its river, its market and its people, in as few words as you can. " * 4
+
+    async def step(self, message: Message) -> Step:
+        self.said += 1
+        if self.said == self.length:
+            return Step(done=True)
+        long = self.tail if self.draw.random() < 0.1 else 1.0
+        await asyncio.sleep(self.draw.expovariate(1 / self.delay) * long)
+        return Step("Go on. Say more of the same town, and of who lives there.")
+
+
+class CountingPlayer(Player):
+    """Counts what the cache of prefixes saved, and what it could have."""
+
+    async def _turn(self, episode: Episode, *others: Any) -> Any:
+        known = len(episode.tokens) - 1 if episode.answers else 0
+        if episode.answers:  # what stands behind the last answer is new, and its last token was never computed
+            first, answer = episode.answers[-1]
+            known = first + len(answer.tokens_R) - 1
+        found = await super()._turn(episode, *others)
+        cached = episode.answers[-1][1].cached_tokens if known else 0
+        episode.count({"could": known // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS, "cached": cached})
+        return found
+
+
+class Lockstep(CountingPlayer):
+    """Lets nobody begin a turn before everybody has ended the one before."""
+
+    living = waiting = 0
+    gate: asyncio.Event | None = None
+
+    async def __call__(self, episode: Episode) -> None:
+        if episode.request.row is not None:
+            self.living += 1
+        try:
+            await super().__call__(episode)
+        finally:
+            if episode.request.row is not None:
+                self.living -= 1
+                self._open()
+
+    async def _turn(self, *of_turn: Any) -> Any:
+        await asyncio.sleep(0)  # the others count as living by then
+        self.waiting += 1
+        self.gate = gate = self.gate or asyncio.Event()
+        self._open()
+        await gate.wait()
+        return await super()._turn(*of_turn)
+
+    def _open(self) -> None:
+        if self.gate is not None and self.waiting == self.living:
+            self.gate.set()
+            self.gate, self.waiting = None, 0
+
+
+class Play(EnvironmentPlay):
+    """A play whose player is one of those above."""
+
+    player: type[Player] = CountingPlayer
+
+    def started(self) -> Player:
+        made = super().started()
+        return type(self).player(made._play, made._host)
+
+
+class LockstepPlay(Play):
+    player = Lockstep
+
+
+def seconds(job: EpisodesJob, kind: type[Play], turns: int) -> tuple[float, float]:
+    """Return the seconds of all episodes, and the share of what the cache could save that it saved."""
+    config, prompts = job.completions.config, job.prompts
+    plan = job.completions.checked_plan([200] * job.count)
+    resolved = job.completions.resolved.with_values(plan.config_values())
+    completions = replace(job.completions, resolved=resolved)
+    spec, environment = completions.engines(plan), prompts.environment
+    assert environment is not None
+    play = kind(**{**vars(environment), "max_length": spec.engine.max_length})
+    requests = [
+        prompts.request(i, prompts.prompt_at(i), (sample_seed(0, i, 0),), config.run.seed) for i in range(job.count)
+    ]
+    sampling = Sampling.from_config(config.generation, stop_token_ids=prompts.encoder.stop_token_ids)
+    quiet = lambda _: None  # noqa: E731
+    with (
+        temporary_folder("turns", quiet) as logs,
+        ray_session(None, logs=logs, tell=quiet),
+        start_engines(replace(spec, episode=play), config.cluster, logs) as engines,
+    ):
+        begun = time.perf_counter()
+        results = generate_groups(engines, requests, sampling, 600.0)
+        taken = time.perf_counter() - begun
+    counts = [one.counts for result in results for one in result.episodes]
+    assert all(fetched(result.transcripts) for result in results)
+    return taken, sum(one["cached"] for one in counts) / sum(one["could"] for one in counts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--episodes", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--delay", type=float, default=1.0)
+    parser.add_argument("--tail", type=float, default=10.0)
+    asked = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    model = asked.model or fetch(lambda _: None)
+    params = {"turns": asked.turns, "delay": asked.delay, "tail": asked.tail}
+    sets = [f"environment.params.{name}={value}" for name, value in params.items()]
+    flags = {
+        "model.name": str(model), "environment.name": f"{Path(__file__).resolve()}:Slow", "environment.turns": 16,
+        "generation.max_new_tokens": 16, "cluster.gpu": "cpu", "cluster.nodes": 1, "cluster.gpus_per_node": 0,
+        "environment.turn_timeout_s": 300, "generation.max_concurrent": asked.episodes,
+    }  # fmt: skip
+    resolved = resolve(flags=flags, sets=sets, environment={})
+    job = episodes_job(resolved, None, asked.episodes, False, lambda _: None)
+    lockstep, _ = seconds(job, LockstepPlay, asked.turns)
+    alone, saved = seconds(job, Play, asked.turns)
+    found = {
+        "episodes": asked.episodes, "turns": asked.turns, "delay_s": asked.delay, "tail": asked.tail,
+        "lockstep_s": round(lockstep, 2), "by_themselves_s": round(alone, 2), "ratio": round(lockstep / alone, 2),
+        "prefix_cache_saved": round(saved, 3), "load": os.getloadavg()[0],
+    }  # fmt: skip
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    import turns  # so that other processes find the classes by this name
+
+    turns.main()
