@@ -103,3 +103,17 @@ def test_episodes_are_looked_at_without_training(run_here: Run, tiny_llama: Path
         assert one["reward"] == sum(turn["reward"] or 0 for turn in one["turns"])
     done = run_here(*words)
     assert "ended by done" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_environment_is_a_task_of_an_evaluation(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    words = ("eval", "--env", f"{TOYS}:Even", "--model", str(tiny_llama), "--gpu", "cpu", "--limit", "4", "--n", "2")
+    file = tmp_path / "samples.jsonl"
+    done = run_here(*words, "--max-new-tokens", "6", "--temperature", "1", "--output", str(file), "--json")
+    assert done.returncode == 0, done.stderr
+    samples = [json.loads(line) for line in file.read_text().splitlines() if "turns" in line]
+    assert len(samples) == 8
+    rewards = [sum(turn["reward"] or 0 for turn in one["turns"]) for one in samples]
+    assert rewards == [one["score"] for one in samples]
+    (found,) = json.loads(done.stdout)["tasks"]
+    assert found["metrics"]["mean@2"]["value"] == pytest.approx(sum(reward >= 1 for reward in rewards) / 8)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from rlctl.config.sources import Source, Value
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
-from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_prompts
+from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_episodes, open_prompts
+from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.extraction import vote
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import prepare_rewards
@@ -36,7 +37,9 @@ from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.statistics import Estimate, Sampled, metrics_of
 from rlctl.envs.user_function import reward_digest
 from rlctl.errors import InputError, listed
+from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder
+from rlctl.rollouts.scored_groups import groups_of
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.sample_file import SampleFile
@@ -55,6 +58,8 @@ command line sets none."""
 CALLS_AHEAD = 4
 """Samples of one call to the engines, in multiples of what they decode at once: few calls, and seldom idle engines."""
 FEWEST_A_CALL = 16
+FIRST_EPISODE = 2**49
+"""Positions of environments' seeds, which neither training nor validation reaches."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class Task:
     source: PromptSource
     data: DataConfig
     """How its prompts are put to a model."""
-    rewards: RewardPlan
+    rewards: RewardPlan | None
+    """None: the environment alone gives rewards."""
     rows: tuple[int, ...]
 
     @cached_property
@@ -212,6 +218,12 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
     return Task(name, source, data, plan, tuple(order.at(place) for place in range(count)))
 
 
+def open_environment(config: RlctlConfig, limit: int | None) -> Task:
+    """Return the task of an environment that makes its own from seeds."""
+    name, count = config.environment.name or "", limit or GYM_PROMPTS
+    return Task(name, open_episodes(name, count), config.data, None, tuple(range(count)))
+
+
 def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:
     """Raise InputError where --reward would judge no task, since all of them bring scorers of their own."""
     if rewards and names and all(_brings_scorer(name) for name in names) and set(rewards) != {"task"}:
@@ -248,12 +260,12 @@ def evaluation(
         raise InputError(
             f"--k {max(ks)}: pass@{max(ks)} needs at least {max(ks)} samples.", f"Raise --n from {samples}."
         )
-    if not names:
-        raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k.")
+    config = _leading(found).resolved.config
+    if not names and not config.environment.name:
+        raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k, or --env.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--task {twice[0]} is given twice.", "Give it once; --n sets the samples of each prompt.")
-    config = _leading(found).resolved.config
-    tasks = tuple(open_task(name, config, limit) for name in names)
+    tasks = tuple(open_task(name, config, limit) for name in names) or (open_environment(config, limit),)
     if (count := samples * sum(len(task.rows) for task in tasks) * len(found)) > MOST_SAMPLES:
         raise InputError(f"These are {count:,} samples; at most {MOST_SAMPLES:,} can be kept.", "Set --limit or --n.")
     return Evaluation(found, tasks, samples, tuple(ks))
@@ -285,6 +297,8 @@ class Encoded:
     prompts: Mapping[str, list[tuple[int, ...]]]
     """By task, in the order of its rows."""
     identity: str
+    play: EnvironmentPlay | None = None
+    """How its episodes go; None: each prompt gets one answer."""
 
     @classmethod
     def of(cls, evaluation: Evaluation, contender: Contender, tell: Tell) -> Encoded:
@@ -298,7 +312,20 @@ class Encoded:
         }
         for note in dict.fromkeys(filter(None, [job.model.source.note, *(one.note for one in encoders.values())])):
             tell(f"{contender.label}: {note}")
-        prompts = {task.label: [encoders[task.label].encode(row) for row in task.prompts] for task in evaluation.tasks}
+        first = evaluation.tasks[0]
+        play = EnvironmentPlay.open(config, encoders[first.label], first.prompts[0])
+        if play is not None:
+            encoders = {label: play.showing_tools(encoder) for label, encoder in encoders.items()}
+            for line in play.describe():
+                tell(f"{contender.label}: {line}")
+        opening = [] if play is None else list(play.opening)
+        prompts = {
+            task.label: [
+                encoders[task.label].encode_messages([*encoders[task.label].messages(row), *opening], row.where)
+                for row in task.prompts
+            ]
+            for task in evaluation.tasks
+        }
         for task in evaluation.tasks:
             require_room(job, [len(prompt) for prompt in prompts[task.label]], task.prompts)
         weights = contender.checkpoint
@@ -307,7 +334,7 @@ class Encoded:
             if weights
             else model_fingerprint(directory, job.model.source.weights)
         )
-        return cls(contender, job, encoders, prompts, identity)
+        return cls(contender, job, encoders, prompts, identity, play)
 
     def sampling(self, task: Task) -> Sampling:
         encoder = self.encoders[task.label]
@@ -336,8 +363,9 @@ class Encoded:
             "chat_template": template_digest(template) if template else None,
             "tokenizer": config.model.tokenizer,
             **({"chat_template_kwargs": own} if (own := config.model.chat_template_kwargs) else {}),
-            "scorers": [_identity_of(term) for term in task.rewards.terms],
-            "extract": task.rewards.extraction,
+            "scorers": [_identity_of(term) for term in task.rewards.terms] if task.rewards else [],
+            "extract": task.rewards.extraction if task.rewards else None,
+            **({"environment": self.play.manifest()} if self.play else {}),
         }
 
     def missing(self, task: Task, file: SampleFile, samples: int) -> list[tuple[int, int]]:
@@ -359,17 +387,16 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
         return
     plan = one.job.checked_plan([len(prompt) for prompts in one.prompts.values() for prompt in prompts])
     planned = replace(one.job, resolved=one.job.resolved.with_values(plan.config_values()))
-    with started_engines(planned, plan, lambda text: tell(f"{one.contender.label}: {text}")) as engines:
+    with started_engines(planned, plan, lambda text: tell(f"{one.contender.label}: {text}"), one.play) as engines:
         at_once = len(engines) * (planned.config.generation.max_concurrent or FEWEST_A_CALL)
         for task in job.tasks:
-            with contextlib.closing(RewardWorker(task.rewards, _as_they_are)) as scorer:
+            with contextlib.ExitStack() as stack:
+                scorer = None
+                if task.rewards is not None:
+                    scorer = stack.enter_context(contextlib.closing(RewardWorker(task.rewards, fetch)))
                 for part in _calls(missing[task.label], max(FEWEST_A_CALL, CALLS_AHEAD * at_once)):
                     file.add(_scored(one, task, part, engines, scorer))
                     progress.advance(f"{one.contender.label}, {task.label}", sum(map(len, part.values())))
-
-
-def _as_they_are(texts: Any) -> list[str]:
-    return texts
 
 
 def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, list[int]]]:
@@ -386,48 +413,53 @@ def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, 
 
 
 def _scored(
-    one: Encoded, task: Task, part: Mapping[int, list[int]], engines: EngineClient, scorer: RewardWorker
+    one: Encoded, task: Task, part: Mapping[int, list[int]], engines: EngineClient, scorer: RewardWorker | None
 ) -> list[dict[str, Any]]:
     """Return the records of these samples."""
     config, places = one.job.config, {row: place for place, row in enumerate(task.rows)}
-    requests = [
-        GroupRequest(
-            row,
-            one.prompts[task.label][places[row]],
-            tuple(sample_seed(config.run.seed, row, sample) for sample in samples),
-        )
-        for row, samples in part.items()
-    ]
-    results = generate_groups(engines, requests, one.sampling(task), config.cluster.step_timeout_s)
-    texts = {result.group: fetch(result.texts) for result in results}
     rows = {row: task.prompts[places[row]] for row in part}
-    scores = dict(
-        zip(texts, scorer.score([ScoreRequest(rows[row], found) for row, found in texts.items()]), strict=True)
-    )
+    seed = config.run.seed
+    seeds = {row: tuple(sample_seed(seed, row, sample) for sample in samples) for row, samples in part.items()}
+    if one.play is None:
+        requests = [GroupRequest(row, one.prompts[task.label][places[row]], seeds[row]) for row in part]
+    else:
+        encoder = one.encoders[task.label]
+        of_episode = {row: episode_seed(seed, FIRST_EPISODE + row) for row in part}
+        requests = [episode_request(row, rows[row], encoder, seeds[row], of_episode[row]) for row in part]
+    results = generate_groups(engines, requests, one.sampling(task), config.cluster.step_timeout_s)
+    answers: list[GroupScores | None] = [None] * len(results)
+    if scorer is not None:
+        asked = (ScoreRequest(rows[r.group], r.texts, r.transcripts if r.episodes else None) for r in results)
+        answers = [*scorer.score(list(asked))]
+    groups, _ = groups_of(results, rows, seeds, answers, "zero" if config.reward.on_error == "zero" else "stop")
     return [
-        {
-            "task": task.label,
-            "model": one.contender.label,
-            "row": result.group,
-            "sample": sample,
-            "prompt": rows[result.group].prompt,
-            "answer": rows[result.group].answer,
-            "completion": texts[result.group][index],
-            "answer_given": vote(texts[result.group][index], task.rewards.extraction),
-            "right": _is_right(scores[result.group], index),
-            "score": scores[result.group].rewards[index] or 0.0,
-            "tokens": result.response_tokens[index],
-            "finish_reason": result.finish_reasons[index],
-            "seed": sample_seed(config.run.seed, result.group, sample),
-        }
-        for result in results
-        for index, sample in enumerate(part[result.group])
+        _record(one, task, group, rollout, sample)
+        for group in groups
+        for rollout, sample in zip(group.rollouts, part[group.position], strict=True)
     ]
 
 
-def _is_right(scores: GroupScores, index: int) -> bool:
-    """Return whether the scorer of the reference answers finds it right; without one, whether the reward is full."""
-    return ((scores.rewards if scores.accuracies is None else scores.accuracies)[index] or 0.0) >= 1
+def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sample: int) -> dict[str, Any]:
+    """Return a sample as the file keeps it."""
+    text = fetch(group.texts)[rollout.sample]
+    turns = fetch(group.transcripts)[rollout.sample] if group.transcripts else None
+    return {
+        "task": task.label,
+        "model": one.contender.label,
+        "row": group.position,
+        "sample": sample,
+        "prompt": group.prompt.prompt,
+        "answer": group.prompt.answer,
+        "completion": text,
+        **({"turns": [asdict(turn) for turn in turns]} if turns else {}),
+        "answer_given": vote(text, task.rewards.extraction if task.rewards else "full"),
+        # Without a scorer of reference answers it is right where the reward is full.
+        "right": ((rollout.reward if rollout.accuracy is None else rollout.accuracy) or 0.0) >= 1,
+        "score": rollout.reward or 0.0,
+        "tokens": rollout.response_tokens,
+        "finish_reason": rollout.stop_reason,
+        "seed": rollout.seed,
+    }
 
 
 def _result(job: Evaluation, task: Task, model: str, file: SampleFile) -> Result:

@@ -35,6 +35,7 @@ from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.rl.agreement import error_limit
+from rlctl.rollouts.environment_play import EnvironmentPlay
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
@@ -246,18 +247,26 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def started_engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
-    """Engines with the weights asked for."""
-    spec = job.engines(plan)
+def started_engines(
+    job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentPlay | None = None
+) -> Iterator[EngineClient]:
+    """Engines with the weights asked for, which play episodes as `play` says (None: of one answer)."""
+    spec = playing(job.engines(plan), play)
     address = job.config.cluster.ray_address
     with temporary_folder("generate", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
         if job.megatron is None:
             started = start_engines(spec, job.config.cluster, logs)
         else:
-            started = _refitted(job, job.crew(plan), job.megatron, logs, tell)
+            crew = job.crew(plan)
+            started = _refitted(job, replace(crew, engines=spec), job.megatron, logs, tell)
         with started as engines:
             yield engines
+
+
+def playing(spec: EnginesSpec, play: EnvironmentPlay | None) -> EnginesSpec:
+    """Return engines that play episodes as `play` says."""
+    return spec if play is None else replace(spec, episode=replace(play, max_length=spec.engine.max_length))
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
-from rlctl.apps.generate import CompletionJob, completion_job
+from rlctl.apps.crew import CrewSpec, start_crew, start_engines
+from rlctl.apps.generate import CompletionJob, completion_job, playing
 from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
 from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
@@ -96,12 +96,12 @@ def _started(
     with temporary_folder("rollout", tell) as logs, ray_session(limits.ray_address, logs=logs, tell=tell):
         tell("starting the engines")
         if plan.training is None:
-            with start_engines(_playing(job, completions.engines(plan)), limits, logs) as engines:
+            with start_engines(playing(completions.engines(plan), job.prompts.environment), limits, logs) as engines:
                 yield engines, None, contextlib.nullcontext()
             return
         spec = completions.crew(plan)
         assert spec.engines is not None  # episodes are sampled
-        with start_crew(replace(spec, engines=_playing(job, spec.engines)), logs) as crew:
+        with start_crew(replace(spec, engines=playing(spec.engines, job.prompts.environment)), logs) as crew:
             _load(completions, spec, crew.policy)
             source = None if completions.checkpoint else completions.model.source
             with crew.weight_sync(completions.config.refit, source) as sync:
@@ -115,13 +115,6 @@ def _load(job: CompletionJob, spec: CrewSpec, policy: PolicyClient) -> None:
         policy.load_model(job.model.source.weights)
     if job.checkpoint is not None:
         policy.load_saved(job.checkpoint.policy) if spec.policy.lora.rank else policy.load_model(job.checkpoint.policy)
-
-
-def _playing(job: EpisodesJob, spec: EnginesSpec) -> EnginesSpec:
-    environment = job.prompts.environment
-    if environment is None:
-        return spec
-    return replace(spec, episode=replace(environment, max_length=spec.engine.max_length))
 
 
 def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Sequence[Any]) -> list[GroupScores | None]:

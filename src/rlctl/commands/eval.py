@@ -73,12 +73,13 @@ UNREAD_KEYS = (
     epilog=examples(
         "rlctl eval --model Qwen/Qwen3-0.6B --task gsm8k --task math-500 -n 4",
         "rlctl eval --run-dir runs/my-run --model Qwen/Qwen3-0.6B --task reasoning-gym:chain_sum",
+        "rlctl eval --run-dir runs/tools --model Qwen/Qwen3-0.6B --env calculator",
         "rlctl eval --run-dir runs/my-run --step 50 --step 100 --task questions.jsonl --output samples.jsonl --json",
     ),
 )
 @options.taking(
-    "prompt_field answer_field top_p max_new_tokens seed reward tokenizer chat_template max_length preset config "
-    "set_ nodes gpus_per_node gpu ray_address dry_run explain"
+    "prompt_field answer_field top_p max_new_tokens seed reward env tool tokenizer chat_template max_length preset "
+    "config set_ nodes gpus_per_node gpu ray_address dry_run explain"
 )
 def evaluate(
     context: typer.Context,
@@ -136,7 +137,8 @@ def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
         print_json({"models": [{"model": label, **plan.to_json()} for label, plan in plans.items()]})
         return
     for task in job.tasks:
-        show(f"{task.label}: {len(task.rows)} prompts x {job.samples} samples; {'; '.join(task.rewards.describe())}")
+        how = "; ".join(task.rewards.describe()) if task.rewards else "the reward of the environment"
+        show(f"{task.label}: {len(task.rows)} prompts x {job.samples} samples; {how}")
     for label, plan in plans.items():
         show(f"\n{label}\n{plan.text(explain)}")
 
