@@ -117,7 +117,7 @@ class LockstepPlay(Play):
     player = Lockstep
 
 
-def seconds(job: EpisodesJob, kind: type[Play], turns: int) -> tuple[float, float]:
+def seconds(job: EpisodesJob, kind: type[Play], logs: Path) -> tuple[float, float]:
     """Return the seconds of all episodes, and the share of what the cache could save that it saved."""
     config, prompts = job.completions.config, job.prompts
     plan = job.completions.checked_plan([200] * job.count)
@@ -130,18 +130,17 @@ def seconds(job: EpisodesJob, kind: type[Play], turns: int) -> tuple[float, floa
         prompts.request(i, prompts.prompt_at(i), (sample_seed(0, i, 0),), config.run.seed) for i in range(job.count)
     ]
     sampling = Sampling.from_config(config.generation, stop_token_ids=prompts.encoder.stop_token_ids)
-    quiet = lambda _: None  # noqa: E731
-    with (
-        temporary_folder("turns", quiet) as logs,
-        ray_session(None, logs=logs, tell=quiet),
-        start_engines(replace(spec, episode=play), config.cluster, logs) as engines,
-    ):
+    with start_engines(replace(spec, episode=play), config.cluster, logs) as engines:
         begun = time.perf_counter()
         results = generate_groups(engines, requests, sampling, 600.0)
         taken = time.perf_counter() - begun
     counts = [one.counts for result in results for one in result.episodes]
     assert all(fetched(result.transcripts) for result in results)
     return taken, sum(one["cached"] for one in counts) / sum(one["could"] for one in counts)
+
+
+def quiet(what: str) -> None:
+    """Hear what is done, and say nothing."""
 
 
 def main() -> None:
@@ -152,8 +151,7 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=1.0)
     parser.add_argument("--tail", type=float, default=10.0)
     asked = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    model = asked.model or fetch(lambda _: None)
+    model = asked.model or fetch(quiet)
     params = {"turns": asked.turns, "delay": asked.delay, "tail": asked.tail}
     sets = [f"environment.params.{name}={value}" for name, value in params.items()]
     flags = {
@@ -162,9 +160,10 @@ def main() -> None:
         "environment.turn_timeout_s": 300, "generation.max_concurrent": asked.episodes,
     }  # fmt: skip
     resolved = resolve(flags=flags, sets=sets, environment={})
-    job = episodes_job(resolved, None, asked.episodes, False, lambda _: None)
-    lockstep, _ = seconds(job, LockstepPlay, asked.turns)
-    alone, saved = seconds(job, Play, asked.turns)
+    job = episodes_job(resolved, None, asked.episodes, False, quiet)
+    with temporary_folder("turns", quiet) as logs, ray_session(None, logs=logs, tell=quiet):
+        lockstep, _ = seconds(job, LockstepPlay, logs)
+        alone, saved = seconds(job, Play, logs)
     found = {
         "episodes": asked.episodes, "turns": asked.turns, "delay_s": asked.delay, "tail": asked.tail,
         "lockstep_s": round(lockstep, 2), "by_themselves_s": round(alone, 2), "ratio": round(lockstep / alone, 2),
@@ -174,6 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import turns  # so that other processes find the classes by this name
-
-    turns.main()
+    main()

@@ -111,7 +111,7 @@ def test_an_environment_is_a_task_of_an_evaluation(run_here: Run, tiny_llama: Pa
     file = tmp_path / "samples.jsonl"
     done = run_here(*words, "--max-new-tokens", "6", "--temperature", "1", "--output", str(file), "--json")
     assert done.returncode == 0, done.stderr
-    samples = [json.loads(line) for line in file.read_text().splitlines() if "turns" in line]
+    samples = [one for line in file.read_text().splitlines() if "row" in (one := json.loads(line))]
     assert len(samples) == 8
     rewards = [sum(turn["reward"] or 0 for turn in one["turns"]) for one in samples]
     assert rewards == [one["score"] for one in samples]
