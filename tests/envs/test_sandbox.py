@@ -170,7 +170,7 @@ def test_outputs_are_compared_for_each_input() -> None:
 def test_a_message_without_a_program_and_a_row_without_tests() -> None:
     environment = Python(attempts=2)
     environment.reset({"prompt": "", **TESTS}, 0)
-    assert "There is no program." in environment.step({"role": "assistant", "content": "no"}).messages
+    assert "The message has no program." in environment.step({"role": "assistant", "content": "no"}).messages
     with pytest.raises(InputError, match="either `tests`"):
         environment.reset({"prompt": "x", "inputs": ["1"]}, 0)
 

@@ -23,7 +23,7 @@ from rlctl.envs.environment import Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.envs.environments import EnvironmentPlan, Reply, plan_environment
 from rlctl.envs.tools import INSTRUCTIONS, format_of, listed
-from rlctl.errors import InputError
+from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
 
@@ -140,13 +140,13 @@ class Player:
                 return
             except EpisodeFailedError as error:
                 failure = str(error)
+            except WaitTimeoutError:  # the engine's own, and not of this episode
+                raise
             except TimeoutError:
                 if episode.answers:  # what there is stays
                     episode.stop_reason = "episode_timeout"
                     return
                 failure = f"the episode took longer than environment.timeout_s = {limits.timeout_s:g} s"
-            except InputError as error:
-                failure = error.message
             finally:
                 session.close()
         episode.stop_reason = "environment"
@@ -156,7 +156,10 @@ class Player:
         play, limits = self._play, self._limits
         reply = await session.ask("reset", episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s)
         said = [*episode.request.messages, *reply.messages]
-        prompt = play.prompt(said, episode.row.where)
+        try:
+            prompt = play.prompt(said, episode.row.where)
+        except InputError as error:
+            raise EpisodeFailedError(error.message) from error
         if len(prompt) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(prompt)} tokens of at most {play.max_length}")
         episode.read(prompt)

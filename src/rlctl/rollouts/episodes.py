@@ -357,7 +357,7 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         columns=columns,
         texts=[answer.text if answer else "" for answer in last],
         transcripts=[episode.transcript for episode in episodes] if plays else None,
-        prompt_tokens=_shared_prompt(episodes),
+        prompt_tokens=_shared_prompt(episodes) if plays else len(request.prompt_tokens),
         tokens=tuple(lengths),
         response_tokens=tuple(map(len, sampled)),
         finish_reasons=tuple(
