@@ -55,17 +55,8 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_as_if_it_had_not_been(
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
 def test_episodes_go_on_while_the_policy_trains(here: Here, tiny_llama: Path, tmp_path: Path, in_flight: str) -> None:
-    flags = (
-        "--async",
-        "--max-staleness",
-        "1",
-        "--backend",
-        "dtensor",
-        "--tp",
-        "1",
-        "--set",
-        f"refit.in_flight={in_flight}",
-    )
+    flags = ("--async", "--max-staleness", "1", "--backend", "dtensor", "--set", "training.tp=1")
+    flags += ("--set", f"refit.in_flight={in_flight}")
     done = here(playing(tiny_llama, tmp_path / "run", *flags))
     assert done.returncode == 0, done.stderr
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
