@@ -8,6 +8,7 @@ model is told so, as it is told what a tool raised; neither ends an episode.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -213,10 +214,8 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
     text = written[max(0, begin - 1) :] if written[begin - 1 : begin] in ("<", "[", "{") else written[begin:]
     for end in ends:
         text = text.partition(end)[0] if text.rstrip().endswith(end) else text
-    for name, form in FORMATS.items():
-        try:
-            if re.search(form.opening, text) and form.calls(text) == [Call("look_up", {"number": 7})]:
+    for name in FORMATS:
+        with contextlib.suppress(BrokenCallError):  # it is not this one
+            if read_calls(text, name) == [Call("look_up", {"number": 7})]:
                 return name
-        except Exception:  # noqa: BLE001 - it is not this one
-            continue
     return None
