@@ -172,7 +172,7 @@ def test_limits_end_an_episode_with_their_name(
 
 @pytest.mark.parametrize("how", ["raise", "die", "hang"])
 def test_a_failing_environment_costs_its_own_rollouts(host: Any, tiny_llama: Path, how: str) -> None:
-    made = play(tiny_llama, "Failing", {"turn_timeout_s": 1.0}, how=how)
+    made = play(tiny_llama, "Failing", {"turn_timeout_s": 3.0}, how=how)
     results = played(host, tiny_llama, made)
     assert {one.failure is None for result in results for one in result.episodes} == {True, False}
     for result in results:
