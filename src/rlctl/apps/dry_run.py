@@ -75,7 +75,12 @@ class DryRun:
         if explain:
             lines += [*self.arguments.text(), ""]
         lines += [*self.first_look.text(), ""] if self.first_look else []
-        lines += ["  to know", *self._notes(), ""]
+        notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]
+        lines += [
+            "  to know",
+            *[line for note in notes for line in wrapped(note.removeprefix("note: "), "    ", "      ")],
+            "",
+        ]
         if not explain:
             lines.append("  --explain shows the rule behind each value, all values, and the engines' arguments.")
         return "\n".join(lines).rstrip()
@@ -98,10 +103,6 @@ class DryRun:
             for key, value, origin in rows
             for line in wrapped(f"{value:<{values}}  {kept(origin)}", f"    {key:<{keys}}  ", indent)
         ]
-
-    def _notes(self) -> list[str]:
-        notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]
-        return [line for note in notes for line in wrapped(note.removeprefix("note: "), "    ", "      ")]
 
 
 @dataclass(frozen=True)

@@ -279,8 +279,16 @@ def check_plan(
 ) -> Plan:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too."""
-    _check_lengths(resolved.config, facts)
-    _check_stop_tokens(resolved.config, facts)
+    new, length = _new_tokens(resolved.config), resolved.config.model.max_length
+    if length is not None and length > facts.max_length:
+        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
+    if new >= (length or facts.max_length):
+        raise _no_room(new, length or facts.max_length)
+    if beyond := [token for token in resolved.config.generation.stop_token_ids if token >= facts.vocab]:
+        raise InputError(
+            f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
+            "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
+        )
     if resolved.config.makes_rollouts:
         refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
@@ -402,27 +410,9 @@ def _new_tokens(config: RlctlConfig) -> int:
     return config.generation.max_new_tokens if config.makes_rollouts else 0
 
 
-def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
-    """Raises InputError for lengths that the model does not take or that leave no prompt."""
-    new, length = _new_tokens(config), config.model.max_length
-    if length is not None and length > facts.max_length:
-        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
-    if new >= (length or facts.max_length):
-        raise _no_room(new, length or facts.max_length)
-
-
 def _no_room(new: int, length: int) -> InputError:
     message = f"--max-new-tokens {new} leaves no room for a prompt in {length} tokens."
     return InputError(message, "Lower it, or raise --max-length as far as the model takes it.")
-
-
-def _check_stop_tokens(config: RlctlConfig, facts: ModelFacts) -> None:
-    """Raises InputError for end tokens that the model does not have, as where a recipe is used with another model."""
-    if beyond := [token for token in config.generation.stop_token_ids if token >= facts.vocab]:
-        raise InputError(
-            f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
-            "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
-        )
 
 
 def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStream | None) -> tuple[Resolved, int]:

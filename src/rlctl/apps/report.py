@@ -95,6 +95,10 @@ def reported(
     lines = lines or (read_metrics(run.metrics) if run.metrics.exists() else [])
     if begun and not lines:
         raise InputError(f"{run.path} has no finished step to report.", "Wait for its first step.")
+    entries = {key: entry for key, entry in manifest["config"].items() if isinstance(entry, dict)}
+    # Questions that are made from the seed of the run are of one kind, whatever the seed.
+    kept = {"contents of the data": manifest.get("data"), "contents of the reward": manifest.get("rewards")}
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in kept.items() if value}
     return ReportedRun(
         name=str(_value(manifest, "run.name") or run.name),
         lines=lines,
@@ -105,8 +109,12 @@ def reported(
         identity=_identity(manifest),
         facts=_facts(manifest, run),
         settings=_settings(manifest),
-        config=_config(manifest),
-        contents=_contents(manifest),
+        config={
+            key: json.dumps(entry.get("value"), ensure_ascii=False)
+            for key, entry in entries.items()
+            if entry.get("origin") not in (PLANNER, *OF_THE_DATA)
+        },
+        contents={name: re.sub(r'"(seed|held_out)": \d+(, )?', "", text) for name, text in texts.items()},
         forecasts=_forecasts(run.path),
         samples=_samples(run.path / "rollouts", [int(line["step"]) for line in lines]),
         validated=_samples(run.path / "validation", _validations(lines)),
@@ -137,24 +145,6 @@ def _identity(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
     }
     return [(label, str(value)) for label, value in found.items() if value]
-
-
-def _config(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return every key with its value as text, apart from what the planner chose."""
-    entries = {key: entry for key, entry in manifest["config"].items() if isinstance(entry, dict)}
-    return {
-        key: json.dumps(entry.get("value"), ensure_ascii=False)
-        for key, entry in entries.items()
-        if entry.get("origin") not in (PLANNER, *OF_THE_DATA)
-    }
-
-
-def _contents(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the data and the reward functions are by their contents, as text. Questions that are made from the
-    seed of the run are of one kind, whatever the seed."""
-    kept = {"contents of the data": manifest.get("data"), "contents of the reward": manifest.get("rewards")}
-    texts = {name: json.dumps(value, sort_keys=True) for name, value in kept.items() if value}
-    return {name: re.sub(r'"(seed|held_out)": \d+(, )?', "", text) for name, text in texts.items()}
 
 
 def _facts(manifest: Mapping[str, Any], run: RunDirectory) -> list[tuple[str, str]]:

@@ -52,20 +52,16 @@ class PageServer(ThreadingHTTPServer):
     def page(self) -> tuple[str, bytes]:
         """Return the page as it is now, after a tag that changes with it."""
         with self._made:
-            tag = self._tag()
+            parts: list[object] = [self.run.is_locked()]
+            for path in (self.run.metrics, self.run.log, self.run.path / "manifest.json", self.run.memory):
+                with contextlib.suppress(OSError):
+                    found = path.stat()
+                    parts.append((path.name, found.st_size, found.st_mtime_ns))
+            tag = f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
             if tag != self._page[0]:
                 shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT.read_text(encoding="utf-8"))
                 self._page = (tag, shown.encode(errors="replace"))
             return self._page
-
-    def _tag(self) -> str:
-        """Return a digest of what the page is made from."""
-        parts: list[object] = [self.run.is_locked()]
-        for path in (self.run.metrics, self.run.log, self.run.path / "manifest.json", self.run.memory):
-            with contextlib.suppress(OSError):
-                found = path.stat()
-                parts.append((path.name, found.st_size, found.st_mtime_ns))
-        return f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
 
 
 class _Handler(BaseHTTPRequestHandler):

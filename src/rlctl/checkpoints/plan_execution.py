@@ -69,7 +69,14 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
     if read is None:
         raise RlctlError(f"{copy.tensor}: `{transform.name}` needs {transform.inputs}, which are not at hand here.")
     if isinstance(transform, Dequantize):
-        return _dequantize(values, read(transform.scale), transform.block_size, copy)
+        rows, columns = (
+            _indices(span) // size for span, size in zip(copy.tensor_box, transform.block_size, strict=True)
+        )
+        out = values.to(torch.float32)
+        wide = read(transform.scale).float()[:, columns]
+        for first in range(0, len(rows), 1024):  # the scales of all rows at once would double the memory
+            out[first : first + 1024] *= wide[rows[first : first + 1024]]
+        return out
     if isinstance(transform, MergeLora):
         rows, columns = (_indices(span) for span in copy.tensor_box)
         base = narrowed(values, dtype_of(transform.dtype), transform.rounding)
@@ -80,16 +87,6 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
 def with_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """weight + scale * (b @ a), in float32."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
-
-
-def _dequantize(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], copy: Copy) -> torch.Tensor:
-    """Block-scaled values in float32; the box may start and end anywhere within a block."""
-    rows, columns = (_indices(span) // size for span, size in zip(copy.tensor_box, block, strict=True))
-    out = values.to(torch.float32)
-    wide = scale.float()[:, columns]
-    for first in range(0, len(rows), 1024):  # the scales of all rows at once would double the memory
-        out[first : first + 1024] *= wide[rows[first : first + 1024]]
-    return out
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

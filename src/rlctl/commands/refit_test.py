@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -123,7 +123,12 @@ def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
     if found["sparse"]:
         lines.insert(-1, f"sent in the last refit: {found['sent_bytes'] / 1e6:.1f} MB; {found['sparse']}")
     if not test.synthetic:
-        lines.insert(-1, _logprobs_line(found))
+        lines.insert(
+            -1,
+            f"log-probs, engine against policy: mean {found['logprobs']['mean_abs']:.1e}, max "
+            f"{found['logprobs']['max_abs']:.1e}, KL {found['logprobs']['kl']:.1e} "
+            f"(with the weights changed and not yet transferred: max {found['logprobs_before']['max_abs']:.1e})",
+        )
     lines += [str(share) for share in test.reports[-1].shares]
     if explain:
         lines += [f"  {one['name']}: {one['path']}, {one['reason']}" for one in test.tensor_paths]
@@ -139,11 +144,3 @@ def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
     wrong = colored("WRONG", "fail", sys.stdout)
     lines += [f"{wrong}  {problem}" for problem in test.problems] or [colored(equal, "ok", sys.stdout)]
     return lines
-
-
-def _logprobs_line(found: dict[str, Any]) -> str:
-    return (
-        f"log-probs, engine against policy: mean {found['logprobs']['mean_abs']:.1e}, max "
-        f"{found['logprobs']['max_abs']:.1e}, KL {found['logprobs']['kl']:.1e} "
-        f"(with the weights changed and not yet transferred: max {found['logprobs_before']['max_abs']:.1e})"
-    )

@@ -40,7 +40,6 @@ from rlctl.transport.rounds import (
     EMPTY_BYTES,
     Changes,
     Channel,
-    Connection,
     Lengths,
     Need,
     Rendezvous,
@@ -80,7 +79,11 @@ class RefitSession:
         without an engine)."""
         self.members = members
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
-        self.setup = SenderSetup(_published(facts, dtype))
+        from rlctl.weights import hf
+
+        # A policy is built without multi-token-prediction layers, and an engine generates without them.
+        params = hf.layout(replace(facts, mtp_layers=0), dtype).params
+        self.setup = SenderSetup(tuple(TableRow(name, spec.dtype, spec.shape) for name, spec in params.items()))
         self.mover = settings.mover
         self.refits = self.attempts = 0
         self._base: int | None = None
@@ -128,7 +131,15 @@ class RefitSession:
         )
         self.setup = SenderSetup(table, places, self._prepared(channels, needs, places))
         links = {name: c.connection for c in self.setup.channels for name in c.connection.receivers}
-        self._connect([tuple(links[need.name] for need in of_engine) for of_engine in of_engines])
+        connections = [tuple(links[need.name] for need in of_engine) for of_engine in of_engines]
+        # Both sides at once: a collective group is complete when all its members have joined, and ranks join those of
+        # several channels in their order.
+        opening = self.policy.submit(WeightSender.refit_connect, self.setup)
+        connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
+        limit = self.settings.timeout_s + MARGIN_S
+        by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
+        if problems := [line for of_rank in by_rank for line in of_rank]:
+            raise VerificationError(f"Refit: the transfer plan is wrong: {'; '.join(problems[:8])}.")
         self._wait("open", self.policy, WeightSender.refit_unlink)
         self.opened = True
 
@@ -157,16 +168,6 @@ class RefitSession:
                 link = replace(link, senders=senders, group=group)
             done.append(replace(c, connection=link))
         return tuple(done)
-
-    def _connect(self, connections: list[tuple[Connection, ...]]) -> None:
-        """Have both sides open their ends at once: a collective group is complete when all its members have joined, and
-        ranks join those of several channels in their order."""
-        opening = self.policy.submit(WeightSender.refit_connect, self.setup)
-        connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
-        limit = self.settings.timeout_s + MARGIN_S
-        by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
-        if problems := [line for of_rank in by_rank for line in of_rank]:
-            raise VerificationError(f"Refit: the transfer plan is wrong: {'; '.join(problems[:8])}.")
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
         """Bring the policy's weights into every engine as `version`. With `verify` None the settings decide.
@@ -370,12 +371,3 @@ def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, 
         if len(held) < len(table):  # replicas and slices of the same tensors have the same dtype
             held |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
     return tuple(row._replace(dtype=held.get(row.name, row.dtype)) for row in table)
-
-
-def _published(facts: ModelFacts, dtype: str) -> tuple[TableRow, ...]:
-    """The published tensors as an engine computes with them, in the order of the model."""
-    from rlctl.weights import hf
-
-    # A policy is built without multi-token-prediction layers, and an engine generates without them.
-    params = hf.layout(replace(facts, mtp_layers=0), dtype).params
-    return tuple(TableRow(name, spec.dtype, spec.shape) for name, spec in params.items())

@@ -79,14 +79,11 @@ class DeviceTurns:
             self._engines.sleep()
         if self._offload:
             if self._engines_sleep and self.turn is Turn.ENGINES:
-                self._look_at_sleepers()
+                tell, self.when_all_sleep = self.when_all_sleep, None
+                if tell is not None and (used := self._policy.device_used()) is not None:
+                    tell(used)
             self._policy.wake()
         self.turn = Turn.POLICY
-
-    def _look_at_sleepers(self) -> None:
-        tell, self.when_all_sleep = self.when_all_sleep, None
-        if tell is not None and (used := self._policy.device_used()) is not None:
-            tell(used)
 
     def to_weights(self) -> None:
         """Let weights move: gradients and optimizer wait, and the engines wake for their weights alone."""

@@ -131,7 +131,10 @@ class Loop:
         metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
         try:
-            self._tell_troubles(step, metrics)
+            for text in parts.health.check(step, metrics):
+                parts.journal.say(text)
+            if parts.agreement is not None and (warning := parts.agreement.check(step, metrics)):
+                parts.journal.say(warning)
             ending = self.step == self.config.run.steps or stop.requested or bool(self._plateau)
             with parts.timer(Phase.CHECKPOINT):
                 self._save(step, metrics, ending=ending)
@@ -208,13 +211,6 @@ class Loop:
     def _plateau(self) -> str | None:
         """The sentence that ends the run where validation does not get better; None: it goes on."""
         return self.parts.validation.plateau if self.parts.validation is not None else None
-
-    def _tell_troubles(self, step: int, metrics: dict[str, Any]) -> None:
-        """Say what a reader of the numbers should not miss; DivergenceError where going on makes no sense."""
-        for text in self.parts.health.check(step, metrics):
-            self.parts.journal.say(text)
-        if self.parts.agreement is not None and (warning := self.parts.agreement.check(step, metrics)):
-            self.parts.journal.say(warning)
 
     def _save(self, step: int, metrics: dict[str, Any], *, ending: bool) -> None:
         """Begin a save when one is due; the last one is waited for."""

@@ -43,7 +43,12 @@ class TextStream(PromptStream):
         """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
         source = self._named[row.source]
         if source.data.rows == "labels":
-            return self._labeled(source, row)
+            # The next row's completion behind the same prompt, which is cut where it is too long.
+            following = source.prompts[(row.index + 1) % len(source.prompts)]
+            own, other = trained_texts(source.encoder, replace(row, answer=(row.answer[0], following.answer[0])))
+            if self.limit is not None:
+                other = TrainedText(other.tokens_T[: self.limit], other.mask_T[: self.limit])
+            return self._fitting((own, other), source, row)
         asked = source.data.train_on
         found = trained_texts(source.encoder, row, everything=asked == "all", marked=asked == "marked")
         found = tuple(text.scored() for text in found) if self.scored else found
@@ -59,14 +64,6 @@ class TextStream(PromptStream):
             f"{row.where}: the text has {longest:,} tokens, and --max-length is {self.limit:,}.",
             "Raise it, or leave such rows out with --set data.too_long=drop.",
         )
-
-    def _labeled(self, source: OpenedSource, row: PromptRow) -> tuple[TrainedText, ...]:
-        """Return a completion, and the next row's behind the same prompt, which is cut where it is too long."""
-        following = source.prompts[(row.index + 1) % len(source.prompts)]
-        own, other = trained_texts(source.encoder, replace(row, answer=(row.answer[0], following.answer[0])))
-        if self.limit is not None:
-            other = TrainedText(other.tokens_T[: self.limit], other.mask_T[: self.limit])
-        return self._fitting((own, other), source, row)
 
     def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
         """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong margin."""

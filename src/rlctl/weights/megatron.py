@@ -71,7 +71,11 @@ class MegatronWorld:
     def layout(self, rank: int) -> Layout:
         if not 0 <= rank < self.size:
             raise ConfigError(f"Rank {rank} is outside of a world of {self.size}.")
-        at = _coordinates(self.parallel, rank)
+        # tp is fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp
+        stage, inside = divmod(rank, self.parallel.stage_size)
+        at = Coordinates(
+            stage, inside % self.parallel.tp, inside // self.parallel.etp % self.parallel.ep, inside % self.parallel.etp
+        )
         params: dict[str, ParamSpec] = {}
         pieces: list[Piece] = []
         fills: dict[str, tuple[Fill, ...]] = {}
@@ -177,12 +181,6 @@ class MegatronWorld:
         else:
             for t in range(parallel.tp):
                 yield range(base + t, end, parallel.tp), Coordinates(stage, t, 0, 0)
-
-
-def _coordinates(parallel: ParallelSpec, rank: int) -> Coordinates:
-    """Coordinates of `rank`: tp is fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp."""
-    stage, inside = divmod(rank, parallel.stage_size)
-    return Coordinates(stage, inside % parallel.tp, inside // parallel.etp % parallel.ep, inside % parallel.etp)
 
 
 @lru_cache(maxsize=64)

@@ -102,15 +102,11 @@ MTP_OUTER = frozenset({Role.MTP_EMBEDDING_NORM, Role.MTP_HIDDEN_NORM, Role.MTP_P
 def slot(role: Role, spec: Spec, experts: Experts, *, mla: bool, moe_layer: bool) -> Slot:
     """The parameter that holds `role`; names of experts have `{expert}` (the number on the rank)."""
     if role in _EXPERT:
-        return _expert(role, experts)
+        layer, what, kind, part = _EXPERT[role]
+        if experts == "sequential":
+            return Slot(f"mlp.experts.local_experts.{{expert}}.{layer}.{what}", kind, part)
+        return Slot(f"mlp.experts.{layer}.{what}{{expert}}", kind, part)
     unfused = (role is Role.ATTENTION_NORM and mla) or (role is Role.MLP_NORM and moe_layer)
     if spec == "te" and role in _TE_NORMS and not unfused:
         return _TE_NORMS[role]
     return _COMMON[role]
-
-
-def _expert(role: Role, experts: Experts) -> Slot:
-    layer, what, kind, part = _EXPERT[role]
-    if experts == "sequential":
-        return Slot(f"mlp.experts.local_experts.{{expert}}.{layer}.{what}", kind, part)
-    return Slot(f"mlp.experts.{layer}.{what}{{expert}}", kind, part)

@@ -120,18 +120,15 @@ class DTensorWorker(PolicyRank):
             head = local_part(self.model.get_parameter("head.weight").detach())
             head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
         if world.facts.unpacked:
-            self._probe()
+            from rlctl.backends.dtensor.model import require_causal
+
+            require_causal(self.model, self.spec)
+            require_called(self.model.inner)
+            self._reshard()
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self._states_away = None
         self._state_memory.rewind()
-
-    def _probe(self) -> None:
-        from rlctl.backends.dtensor.model import require_causal
-
-        require_causal(self.model, self.spec)
-        require_called(self.model.inner)
-        self._reshard()
 
     @contextlib.contextmanager
     def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:

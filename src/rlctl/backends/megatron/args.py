@@ -171,16 +171,14 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
     if spec.recompute == "full":
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif spec.recompute == "selective":
-        values |= {"recompute_granularity": "selective", "recompute_modules": _selected(spec)}
+        # Cheap to compute, large to keep; `megatron.recompute_modules` names others (also mlp, moe, shared_experts).
+        delayed = spec.megatron.get("fp8") and spec.megatron.get("fp8_recipe", "delayed") == "delayed"
+        norms = [] if delayed else ["layernorm"]  # Megatron refuses to compute norms again under delayed scaling
+        values |= {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", *norms, *(["mla_up_proj"] if spec.facts.mla is not None else [])],
+        }
     return values
-
-
-def _selected(spec: PolicySpec) -> list[str]:
-    """The modules that selective recomputation computes again: cheap to compute, large to keep.
-    `megatron.recompute_modules` names others (also mlp, moe and shared_experts)."""
-    delayed = spec.megatron.get("fp8") and spec.megatron.get("fp8_recipe", "delayed") == "delayed"
-    norms = [] if delayed else ["layernorm"]  # Megatron refuses to compute norms again under delayed scaling
-    return ["core_attn", *norms, *(["mla_up_proj"] if spec.facts.mla is not None else [])]
 
 
 def _moe_values(facts: ModelFacts) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def install() -> None:
         for patch in PATCHES:
             patch()
         install.patched = True  # type: ignore[attr-defined]
-    _cover_modules()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = TORCH  # type: ignore[attr-defined]
 
 
 def _import_megatron() -> None:
@@ -80,12 +82,6 @@ def _functions_left_uncompiled() -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_function
-
-
-def _cover_modules() -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = TORCH  # type: ignore[attr-defined]
 
 
 # --- the stand-in for torch

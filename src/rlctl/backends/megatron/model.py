@@ -246,18 +246,14 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     config = make_config(
         TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"
     )
-    _scale_rotary(config, facts)
-    return config
-
-
-def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
-    """Have cosines and sines multiplied by YaRN's attention factor, which Megatron reads from an attribute that is no
-    field, as 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`)."""
+    # YaRN multiplies cosines and sines by a factor, which Megatron reads from an attribute that is no field, as
+    # 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
     _, factor = rotary_of(facts.rope, facts.head_dim)
     if factor < 1 or (factor > 1 and facts.mla is not None):
         raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
     if factor > 1:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
+    return config
 
 
 def forward_step(

@@ -146,7 +146,10 @@ class VllmEngine:
                     self._rejected = False
                     raise WorkerError(f"{self.label} generated with weights that did not pass verification.")
                 if finished := [key for key, sample in self._samples.items() if sample.finished]:
-                    return self._given_back(finished)
+                    routed = self._routing(finished)
+                    results = [self._samples.pop(key).result(routed.get(key)) for key in finished]
+                    self._lock.tell()
+                    return results
                 if self._held or not self._samples:
                     if not self._lock.wait(deadline):
                         return []
@@ -154,12 +157,6 @@ class VllmEngine:
                     self._take(self._engine.step())
             if time.monotonic() > deadline:
                 return []
-
-    def _given_back(self, keys: Sequence[str]) -> list[SampleResult]:
-        routed = self._routing(keys)
-        results = [self._samples.pop(key).result(routed.get(key)) for key in keys]
-        self._lock.tell()
-        return results
 
     def drop_samples(self, keys: Sequence[str]) -> None:
         with self._lock.ask():

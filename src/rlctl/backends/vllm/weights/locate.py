@@ -290,7 +290,14 @@ def _of_module(
 ) -> Iterator[Site]:
     kind = {base.__name__ for base in type(module).__mro__}
     if "VocabParallelEmbedding" in kind:
-        yield _embedding(path, module, output="ParallelLMHead" in kind).because(compat.why_quantized(module))
+        output = "ParallelLMHead" in kind
+        table: Any = module
+        first, end = table.shard_indices.org_vocab_start_index, table.shard_indices.org_vocab_end_index
+        rows = Rows(table.org_vocab_size, first, end - first)
+        matrix = held.stacked_rows(path, "weight", [f"{path}.weight"], [rows], table.embedding_dim)
+        yield _site(matrix, module, form=_form(module), lookup=not output, output=output).because(
+            compat.why_quantized(module)
+        )
     elif "LinearBase" in kind:
         why = compat.why_quantized(module)
         yield from (site.because(why) for site in _linear(path, module, kind, fused))
@@ -315,14 +322,6 @@ def _replicated(path: str, module: torch.nn.Module) -> Iterator[Site]:
         rows, *columns = parameter.shape
         matrix = held.stacked_rows(path, name, [f"{path}.{name}"], [held.all_rows(rows)], sum(columns))
         yield _site(matrix, module)
-
-
-def _embedding(path: str, module: Any, output: bool) -> Site:
-    own = module.shard_indices
-    first, end = own.org_vocab_start_index, own.org_vocab_end_index
-    rows = Rows(module.org_vocab_size, first, end - first)
-    matrix = held.stacked_rows(path, "weight", [f"{path}.weight"], [rows], module.embedding_dim)
-    return _site(matrix, module, form=_form(module), lookup=not output, output=output)
 
 
 def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]]) -> Iterator[Site]:

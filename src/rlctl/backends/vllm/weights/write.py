@@ -163,18 +163,14 @@ class DirectWriter:
                 bound.packs += [(pack, values) for pack in target.packs]  # packed from where it is
                 continue
             if whole is None:
-                whole = self._assembled(chunk.param, target.rows, values)
+                if chunk.param not in self._scratch:  # it stays: the next refit needs it again
+                    self._scratch[chunk.param] = values.new_empty(target.rows, *values.shape[1:])
+                whole = self._scratch[chunk.param]
             bound.targets.append(whole[rows_of(chunk.box)])
             bound.sources.append(values)
             if chunk.last:
                 bound.packs += [(pack, whole) for pack in target.packs]
         return bound
-
-    def _assembled(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a packed matrix that does not fit a buffer; it stays, as the next refit needs it again."""
-        if name not in self._scratch:
-            self._scratch[name] = like.new_empty(rows, *like.shape[1:])
-        return self._scratch[name]
 
 
 class ModelLoader:
