@@ -123,7 +123,7 @@ class Trainer:
             segment = Segment.create(ring_bytes(1 + self.executors, min(2, len(rounds)), capacity))
             with many_objects():
                 plan = receive_plan(self.world, chunk_layout(self.whole, rounds))
-            packer = Packer(rounds, plan.copies, message=False, who="the trainer")
+            packer = Packer(rounds, plan.copies, message=False)
             ring = ring_of(segment.address, capacity, rounds, 0, self.executors, segment)
             self.kept[key] = rounds, packer, ring
             self.order("layout", ring.segment.address, capacity, self.whole, self.executors)  # once, as a session does
@@ -165,7 +165,7 @@ class Trainer:
         segment = Segment.create(ring_bytes(2, min(2, len(rounds)), capacity))
         with many_objects():
             plan = receive_plan(self.world, chunk_layout(layout, rounds))
-        packer = Packer(rounds, plan.copies, message=False, who="the trainer")
+        packer = Packer(rounds, plan.copies, message=False)
         return rounds, packer, ring_of(segment.address, capacity, rounds, 0, 1, segment)
 
     def check(self) -> tuple[float, ...]:

@@ -106,8 +106,3 @@ def test_box_in_the_wrong_place_changes_it() -> None:
 
 def test_both_zeros_count_as_one() -> None:
     assert fingerprint(torch.tensor([0.0, 1.0]), (2,)) == fingerprint(torch.tensor([-0.0, 1.0]), (2,))
-
-
-def test_box_outside_its_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not lie"):
-        fingerprint(torch.ones(4, 4), (4, 4), (1, 0))

@@ -19,7 +19,7 @@ def sender(directory: Path) -> DiskSender:
     layout = whole_tensors([("weight", "float32", (1000,))])
     rounds = cut_rounds(layout, 1 << 12)
     plan = receive_plan(SingleWorld(layout), chunk_layout(layout, rounds))
-    packer = Packer(rounds, plan.copies, message=True, who="policy rank 0")
+    packer = Packer(rounds, plan.copies, message=True)
     link = Connection("disk", 1 << 12, ("policy rank 0",), ("engine 0",), 1.0, directory=str(directory))
     return DiskSender(Channel(0, layout, "node", "cpu", (0,), link), 0, packer)
 

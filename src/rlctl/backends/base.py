@@ -7,7 +7,6 @@ imports torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
@@ -27,7 +26,7 @@ from rlctl.backends.batch import (
 from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
-from rlctl.errors import ConfigError, WorkerError
+from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -165,17 +164,6 @@ class EngineSpec:
     def max_length(self) -> int:
         """The most tokens of a sequence, its prompt included."""
         return self.arguments["max_model_len"]
-
-    def require_environment(self) -> None:
-        """Raise WorkerError unless this process was started with `environment`."""
-        wrong = {name: value for name, value in self.environment.items() if os.environ.get(name) != value}
-        if wrong:
-            raise WorkerError(
-                "The engine's process was started without "
-                + ", ".join(f"{name}={value}" for name, value in sorted(wrong.items()))
-                + ".",
-                "Pass EngineSpec.environment when starting it.",
-            )
 
 
 class PolicyWorker(Protocol):

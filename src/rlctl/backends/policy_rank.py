@@ -47,7 +47,6 @@ from rlctl.checkpoints.rank_loading import require_policy
 from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.cluster.progress import report
 from rlctl.config.schema import Rounding
-from rlctl.errors import InputError, WorkerError
 from rlctl.transport.collective import ServedStore
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
@@ -99,10 +98,6 @@ class PolicyRank(ABC):
 
     def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
         """`master_addr`: address of the node of rank 0."""
-        if spec.parallel.world_size != world_size:
-            raise InputError(
-                f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes."
-            )
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self.master_addr = master_addr
         self.rounding: Rounding = spec.optimizer.rounding
@@ -303,8 +298,7 @@ class PolicyRank(ABC):
         if column == "old_logprobs":
             yield
             return
-        if self._reference is None:
-            raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
+        assert self._reference is not None  # `hold_reference` came before
         with self._without_adapters() if self.spec.lora.rank else self.with_weights(self._reference):
             yield
 
@@ -399,8 +393,6 @@ class PolicyRank(ABC):
         weight_decay: float | None,
     ) -> MinibatchResult | None:
         """Take one optimizer step on a mini-batch. `batch_of` makes of a row and the output what `loss` takes."""
-        if index >= len(self._rows):
-            raise InputError(f"mini-batch {index} of {len(self._rows)} was asked for; load_batch comes first.")
         rows = self._rows[index]
         self.clear_gradients()
         found = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
@@ -427,8 +419,6 @@ class PolicyRank(ABC):
     # --- checkpoints
 
     def save_begin(self, directory: Path | str) -> None:
-        if self._save is not None:
-            raise WorkerError("save_begin was called while a save was under way.")
         self._save = self.begin_save(Path(directory))
         if self.critic is not None:
             place = Path(directory, CRITIC)
@@ -441,8 +431,7 @@ class PolicyRank(ABC):
 
     def save_finish(self) -> dict[str, str]:
         save, self._save = self._save, None
-        if save is None:
-            raise WorkerError("save_finish was called, but no save is under way.")
+        assert save is not None  # `save_begin` came before
         digests = save.finish()
         if self.critic is not None:
             digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
@@ -490,8 +479,7 @@ class PolicyRank(ABC):
         self.critic_end()
 
     def _require_critic(self) -> Self:
-        if self.critic is None:
-            raise WorkerError("This policy was started without a critic.")
+        assert self.critic is not None  # the driver asks where there is one
         return self.critic
 
     def estimate(self, estimate: AdvantageEstimate) -> None:

@@ -22,7 +22,6 @@ from rlctl.checkpoints.plan_execution import transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
 from rlctl.config.schema import Rounding
-from rlctl.errors import WorkerError
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
 from rlctl.transport import disk
@@ -135,9 +134,7 @@ class RefitSender(ABC):
         if not own and not inside:
             return plan.problems()
         messages = MOVERS[link.mover].messages
-        packer = Packer(
-            rounds, own, message=messages or not inside, who=f"policy rank {self.rank}", rounding=self.rounding
-        )
+        packer = Packer(rounds, own, message=messages or not inside, rounding=self.rounding)
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             staging = state.staging.get(channel.index)
@@ -291,18 +288,17 @@ class RefitSender(ABC):
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
         """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
-        state, parameters, who = self._state(), self.parameters(), f"policy rank {self.rank}"
+        state, parameters = self._state(), self.parameters()
         if state.whole_copies is None:
             with many_objects():
                 layout = whole_tensors(state.setup.table)
                 state.whole_copies = receive_plan(state.world, layout, only=self.rank).copies
         for copy in state.whole_copies:
             if tensors is None or copy.tensor in tensors:
-                yield copy, source_view(copy, parameters, who)
+                yield copy, source_view(copy, parameters)
 
     def _state(self) -> SenderState:
-        if self._refit is None:
-            raise WorkerError("The policy was asked to take part in a refit before refit_make was called.")
+        assert self._refit is not None  # `refit_make` came before
         return self._refit
 
 

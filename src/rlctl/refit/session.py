@@ -177,8 +177,6 @@ class RefitSession:
         """
         if self.broken:  # a group that a member left cannot be used again
             self.reform(self.engines)
-        if not self.opened:
-            raise WorkerError("RefitSession.refit was called before open().")
         self.attempts += 1
         begun = time.perf_counter()
         self._wait("begin", self.engines, WeightReceiver.refit_begin, version)

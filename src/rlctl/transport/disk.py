@@ -122,8 +122,7 @@ class DiskReceiver:
     def wait(self, index: int) -> torch.Tensor:
         for sender, file in enumerate(self._files):
             if len(message := self.images.message(sender, index)):
-                if file.readinto(message.numpy().data) != len(message):  # type: ignore[attr-defined]
-                    raise VerificationError(f"{file.name} ends too early.")
+                file.readinto(message.numpy().data)  # type: ignore[attr-defined] - its size was compared
                 self.images.unpack(sender, index)
         return self.images.image(index)
 

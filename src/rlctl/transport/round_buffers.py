@@ -13,7 +13,6 @@ import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.config.schema import Rounding
-from rlctl.errors import WorkerError
 from rlctl.transport.rounds import ALIGNMENT, Chunk, MessagePart, Rounds, message_bytes
 from rlctl.weights.layout import ITEM_BYTES
 from rlctl.weights.transfer_plan import Copy
@@ -70,10 +69,10 @@ class Packer:
     """Makes the copies of one rank for one channel, round by round. Views are kept while memory stays where it is."""
 
     def __init__(
-        self, rounds: Rounds, copies: Sequence[Copy], *, message: bool, who: str, rounding: Rounding = "unbiased"
+        self, rounds: Rounds, copies: Sequence[Copy], *, message: bool, rounding: Rounding = "unbiased"
     ) -> None:
         """`rounding`: how the weights are made narrower, where the engine's are."""
-        self.rounds, self.message, self.who = rounds, message, who
+        self.rounds, self.message = rounds, message
         self.rounding: Rounding = rounding
         self.copies = by_round(copies, rounds)
         self.parts = [message_parts(own) if message else () for own in self.copies]
@@ -103,7 +102,7 @@ class Packer:
             target.copy_(transformed(source, copy, rounding=self.rounding))
 
     def source(self, copy: Copy) -> torch.Tensor:
-        return source_view(copy, self.parameters, self.who)
+        return source_view(copy, self.parameters)
 
     def _bind(self, index: int, buffer: torch.Tensor) -> _Bound:
         bound = _Bound()
@@ -122,14 +121,9 @@ class Packer:
         return bound
 
 
-def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor], who: str) -> torch.Tensor:
+def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The live memory that a copy reads, with the dimensions of the tensor."""
-    if copy.source_param not in parameters:
-        raise WorkerError(f"{who} has no parameter {copy.source_param}.")
-    memory = parameters[copy.source_param].detach()
-    if not memory.is_contiguous():
-        raise WorkerError(f"{copy.source_param} is not stored contiguously on {who}.")
-    return strided(memory, copy.source_view)
+    return strided(parameters[copy.source_param].detach(), copy.source_view)
 
 
 class Images:

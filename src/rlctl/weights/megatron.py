@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -69,8 +68,6 @@ class MegatronWorld:
         require_policy_sizes(self.facts, self.parallel)
 
     def layout(self, rank: int) -> Layout:
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"Rank {rank} is outside of a world of {self.size}.")
         # tp is fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp
         stage, inside = divmod(rank, self.parallel.stage_size)
         at = Coordinates(

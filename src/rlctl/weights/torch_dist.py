@@ -78,8 +78,6 @@ def layout(
     spellings are in the layout, so that a checkpoint written from it loads under either spec.
     """
     style = style or default_style(facts)
-    if style.stacked and not default_style(facts).stacked:
-        raise ValueError("layers with and without experts cannot be stacked")
     world = MegatronWorld(facts, ParallelSpec(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)
     rank = world.layout(0)
     params: dict[str, ParamSpec] = {}

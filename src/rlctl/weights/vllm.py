@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES, Matrix, ModelWeights, Role
@@ -308,8 +307,6 @@ class VllmWorld:
 
     def layout(self, rank: int) -> Layout:
         """Everything that `rank` holds, without the padding of vocabularies."""
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"Rank {rank} is outside of a world of {self.size}.")
         return layout_of(rank, ((m, dtype) for m, dtype in self._held(rank) if m.rows))
 
     def local_experts(self, rank: int) -> range:

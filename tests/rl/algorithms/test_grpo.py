@@ -179,8 +179,3 @@ def test_log_probs_that_are_needed_follow_the_configuration() -> None:
     assert needs(batch={"optimizer_steps": 2}) == {"old_logprobs"}
     assert needs(loss={"kl_coefficient": 0.001}) == {"reference_logprobs"}
     assert needs(loss={"needs": ["old_logprobs"]}) == {"old_logprobs"}
-
-
-def test_a_kl_penalty_without_reference_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match="kl_coefficient"):
-        grpo(kl_coefficient=0.1)(token_batch(reference_logprobs_R=None))

@@ -58,7 +58,6 @@ class VllmEngine:
     # Start and end
 
     def start(self) -> None:
-        self.spec.require_environment()
         compat.check_version()
         self._engine = started(self.spec, self._places)
         self._lock.prepare = self._engine.enter
@@ -81,8 +80,6 @@ class VllmEngine:
             self._engine = None
 
     def require_alive(self) -> None:
-        if self._engine is None:
-            raise WorkerError(f"{self.label} is not started.")
         with self._lock.ask():
             self._rpc("rlctl_alive")
 
@@ -212,8 +209,6 @@ class VllmEngine:
         return self._version
 
     def _require_whole_weights(self) -> None:
-        if self._engine is None:
-            raise WorkerError(f"{self.label} is not started.")
         if self._updating == POISONED:
             raise WorkerError(f"{self.label} holds poisoned weights.", "It generates again after a full refit.")
         if self._updating is not None:
@@ -263,8 +258,6 @@ class VllmEngine:
     def refit_begin(self, version: int) -> None:
         """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
         with self._lock.ask():
-            if self._engine is None:
-                raise WorkerError(f"{self.label} is not started.")
             self._settle()
             self._memory.wake(WEIGHTS)
             self._updating = version
@@ -306,16 +299,10 @@ class VllmEngine:
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         with self._lock.ask():
-            if self._updating is None:
-                raise WorkerError(f"{self.label} was asked for refit_receive before refit_begin.")
             self._rpc("rlctl_weights.receive_update", update_info)
 
     def refit_finish(self, version: int) -> float:
         with self._lock.ask():
-            if self._updating != version:
-                raise WorkerError(
-                    f"{self.label} was asked to finish refit {version}; the refit under way is {self._updating}."
-                )
             self._rpc("rlctl_weights.finish")
             loaded = time.perf_counter()
             # Samples kept in flight compute what they have again, under the new weights.

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.messages import SampleRequest, SampleResult
-from rlctl.errors import WorkerError
 
 POLL_S = 0.001
 
@@ -130,10 +129,7 @@ class Sample:
         return limit_s is not None and not self.finished and now - (self.begun or now) > limit_s
 
     def result(self, routed_T: np.ndarray | None) -> SampleResult:
-        """Raises WorkerError where vLLM's record lacks a log-prob."""
         tokens, record = list(self.output.token_ids), self.output.logprobs or []
-        if len(record) != len(tokens):
-            raise WorkerError(f"vLLM returned {len(record)} log-probs for {len(tokens)} tokens.")
         return SampleResult(
             key=self.request.key,
             tokens_R=np.array(tokens, np.int32),

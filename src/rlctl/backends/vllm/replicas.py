@@ -123,7 +123,6 @@ class VllmReplica:
 
     def start(self, rank: int, meeting: Meeting) -> None:
         """As `EngineWorker.start`; collective over the replicas."""
-        self.spec.require_environment()
         self._replica = Replica(self.spec, rank, meeting)
 
     def step(self, asked: Sequence[Asked]) -> list[NewTokens]:

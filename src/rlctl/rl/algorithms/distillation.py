@@ -95,8 +95,8 @@ def top_kl(batch: TokenBatch, o: DistillationConfig) -> torch.Tensor:
     """Return the divergence [R] over the teacher's most likely tokens, with gradient."""
     import torch
 
-    if batch.teacher_top_RK is None or batch.top_logprobs_RK is None:
-        raise ValueError("the loss needs the teacher's most likely tokens, and the batch has none")
+    assert batch.teacher_top_RK is not None  # `teacher_top` asks for both
+    assert batch.top_logprobs_RK is not None
 
     def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
         if o.outside != "tail":
@@ -121,6 +121,5 @@ def of_top(batch: TokenBatch, options: DistillationConfig) -> dict[str, torch.Te
 
 
 def _of_teacher(batch: TokenBatch) -> torch.Tensor:
-    if batch.teacher_logprobs_R is None:
-        raise ValueError("distillation needs a teacher's log-probs, and the batch has none")
+    assert batch.teacher_logprobs_R is not None  # `requires` has them
     return batch.teacher_logprobs_R

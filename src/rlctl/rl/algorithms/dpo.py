@@ -172,8 +172,7 @@ class Dpo(Algorithm):
         means = chosen / of_chosen.clamp(min=1), rejected / of_rejected.clamp(min=1)
         compared = means
         if options.has_reference:
-            if batch.reference_logprobs_R is None:
-                raise ValueError("preferences are learned next to a reference policy, and the batch has none")
+            assert batch.reference_logprobs_R is not None  # `requires` has them
             compared = summed(batch.logprobs_R - batch.reference_logprobs_R, batch.rollout_R)
         if options.has_reference and options.average:
             compared = compared[0] / of_chosen.clamp(min=1), compared[1] / of_rejected.clamp(min=1)

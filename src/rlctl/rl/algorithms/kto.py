@@ -131,8 +131,7 @@ def _tokens(batch: TokenBatch) -> torch.Tensor:
 
 
 def _ratios(batch: TokenBatch) -> torch.Tensor:
-    if batch.reference_logprobs_R is None:
-        raise ValueError("labels are learned next to a reference policy, and the batch has none")
+    assert batch.reference_logprobs_R is not None  # `requires` has them
     return _summed(batch.logprobs_R - batch.reference_logprobs_R, batch)
 
 

@@ -136,6 +136,5 @@ class PolicyGradient(Algorithm):
 
 
 def _reference(batch: TokenBatch) -> torch.Tensor:
-    if batch.reference_logprobs_R is None:
-        raise ValueError("loss.kl_coefficient needs the reference policy's log-probs, and the batch has none")
+    assert batch.reference_logprobs_R is not None  # `logprobs_needed` has them
     return batch.reference_logprobs_R
