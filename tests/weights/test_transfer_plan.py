@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import VerificationError
 from rlctl.weights import hf
-from rlctl.weights.layout import Layout, Piece, Span, meet, overlaps, whole
+from rlctl.weights.layout import Layout, Piece, Span, meet, overlaps
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import RememberingWorld, SingleWorld, TransferPlan, receive_plan
 from rlctl.weights.vllm import VllmParallel, VllmWorld
@@ -132,11 +132,6 @@ def test_a_box_outside_of_its_param_is_extra() -> None:
     stray = replace(plain.by_tensor["model.norm.weight"][0], param_box=(Span(1, 16),))
     layout = Layout(0, plain.params, (*(p for p in plain.pieces if p.tensor != "model.norm.weight"), stray))
     assert [line for line in problems(layout) if "extra" in line]
-
-
-def test_a_piece_whose_sides_differ_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds 3 of 4"):
-        Piece("t", whole((4, 2)), "p", (Span(0, 3), Span(0, 2)), (0, 1))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

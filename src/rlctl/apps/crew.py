@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,12 @@ class Crew:
 def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None) -> Iterator[Crew]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
     hears what is waited for: policy and engines start side by side, and the second takes what is left of it."""
-    with _placed(_places(spec), spec.limits, log_dir) as start:
+    with _starting(spec.policy.device, spec.limits, log_dir) as start:
+        shared = spec.engines is None or spec.colocated
+        engine_devices = spec.engines.devices if spec.engines is not None else 0
+        start.of_policy = start.reserve(max(spec.policy_devices, engine_devices if shared else 0))
+        away_from = start.of_policy.bundles if spec.own_nodes else ()
+        start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
         taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
         engines = start.engines(spec.engines) if spec.engines is not None else None
@@ -178,7 +183,8 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
 @contextlib.contextmanager
 def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> Iterator[EngineClient]:
     """Start engines without a policy and stop them at the end; on an error or an interrupt they are ended at once."""
-    with _placed(_one_place(spec.devices, spec.engine.device, limits), limits, log_dir) as start:
+    with _starting(spec.engine.device, limits, log_dir) as start:
+        start.of_engines = start.reserve(spec.devices)
         engines = start.engines(spec)
         start.ready()
         engines.within(limits.start_timeout_s).call(EngineWorker.start)
@@ -190,59 +196,38 @@ def _meeting_port(ranks: WorkerGroup[Any]) -> int:
 
 
 @contextlib.contextmanager
-def _one_place(devices: int, device: Device, limits: ClusterConfig) -> Iterator[tuple[Placement, Placement]]:
-    """Reserve devices for all processes, and give them back at the end."""
-    placement = Placement(devices, gpus=device == "cuda", timeout_s=limits.start_timeout_s)
+def _starting(device: Device, limits: ClusterConfig, log_dir: Path) -> Iterator[_Start]:
+    """Start what the block starts; at the end stop it (on an error end it), and give the devices back."""
+    start = _Start(device, limits, log_dir)
     try:
-        yield placement, placement
+        yield start
+        for group in start.groups:
+            group.stop()
+    except BaseException:
+        for group in start.groups:
+            group.kill()
+        raise
     finally:
-        placement.release()
-
-
-@contextlib.contextmanager
-def _places(spec: CrewSpec) -> Iterator[tuple[Placement, Placement]]:
-    """Reserve the devices of policy and engines, and give them back at the end."""
-    ranks, device = spec.policy_devices, spec.policy.device
-    if spec.engines is None or spec.colocated:
-        with _one_place(max(ranks, spec.engines.devices if spec.engines else 0), device, spec.limits) as both:
-            yield both
-        return
-    with _one_place(ranks, device, spec.limits) as (policy, _):
-        engines = Placement(
-            spec.engines.devices,
-            gpus=device == "cuda",
-            timeout_s=spec.limits.start_timeout_s,
-            away_from=policy.bundles if spec.own_nodes else (),
-        )
-        try:
-            yield policy, engines
-        finally:
-            engines.release()
-
-
-@contextlib.contextmanager
-def _placed(
-    places: contextlib.AbstractContextManager[tuple[Placement, Placement]], limits: ClusterConfig, log_dir: Path
-) -> Iterator[_Start]:
-    """Start what the block starts on `places`; at the end stop it (on an error end it)."""
-    with places as (policy, engines):
-        start = _Start(policy, engines, limits, log_dir)
-        try:
-            yield start
-            for group in start.groups:
-                group.stop()
-        except BaseException:
-            for group in start.groups:
-                group.kill()
-            raise
+        for placement in reversed(start.placements):
+            placement.release()
 
 
 class _Start:
     """Starts groups of workers on their places; the slow starts (imports) run side by side until `ready`."""
 
-    def __init__(self, policy: Placement, engines: Placement, limits: ClusterConfig, log_dir: Path) -> None:
-        self.of_policy, self.of_engines, self.limits, self.log_dir = policy, engines, limits, log_dir
+    of_policy: Placement
+    of_engines: Placement
+
+    def __init__(self, device: Device, limits: ClusterConfig, log_dir: Path) -> None:
+        self.device, self.limits, self.log_dir = device, limits, log_dir
+        self.placements: list[Placement] = []
         self.groups: list[WorkerGroup] = []
+
+    def reserve(self, devices: int, away_from: Sequence[Bundle] = ()) -> Placement:
+        """Reserve devices, none of them on a node that holds one of `away_from`."""
+        gpus, limit_s = self.device == "cuda", self.limits.start_timeout_s
+        self.placements.append(Placement(devices, gpus=gpus, timeout_s=limit_s, away_from=away_from))
+        return self.placements[-1]
 
     def ready(self) -> None:
         for group in self.groups:
@@ -250,11 +235,11 @@ class _Start:
 
     def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
         return self._group(
-            "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": _worker_of(spec)}), self.of_policy
+            "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": spec.backend.worker}), self.of_policy
         )
 
     def teacher(self, spec: CrewSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
-        return self._group("teacher", _worker_of(spec), self._ranks(spec, teacher, {}), self.of_policy)
+        return self._group("teacher", spec.backend.worker, self._ranks(spec, teacher, {}), self.of_policy)
 
     def _ranks(self, spec: CrewSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
         places = self.of_policy.bundles
@@ -289,11 +274,6 @@ class _Start:
         )  # fmt: skip
         self.groups.append(group)
         return group
-
-
-def _worker_of(spec: CrewSpec) -> str:
-    assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
-    return spec.backend.worker
 
 
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
-from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
+from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.objects import fetch
@@ -195,7 +195,7 @@ def _train(
             health=Health(job.config.checks),
             timer=timer,
             validation=validation,
-            critic=Critic(job.config, CriticClient(policy)) if job.config.has_critic else None,
+            critic=Critic(job.config, policy) if job.config.has_critic else None,
         )
         steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = steps.run(stop)

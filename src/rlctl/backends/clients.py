@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from rlctl.backends.base import CriticWorker, EpisodeWorker, PolicySpec, PolicyWorker
+from rlctl.backends.base import EpisodeWorker, PolicySpec, PolicyWorker
 from rlctl.backends.batch import (
-    AdvantageEstimate,
     BatchShard,
     LogprobColumn,
     LogprobStats,
     MicroBatchLoss,
     MinibatchResult,
     TrainBatch,
-    ValueLoss,
 )
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
 from rlctl.backends.packing import PackingStats, plan_batch
@@ -156,30 +153,6 @@ class PolicyClient(Generic[W_co]):
 
     def load_saved(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load_saved, directory)
-
-
-class CriticClient:
-    """Asks the ranks of a policy that has a critic, as `CriticWorker` says."""
-
-    def __init__(self, policy: PolicyClient[Any]) -> None:
-        self._group: WorkerGroup[CriticWorker] = policy.group
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The critic's turn for the block. After an error nobody is asked: the run ends."""
-        self._group.call(CriticWorker.critic_begin)
-        yield
-        self._group.call(CriticWorker.critic_end)
-
-    def estimate(self, estimate: AdvantageEstimate) -> None:
-        self._group.call(CriticWorker.estimate, estimate)
-
-    def train(self, minibatches: int, loss: ValueLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:
-        """Take one optimizer step of the critic on each mini-batch of the loaded batch, in order."""
-        return [
-            only_result(self._group.call(CriticWorker.train_critic, index, loss, lr, weight_decay))
-            for index in range(minibatches)
-        ]
 
 
 @dataclass(frozen=True)

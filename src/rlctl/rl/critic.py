@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from rlctl.backends.base import CriticWorker
 from rlctl.backends.batch import LossOutput, MinibatchResult, ValueBatch
-from rlctl.backends.clients import CriticClient
+from rlctl.backends.clients import PolicyClient, only_result
+from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import RlctlConfig
 from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.telemetry.metrics import Metric
@@ -39,8 +41,9 @@ METRICS = (
 class Critic:
     """The value model of a run: trained on each batch before the policy is."""
 
-    def __init__(self, config: RlctlConfig, ranks: CriticClient) -> None:
-        self._config, self._ranks = config, ranks
+    def __init__(self, config: RlctlConfig, policy: PolicyClient[Any]) -> None:
+        """`policy`: its ranks have the critic next to it."""
+        self._config, self._ranks = config, cast(WorkerGroup[CriticWorker], policy.group)
 
     def alone(self, step: int) -> bool:
         """Return whether the critic warms up in `step` (from 0), in which the policy is not trained."""
@@ -51,11 +54,15 @@ class Critic:
         options, steps = self._config.critic, self._config.run.steps
         lr = learning_rate(step, steps, options.lr, options.scheduler)
         decay = weight_decay(step, steps, options.weight_decay, options.scheduler)
-        with self._ranks.computing():
-            self._ranks.estimate(TokenAdvantages(self._config))
-            loss = ClippedValueLoss(options.value_clip, options.loss_weight)
-            passes = range(self._config.batch.epochs)
-            results = [result for _ in passes for result in self._ranks.train(minibatches, loss, lr, decay)]
+        loss, ranks = ClippedValueLoss(options.value_clip, options.loss_weight), self._ranks
+        ranks.call(CriticWorker.critic_begin)
+        ranks.call(CriticWorker.estimate, TokenAdvantages(self._config))
+        results = [
+            only_result(ranks.call(CriticWorker.train_critic, index, loss, lr, decay))
+            for _ in range(self._config.batch.epochs)
+            for index in range(minibatches)
+        ]
+        ranks.call(CriticWorker.critic_end)
         return {"critic": {"lr": lr, **critic_metrics(results)}}
 
 

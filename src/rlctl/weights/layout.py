@@ -149,15 +149,6 @@ class Piece:
     transforms: tuple[Transform, ...] = ()
     primary: bool = True
 
-    def __post_init__(self) -> None:
-        for i, axis in enumerate(self.axes):
-            expected = 1 if axis is None else self.tensor_box[axis].count
-            if self.param_box[i].count != expected:
-                raise ValueError(f"{self.param}: axis {i} holds {self.param_box[i].count} of {expected} elements")
-        for axis, span in enumerate(self.tensor_box):
-            if axis not in self.axes and span.count != 1:
-                raise ValueError(f"{self.param}: axis {axis} of {self.tensor} is neither used nor of length one")
-
     def renamed(self, tensor: str, param: str) -> Piece:
         """The same boxes of another tensor and param."""
         return Piece(tensor, self.tensor_box, param, self.param_box, self.axes, self.transforms, self.primary)

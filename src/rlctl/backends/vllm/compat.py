@@ -245,19 +245,15 @@ def make_stage_inputs(runner: Any) -> None:
     )
 
 
-def set_weight_version(llm_engine: Any, version: str) -> None:
-    """Tell vLLM's own record of the weight version, in versions that keep one."""
-    if hasattr(llm_engine, "set_weight_version"):
-        llm_engine.set_weight_version(version)
-
-
 def join_replicas(rank: int, replicas: int, address: str, port: int) -> None:
     """Have the next engine of this process be one of several replicas that share experts. vLLM reads that from the
     environment alone where an engine is made in the caller's process."""
     local_rank = 0  # the process sees the devices of its own replica alone
     values = map(str, (replicas, rank, local_rank, address, port))
     os.environ.update(zip(REPLICA, values, strict=True))
-    _read_environment_again()
+    from vllm import envs
+
+    envs.disable_envs_cache()  # vLLM keeps what it has read of the environment once an engine runs
 
 
 def leave_replicas() -> None:
@@ -266,15 +262,8 @@ def leave_replicas() -> None:
 
     for name in REPLICA:
         os.environ.pop(name, None)
-    _read_environment_again()
-    envs.enable_envs_cache()
-
-
-def _read_environment_again() -> None:
-    """vLLM keeps what it has read of the environment once an engine runs."""
-    from vllm import envs
-
     envs.disable_envs_cache()
+    envs.enable_envs_cache()
 
 
 class StepTogether:

@@ -308,7 +308,6 @@ class VllmEngine:
             # Samples kept in flight compute what they have again, under the new weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._samples)):
                 raise WorkerError(f"{self.label} could not drop its prefix cache: requests are still running.")
-            self._engine.set_weight_version(str(version))
             self._version, self._updating = version, None
             self._begin_later()
             if not self._held:

@@ -33,23 +33,18 @@ class EngineLock:
     @contextmanager
     def ask(self) -> Iterator[None]:
         """Have the engine to oneself, after the decode step that is running."""
-        with self._counted():
+        with self._counting:
+            self._asked += 1
+        try:
             self._changed.acquire()
+        finally:
+            with self._counting:
+                self._asked -= 1
         try:
             self.prepare()
             yield
         finally:
             self._changed.release()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._counting:
-            self._asked += 1
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._asked -= 1
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -101,9 +101,6 @@ class Replica:
     def resume(self) -> None:
         compat.resume(self._engine)
 
-    def set_weight_version(self, version: str) -> None:
-        compat.set_weight_version(self._engine, version)
-
     def asleep(self) -> frozenset[str]:
         return compat.asleep(self._engine)
 
@@ -274,9 +271,6 @@ class Replicas:
 
     def resume(self) -> None:
         self._everywhere("resume")
-
-    def set_weight_version(self, version: str) -> None:
-        self._everywhere("set_weight_version", version)
 
     def asleep(self) -> frozenset[str]:
         return frozenset().union(*self._everywhere("asleep"))
