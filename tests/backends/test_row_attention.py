@@ -21,7 +21,7 @@ def row_of(units: tuple[RowUnit, ...]) -> PackedRow:
         for unit in units
     ]
     positions_T, none = torch.cat(positions), torch.zeros(0, dtype=torch.int64)
-    return PackedRow(torch.zeros_like(positions_T), positions_T, units, len(positions_T), none, none, none)
+    return PackedRow(torch.zeros_like(positions_T), positions_T[None], units, len(positions_T), none, none, none)
 
 
 def visible(row: PackedRow, window: int | None) -> Tensor:

@@ -9,19 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
-from rlctl.backends.messages import Sampling, joined
+from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.messages import GroupRequest, Sampling, joined
+from rlctl.backends.rows import build_row
+from rlctl.cluster.objects import fetch, put
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import MediaPart
 from rlctl.errors import WorkerError
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
-from rlctl.rollouts.scored_groups import groups_of
+from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
 from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
 from support.engines import START_TIMEOUT_S, tiny_facts
+from support.multimodal_models import IMAGE, IMAGE_SIDE, IMAGE_TOKENS, write_with_images
 from support.toy_episodes import REPLY, TOKENS_A_TURN, TURNS
 
 TOLERANCE = 1e-4
@@ -102,6 +108,51 @@ def test_an_engine_of_one_turn_is_the_default(host: Any, tiny_llama: Path) -> No
     mask = result.columns.loss_mask_T[result.columns.slice(0)]
     assert (np.diff(mask.astype(int)) >= 0).all()  # a prompt and one answer
     assert result.rewards == (None, None)
+
+
+def test_a_prompt_s_image_is_with_each_turn_and_with_its_rollout(host: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = write_with_images(tmp_path)
+    processor = AutoProcessor.from_pretrained(model)
+    looked = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    engine = spec(model)
+    engine = replace(
+        engine, arguments=engine.arguments | {"skip_mm_profiling": True, "limit_mm_per_prompt": {"image": 1}}
+    )
+    host.within(START_TIMEOUT_S).call(SwappingEngine.swap, engine, "support.toy_episodes:echo")
+    pixels = np.random.default_rng(0).integers(0, 255, (IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
+    text = f"What is {IMAGE}? The answer is"
+    ids = processor(text=[text], images=[[pixels]], add_special_tokens=False).input_ids[0]
+    written = processor.tokenizer(text, add_special_tokens=False).input_ids
+    at = written.index(processor.image_token_id)
+    part = MediaPart("image", pixels, at, len(ids) - len(written) + 1, (processor.image_token_id,))
+    asked = GroupRequest(0, tuple(ids), (1, 2), media=(part,))
+    (result,) = call(host, EpisodeWorker.generate, [asked], Sampling(40, temperature=0.0), 60.0)
+    columns = result.columns
+    shown = processor.image_processor([pixels], return_tensors="pt")
+    for sample in range(2):
+        own = columns.slice(sample)
+        tokens, mask = torch.tensor(columns.tokens_T[own]).long(), columns.loss_mask_T[own]
+        with torch.no_grad():
+            logprobs = looked(input_ids=tokens[None], **shown).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+        assert np.abs(columns.logprobs_T[own][1:] - expected)[mask[1:]].max() < TOLERANCE
+    held = replace(result, columns=put(columns), texts=put(result.texts))
+    groups, _ = groups_of([held], {0: ROW}, {0: asked.seeds}, [None], "stop")
+    save_groups(tmp_path / "groups.npz", groups)
+    (loaded,) = load_groups(tmp_path / "groups.npz", lambda position: ROW)
+    micro = tuple(WeightedRollout(0, one.sample, one.prompt_tokens, one.tokens, 0.0, 1.0) for one in loaded.rollouts)
+    row = build_row(micro, {0: fetch(loaded.columns)}, share=True, multiple=1, device=torch.device("cpu"))
+    (found,) = row.media  # the prompt stands there once
+    assert (found.start, found.tokens) == (at, IMAGE_TOKENS + 3)
+    assert (found.data == pixels).all()
+    assert row.media_T is not None
+    assert row.media_T[at : at + found.tokens].tolist() == list(range(found.tokens))
+    assert (row.media_T >= 0).sum() == found.tokens
+    miscounted = replace(asked, media=(replace(part, tokens=part.tokens - 1),))
+    with pytest.raises(WorkerError, match="vLLM reads a prompt with image as"):
+        call(host, EpisodeWorker.generate, [miscounted], SAMPLING, 60.0)
 
 
 # With an environment

@@ -111,3 +111,36 @@ def write_multimodal(directory: Path, name: str, dtype: torch.dtype = torch.floa
     write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 0})
     write_json(directory / "preprocessor_config.json", {"image_processor_type": "SiglipImageProcessor"})
     return directory
+
+
+IMAGE, IMAGE_SIDE, IMAGE_TOKENS = "<image>", 64, 16
+MARKS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+
+
+def write_with_images(directory: Path) -> Path:
+    """Save a random Idefics3, the family that needs no torchvision, with its processor. The most likely token is never
+    one that stands for an image."""
+    import transformers
+    from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration
+
+    write_tokenizer(directory)
+    special = [IMAGE, *MARKS, *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))]
+    tokenizer = AutoTokenizer.from_pretrained(directory, extra_special_tokens={"image_token": IMAGE})
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    text = TEXT | {"model_type": "llama", "vocab_size": 576, "tie_word_embeddings": False}
+    tower = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": IMAGE_SIDE, "patch_size": 8,
+    }  # fmt: skip
+    config = Idefics3Config(
+        text_config=text, vision_config=tower, image_token_id=image, scale_factor=2, tie_word_embeddings=False
+    )
+    torch.manual_seed(3)
+    model = Idefics3ForConditionalGeneration(config).float()
+    model.lm_head.weight.data[VOCAB_SIZE:] = 0.0
+    model.save_pretrained(directory)
+    edge = {"longest_edge": IMAGE_SIDE}
+    looks = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge)
+    transformers.Idefics3Processor(looks, tokenizer, image_seq_len=IMAGE_TOKENS).save_pretrained(directory)
+    return directory

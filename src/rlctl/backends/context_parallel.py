@@ -93,7 +93,8 @@ class JoinContext(torch.autograd.Function):
 
 
 def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
-    """`row` with only those predicting positions that a context-parallel rank holds, as indices into its own tokens."""
+    """`row` with only those tokens that a context-parallel rank holds, and the places that predict one as indices into
+    them; media are whole."""
     if cp_size == 1:
         return row
     device = row.tokens_T.device
@@ -106,12 +107,15 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
     index_R = torch.nonzero(kept_R >= 0)[:, 0]
     return PackedRow(
         tokens_T=row.tokens_T[mine],
-        positions_T=row.positions_T,
+        positions_kT=row.positions_kT[:, mine],
         units=row.units,
         tokens=row.tokens,
         sources_U=local_U[local_U >= 0],
         inverse_R=kept_R[index_R],
         targets_R=row.targets_R[index_R],
         columns_R={"index": index_R},
+        routing_TLK=None if row.routing_TLK is None else row.routing_TLK[mine],
+        media=row.media,
+        media_T=None if row.media_T is None else row.media_T[mine],
         further_RK=None if row.further_RK is None else row.further_RK[index_R],
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlctl.config.schema import GenerationConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import EpisodeFacts, TokensByVersion
+from rlctl.data.rollouts import EpisodeFacts, MediaPart, TokensByVersion
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class SampleRequest:
     seed: int
     """A sample depends on its own seed alone, not on its neighbors in the batch."""
     sampling: Sampling
+    media: tuple[MediaPart, ...] = ()
+    """The parts of them that are not text, in order."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class GroupRequest:
     messages: tuple[dict[str, Any], ...] = ()
     seed: int = 0
     """The seed of the environments, which begin alike."""
+    media: tuple[MediaPart, ...] = ()
+    """The parts of the prompt that are not text, in order."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
@@ -39,7 +40,7 @@ from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora import Adapter
 from rlctl.backends.movement import Movement
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
-from rlctl.backends.rows import PackedRow, add_taught, fetch_rows, taught_by_group
+from rlctl.backends.rows import PackedRow, add_taught, counted_positions, fetch_rows, taught_by_group
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.plan_execution import with_adapter
@@ -47,6 +48,7 @@ from rlctl.checkpoints.rank_loading import require_policy
 from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.cluster.progress import report
 from rlctl.config.schema import Rounding
+from rlctl.data.rollouts import MediaPart
 from rlctl.transport.collective import ServedStore
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
@@ -334,9 +336,14 @@ class PolicyRank(ABC):
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
-        self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
+        self._shard = shard
+        self._rows = fetch_rows(shard, fetch, multiple, self.device, self.positions, routing=routing)
         if self.critic is not None:
             self.critic._rows = self._rows
+
+    def positions(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
+        """Return the positions of a rollout's tokens as the model takes them (`Positions`)."""
+        return counted_positions(tokens_T, media)
 
     def add_logprobs(self, column: LogprobColumn) -> None:
         with self.under_weights_of(column):

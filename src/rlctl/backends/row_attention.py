@@ -65,7 +65,7 @@ class RowAttention:
     def of(cls, row: PackedRow, cp_size: int, cp_rank: int) -> RowAttention:
         if cp_size > 1:
             return cls((_context_parallel_block(row, cp_size, cp_rank),), None)
-        return cls(*_unit_blocks(row.units, row.positions_T))
+        return cls(*_unit_blocks(row.units, row.positions_kT[0]))
 
 
 def attend(
@@ -210,8 +210,8 @@ def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> Atten
         torch.arange(len(q), device=device)[None],
         torch.arange(length, device=device)[None],
         torch.from_numpy(visible[None, None]).to(device),
-        row.positions_T[torch.from_numpy(q).to(device)][None],
-        row.positions_T[torch.from_numpy(k).to(device)][None],
+        row.positions_kT[0][torch.from_numpy(q).to(device)][None],
+        row.positions_kT[0][torch.from_numpy(k).to(device)][None],
     )
 
 

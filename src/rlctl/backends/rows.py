@@ -5,13 +5,14 @@ rollouts of a group behind the one copy of their prompt. Every completion contin
 attends to the prompt and to itself. A row's tokens stand under context parallelism as Megatron's zigzag of the whole
 row.
 
-Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen, L layers, K experts a token.
+Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen, L layers, K experts a token,
+k numbers that make up the position of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,12 +27,21 @@ from rlctl.backends.batch import (
     ValueBatch,
     WeightedRollout,
 )
-from rlctl.data.rollouts import LOSS_WEIGHTS, ROUTED_EXPERTS, RolloutColumns
+from rlctl.data.rollouts import LOSS_WEIGHTS, ROUTED_EXPERTS, MediaPart, RolloutColumns
 from rlctl.errors import InputError
 
 FILLER = 1
 """The token that rows are padded with. It is not 0, which most models have for padding themselves: its embedding may be
 zero, and layers that take the root of its mean square (Gemma 3n) have no finite gradient there, which would spread."""
+
+Positions = Callable[[np.ndarray, Sequence[MediaPart]], np.ndarray]
+"""(tokens [T] of a rollout, its media) -> int64 [k, T], the positions as the model takes them. The first of the k
+numbers counts the tokens; a model of texts has no other."""
+
+
+def counted_positions(tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
+    """Return the positions of a model of texts [1, T]."""
+    return np.arange(len(tokens_T))[None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class PackedRow:
     """One micro-batch on the device, whole: context-parallel ranks slice it."""
 
     tokens_T: torch.Tensor  # int64, padded
-    positions_T: torch.Tensor  # int64
+    positions_kT: torch.Tensor  # int64
     units: tuple[RowUnit, ...]
     tokens: int
     """Without padding."""
@@ -69,6 +79,10 @@ class PackedRow:
     """float32: further columns of the rollouts."""
     further_RK: torch.Tensor | None = None
     """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
+    media: tuple[MediaPart, ...] = ()
+    """The parts of the row that are not text, in order."""
+    media_T: torch.Tensor | None = None
+    """int64: which token of `media`, counted over all of them, each token is; -1: text. None: all is text."""
 
     def token_batch(self, out: torch.Tensor) -> TokenBatch:
         """Return what a policy's loss is computed from; `out` is what `chunked_logprobs` returns, or values
@@ -107,14 +121,14 @@ class PackedRow:
 
 
 def fetch_rows(
-    shard: BatchShard, fetch: Fetch, multiple: int, device: torch.device, *, routing: bool
+    shard: BatchShard, fetch: Fetch, multiple: int, device: torch.device, positions: Positions, *, routing: bool
 ) -> list[list[PackedRow]]:
     """Fetch the columns of a rank's part and pack them: for each mini-batch its rows, with `routing` the recorded
-    experts too. Raises as `build_row` and `row_routing` do."""
+    experts too. `positions` are the model's. Raises as `build_row` and `row_routing` do."""
     columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
 
     def packed(micro: MicroBatch) -> PackedRow:
-        row = build_row(micro, columns, shard.share_prompts, multiple, device, shard.rectangular)
+        row = build_row(micro, columns, shard.share_prompts, multiple, device, shard.rectangular, positions)
         row.routing_TLK = row_routing(micro, columns, shard.share_prompts, row) if routing else None
         return row
 
@@ -128,12 +142,12 @@ def build_row(
     multiple: int,
     device: torch.device,
     rectangular: bool = False,
+    positions: Positions = counted_positions,
 ) -> PackedRow:
     """Pack the rollouts of `micro_batch` into a row padded to a multiple of `multiple` tokens. `rectangular` (without
     `share`) pads each to the longest: attention is then one batch of equal lengths. Raises InputError where rollouts of
     one group have different prompts, or the columns disagree with the driver's lengths."""
     tokens: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
     units: list[RowUnit] = []
     sources: list[np.ndarray] = []
     chosen: dict[str, list[np.ndarray]] = {
@@ -159,19 +173,60 @@ def build_row(
                 chosen[name].append(np.full(len(where), value, np.int64 if name == "rollout" else np.float32))
             offset += len(completion)
         tokens += [prompt, *(part[0] for part in parts)]
-        positions += [np.arange(len(prompt)), *(len(prompt) + np.arange(len(part[0])) for part in parts)]
         if (short := width - (offset - start)) > 0:  # behind the rollout, where causal attention never looks
             tokens.append(np.full(short, FILLER))
-            positions.append(offset - start + np.arange(short))
             offset, padding = offset + short, padding + short
         lengths = tuple(len(part[0]) for part in parts)
         units.append(RowUnit(start, len(prompt), lengths) if share else RowUnit(start, offset - start))
         start = offset
-    row = _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
+    used = start - padding
+    if short := max(multiple, -(-start // multiple) * multiple) - start:
+        units.append(RowUnit(start, short))
+        tokens.append(np.full(short, FILLER))
+    positions_kT, media = _placed(micro_batch, columns, share, units, positions)
+    row = _to_device(tokens, positions_kT, units, sources, chosen, used, device)
+    row.media, row.media_T = media, _media_tokens(media, row)
     row.extra_R = _extra_columns(micro_batch, columns, row)
     if LOSS_WEIGHTS in row.extra_R:
         row.columns_R["token_weights"] *= row.extra_R.pop(LOSS_WEIGHTS)
     return row
+
+
+def _placed(
+    micro_batch: MicroBatch,
+    columns: Mapping[int, RolloutColumns],
+    share: bool,
+    units: Sequence[RowUnit],
+    positions: Positions,
+) -> tuple[np.ndarray, tuple[MediaPart, ...]]:
+    """Return the positions [k, T] and the media of a row of `units`, the last of which may be padding."""
+    found_kT: list[np.ndarray] = []
+    media: list[MediaPart] = []
+    of_units = units_of(micro_batch, share)
+    for unit, (_, rollouts) in zip(units, of_units, strict=False):
+        at = unit.start
+        for number, rollout in enumerate(rollouts):
+            group = columns[rollout.position]
+            tokens, own = group.tokens_T[group.slice(rollout.sample)], group.media(rollout.sample)
+            shared = rollout.prompt_tokens if number else 0  # the prompt stands there once
+            short = 0 if unit.completions else unit.tokens - len(tokens)
+            padded = np.append(tokens, np.full(short, FILLER, tokens.dtype)) if short else tokens
+            found_kT.append(positions(padded, own)[:, shared:])
+            media += [replace(part, start=at + part.start - shared) for part in own if part.start >= shared]
+            at += len(tokens) - shared
+    found_kT += [positions(np.full(unit.tokens, FILLER), ()) for unit in units[len(of_units) :]]
+    return np.concatenate(found_kT, 1), tuple(media)
+
+
+def _media_tokens(media: Sequence[MediaPart], row: PackedRow) -> torch.Tensor | None:
+    """Return `PackedRow.media_T`."""
+    if not media:
+        return None
+    media_T, count = np.full(len(row.tokens_T), -1), 0
+    for part in media:
+        media_T[part.start : part.start + part.tokens] = count + np.arange(part.tokens)
+        count += part.tokens
+    return torch.from_numpy(media_T).to(row.tokens_T.device)
 
 
 def _extra_columns(
@@ -293,20 +348,14 @@ def _unit_parts(
 
 def _to_device(
     tokens: list[np.ndarray],
-    positions: list[np.ndarray],
+    positions_kT: np.ndarray,
     units: list[RowUnit],
     sources: list[np.ndarray],
     chosen: dict[str, list[np.ndarray]],
-    lengths: tuple[int, int],
-    multiple: int,
+    used: int,
     device: torch.device,
 ) -> PackedRow:
-    """Return the row. `lengths` are its tokens with the padding between rollouts and without it."""
-    length, used = lengths
-    padding = max(multiple, -(-length // multiple) * multiple) - length
-    if padding:
-        units = [*units, RowUnit(length, padding)]
-        tokens, positions = [*tokens, np.full(padding, FILLER)], [*positions, np.arange(padding)]
+    """Return the row. `used` are its tokens without padding."""
 
     def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
@@ -315,7 +364,7 @@ def _to_device(
     sources_U, inverse_R = torch.unique(tensor(sources, torch.int64), return_inverse=True)
     return PackedRow(
         tokens_T=tensor(tokens, torch.int64),
-        positions_T=tensor(positions, torch.int64),
+        positions_kT=tensor([positions_kT], torch.int64),
         units=tuple(units),
         tokens=used,
         sources_U=sources_U,

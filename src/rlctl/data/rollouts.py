@@ -31,6 +31,23 @@ TokensByVersion = tuple[tuple[int, int], ...]
 """(version of the weights, response tokens that they chose), the oldest first. A rollout without tokens has a 0."""
 
 
+@dataclass(frozen=True, eq=False)
+class MediaPart:
+    """A part of a prompt's content that is not text, such as an image. Its tokens stand in the prompt like all others,
+    and what lies between the parts is text."""
+
+    kind: str
+    """Name of the kind as engines know it: `image`."""
+    data: np.ndarray
+    """The part itself as engines take it; an image is uint8 [height, width, 3]."""
+    start: int
+    """Place of its first token among the tokens that it belongs to: a prompt's, a rollout's, a row's."""
+    tokens: int
+    """Number of tokens that the model reads it as."""
+    written: tuple[int, ...]
+    """Tokens that stand for it in what an engine is asked, as a chat template writes them; the engine replaces them."""
+
+
 @dataclass(frozen=True)
 class RolloutColumns:
     """The token-sized columns of one group. They live in the object store. In training they pass through the driver
@@ -43,6 +60,8 @@ class RolloutColumns:
     weight_version_T: np.ndarray  # int32: version of the weights that chose the token, -1 elsewhere
     extra_T: dict[str, np.ndarray] = field(default_factory=dict)
     """Further token columns. Those with one number a token reach the loss by their names (`TokenBatch.extra_R`)."""
+    media_G: tuple[tuple[MediaPart, ...], ...] = ()
+    """The media of each rollout in their order; empty where no rollout has any."""
 
     @property
     def rollouts(self) -> int:
@@ -51,6 +70,10 @@ class RolloutColumns:
     def slice(self, rollout: int) -> slice:
         """Return the part of every `_T` column that belongs to `rollout`."""
         return slice(int(self.offsets_G[rollout]), int(self.offsets_G[rollout + 1]))
+
+    def media(self, rollout: int) -> tuple[MediaPart, ...]:
+        """Return the media of `rollout`."""
+        return self.media_G[rollout] if self.media_G else ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from rlctl.config.schema import DataConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import MESSAGES, Messages, PromptRow, checked_messages, checked_prompt
+from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
 from rlctl.errors import InputError
 
@@ -47,6 +48,8 @@ class TrainedText:
     mask_T: np.ndarray  # bool: tokens with a loss; the first token has none
     prompt: int | None = None
     """Tokens of the prompt, where these are not all that have no loss."""
+    media: tuple[MediaPart, ...] = ()
+    """The parts of them that are not text, in order."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,7 +67,8 @@ class TrainedText:
         """Return the text for a reward model, which has its score at the last token: the output of a model stands at
         the position before a token with a loss, so that there is one more token, which nothing else sees."""
         tokens_T = np.append(self.tokens_T, self.tokens_T[-1:])
-        return TrainedText(tokens_T, np.arange(len(tokens_T)) == len(self.tokens_T), self.prompt_tokens)
+        mask_T = np.arange(len(tokens_T)) == len(self.tokens_T)
+        return replace(self, tokens_T=tokens_T, mask_T=mask_T, prompt=self.prompt_tokens)
 
 
 def text_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:

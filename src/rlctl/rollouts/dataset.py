@@ -214,4 +214,5 @@ def columns_of(texts: Sequence[TrainedText], extra_T: Mapping[str, np.ndarray] |
         logprobs_T=np.zeros(len(tokens_T), np.float32),
         weight_version_T=np.full(len(tokens_T), -1, np.int32),
         extra_T=dict(extra_T or {}),
+        media_G=tuple(text.media for text in texts) if any(text.media for text in texts) else (),
     )

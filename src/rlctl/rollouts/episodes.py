@@ -35,7 +35,7 @@ from rlctl.backends.messages import (
 from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import ROUTED_EXPERTS, TURN, TURN_REWARD, EpisodeFacts, RolloutColumns, Turn
+from rlctl.data.rollouts import ROUTED_EXPERTS, TURN, TURN_REWARD, EpisodeFacts, MediaPart, RolloutColumns, Turn
 from rlctl.errors import WaitTimeoutError
 from rlctl.rollouts.source import sample_seed
 
@@ -58,6 +58,8 @@ class Episode:
     def begin(self) -> None:
         """Begin at the prompt, also again."""
         self.tokens = list(self.request.prompt_tokens)
+        self.media = list(self.request.media)
+        """The parts of them that are not text, in order."""
         self.answers: list[tuple[int, SampleResult]] = []
         """The model's answers, each behind the number of tokens that it goes on from."""
         self.rewards: list[float] = []
@@ -94,15 +96,17 @@ class Episode:
         for name, number in numbers.items():
             self.counts[name] = self.counts.get(name, 0.0) + number
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the model did not choose."""
+    def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = ()) -> None:
+        """Append tokens that the model did not choose. `media` are those among them that are not text."""
+        self.media += [replace(part, start=len(self.tokens) + part.start) for part in media]
         self.tokens += tokens
 
     async def answer(self, **changes: Any) -> SampleResult:
         """Let the model go on from the tokens so far, with some fields of the sampling changed."""
         turn = len(self.answers)
         seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
-        request = SampleRequest(self._key, tuple(self.tokens), seed, replace(self.sampling, **changes))
+        sampling = replace(self.sampling, **changes)
+        request = SampleRequest(self._key, tuple(self.tokens), seed, sampling, tuple(self.media))
         found = await self._engine.sampled(request)
         self.answers.append((len(self.tokens), found))
         self.tokens += found.tokens_R.tolist()
@@ -343,6 +347,7 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         np.zeros(total, np.float32),
         np.full(total, -1, np.int32),
         _routed(episodes) | (_of_turns(episodes, offsets) if plays else {}),
+        tuple(tuple(one.media) for one in episodes) if any(one.media for one in episodes) else (),
     )
     for begin, episode in zip(offsets, episodes, strict=False):
         for first, answer in episode.answers:

@@ -18,7 +18,7 @@ from rlctl.cluster.objects import fetch, put
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import OnError, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import EpisodeFacts, Rollout, RolloutColumns, RolloutGroup, Turn
+from rlctl.data.rollouts import EpisodeFacts, MediaPart, Rollout, RolloutColumns, RolloutGroup, Turn
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.ledger import Ledger
@@ -204,7 +204,10 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         turns = group.transcripts and [[dataclasses.asdict(turn) for turn in one] for one in fetch(group.transcripts)]
         rollouts = [dataclasses.asdict(rollout) for rollout in group.rollouts]
         of_group = {"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts), "turns": turns}
-        scalars.append({**of_group, "dropped": group.dropped})
+        media = [[vars(part) | {"data": None} for part in parts] for parts in columns.media_G]
+        for sample, parts in enumerate(columns.media_G):
+            arrays |= {f"{group.position}/media/{sample}/{number}": part.data for number, part in enumerate(parts)}
+        scalars.append({**of_group, "media": media, "dropped": group.dropped})
     arrays[SCALARS] = np.frombuffer(json.dumps(scalars).encode(), np.uint8)
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -227,7 +230,14 @@ def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutG
             position, extra = int(one["position"]), f"{one['position']}/extra/"
             own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
             further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
-            columns = put(RolloutColumns(**own, extra_T=further))
+            media = tuple(
+                tuple(
+                    MediaPart(**part | {"data": arrays[f"{position}/media/{sample}/{number}"]})
+                    for number, part in enumerate(parts)
+                )
+                for sample, parts in enumerate(one.get("media", ()))
+            )
+            columns = put(RolloutColumns(**own, extra_T=further, media_G=media))
             rollouts = tuple(map(_loaded, one["rollouts"]))
             texts, turns, dropped = put(one["texts"]), one.get("turns"), tuple(one.get("dropped", ()))
             turns = turns and put([[Turn(**turn) for turn in episode] for episode in turns])

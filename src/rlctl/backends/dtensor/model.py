@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part, zigzag
+from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part
 from rlctl.backends.dtensor.experts import Replay, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
@@ -141,18 +141,18 @@ class PolicyModel(nn.Module):
 
     def _packed(self, row: PackedRow) -> Tensor:
         size, rank = self._context.size(), self._context.rank()
-        tokens_T, positions_T, routing_TLK = row.tokens_T, row.positions_T, row.routing_TLK
-        if size > 1:
-            own_T = torch.from_numpy(zigzag(len(tokens_T), size, rank)).to(tokens_T.device)
-            tokens_T, positions_T = tokens_T[own_T], positions_T[own_T]
-            routing_TLK = None if routing_TLK is None else routing_TLK[own_T]
-        for replay in self.replays:
-            replay.give(routing_TLK)
-        passed = RowPass(RowAttention.of(row, size, rank), self._context)
-        found = self._layers(input_ids=tokens_T[None], position_ids=positions_T[None], row=passed)
         part = context_part(row, size, rank)
+        for replay in self.replays:
+            replay.give(part.routing_TLK)
+        passed = RowPass(RowAttention.of(row, size, rank), self._context)
+        found = self._layers(**self.inputs(part), row=passed)
         out = self._outputs(found, part)
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
+
+    def inputs(self, part: PackedRow) -> dict[str, Tensor]:
+        """Return what the layers are given of this rank's tokens: a model of texts takes one position a token, and a
+        row is a batch of one."""
+        return {"input_ids": part.tokens_T[None], "position_ids": part.positions_kT}
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
         """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the last hidden states."""
@@ -352,4 +352,4 @@ def _probe(first: Tensor, second: Tensor) -> PackedRow:
     places = torch.arange(PROBED - 1, device=first.device)
     tokens_T = torch.cat([first, second])
     units = (RowUnit(0, PROBED), RowUnit(PROBED, PROBED))
-    return PackedRow(tokens_T, torch.zeros_like(tokens_T), units, 2 * PROBED, places, places, places + 1)
+    return PackedRow(tokens_T, torch.zeros_like(tokens_T)[None], units, 2 * PROBED, places, places, places + 1)

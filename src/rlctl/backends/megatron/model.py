@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.context_parallel import JoinContext, context_part, zigzag
+from rlctl.backends.context_parallel import JoinContext
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
@@ -62,14 +62,14 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: RowParams, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        row = packed_seq_params.row
+        row, part = packed_seq_params.row, packed_seq_params.part
         assert row is not None
+        assert part is not None
         cp_group = self.pg_collection.cp
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        part = context_part(row, cp_group.size(), cp_group.rank())
         out = self._outputs(hidden_states[:, 0].index_select(0, part.sources_U), part)
         if cp_group.size() == 1:
             return out
@@ -269,13 +269,10 @@ def forward_step(
         row = next(rows)
         size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         params = RowParams.of(row, size, rank)
-        tokens_T, routing_TLK = row.tokens_T, row.routing_TLK
-        if size > 1:
-            own_T = torch.from_numpy(zigzag(len(tokens_T), size, rank)).to(tokens_T.device)
-            tokens_T, routing_TLK = tokens_T[own_T], None if routing_TLK is None else routing_TLK[own_T]
+        assert params.part is not None
         if own := replays.get(id(model)):
-            hand_out(own, routing_TLK, get_model_config(model))
-        output = model(tokens_T[None], None, None, packed_seq_params=params)
+            hand_out(own, params.part.routing_TLK, get_model_config(model))
+        output = model(params.part.tokens_T[None], None, None, packed_seq_params=params)
 
         def loss_function(out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             loss, collected = loss_of(row, out)

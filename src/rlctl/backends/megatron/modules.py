@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.context_parallel import Gather
+from rlctl.backends.context_parallel import Gather, context_part
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow
 from rlctl.errors import ConfigError
@@ -30,6 +30,8 @@ class RowParams(PackedSeqParams):
     """A row for Megatron's layers: to them one thd sequence, whose rotary positions and attention are ours."""
 
     row: PackedRow | None = None
+    part: PackedRow | None = None
+    """The row's tokens that this context-parallel rank holds."""
     attention: RowAttention | None = None
 
     @classmethod
@@ -44,6 +46,7 @@ class RowParams(PackedSeqParams):
             max_seqlen_q=length,
             max_seqlen_kv=length,
             row=row,
+            part=context_part(row, cp_size, cp_rank),
             attention=RowAttention.of(row, cp_size, cp_rank),
         )
 
@@ -131,7 +134,7 @@ class RowRotary(nn.Module):
 
     def forward(self, params: RowParams, *args: Any, **kwargs: Any) -> Tensor:
         assert params.row is not None
-        positions = params.row.positions_T
+        positions = params.row.positions_kT[0]
         self.frequencies = [frequencies.to(positions.device) for frequencies in self.frequencies]
         return torch.cat([self._angles(positions.float(), f) for f in self.frequencies], -1)[:, None, None, :]
 

@@ -130,8 +130,8 @@ class VllmEngine:
                 self._rpc("rlctl_take_routing")
         for request in requests:
             self._samples[request.key] = Sample(request)
-            prompt, sampling = {"prompt_token_ids": list(request.tokens)}, request.sampling
-            self._engine.add_request(request.key, prompt, compat.sampling_params(sampling, request.seed))
+            params = compat.sampling_params(request.sampling, request.seed)
+            self._engine.add_request(request.key, prompt_of(request), params)
         if self.spec.routing:
             self._routed |= {request.key: self._samples[request.key] for request in requests}
 
@@ -184,6 +184,8 @@ class VllmEngine:
             if sample := self._samples.get(output.request_id):
                 sample.output, sample.begun = output.outputs[0], sample.begun or now
                 sample.cached = getattr(output, "num_cached_tokens", None) or sample.cached
+                if sample.request.media:
+                    sample.require_tokens(output.prompt_token_ids)
                 if output.finished:
                     sample.stamp(self._version)
                     sample.finished = True
@@ -360,6 +362,19 @@ class VllmEngine:
         if isinstance(raised[0], RlctlError):
             raise raised[0]
         raise WorkerError(f"{self.label} failed in {method}: {raised[0]}.")
+
+
+def prompt_of(request: SampleRequest) -> dict[str, Any]:
+    """Return a request's prompt as vLLM takes it, which puts the tokens of media in their places itself."""
+    ids: list[int] = []
+    data: dict[str, list[np.ndarray]] = {}
+    after = 0
+    for part in request.media:
+        ids += [*request.tokens[after : part.start], *part.written]
+        data.setdefault(part.kind, []).append(part.data)
+        after = part.start + part.tokens
+    prompt = {"prompt_token_ids": [*ids, *request.tokens[after:]]}
+    return {**prompt, "multi_modal_data": data} if data else prompt
 
 
 class DeviceMemory:

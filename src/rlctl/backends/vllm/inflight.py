@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.messages import SampleRequest, SampleResult
+from rlctl.errors import WorkerError
 
 POLL_S = 0.001
 
@@ -106,6 +107,15 @@ class Sample:
     def all_tokens(self) -> np.ndarray:
         """Those that it goes on from, and those that were sampled."""
         return np.array([*self.request.tokens, *(self.output.token_ids if self.output else ())], np.int32)
+
+    def require_tokens(self, prompt: Sequence[int]) -> None:
+        """Raise WorkerError where vLLM reads the prompt's media as other tokens than the request has."""
+        if tuple(prompt) != self.request.tokens:
+            raise WorkerError(
+                f"vLLM reads a prompt with {', '.join(part.kind for part in self.request.media)} as {len(prompt)} "
+                f"tokens; it was asked with {len(self.request.tokens)}, or with others.",
+                "The model's processor must have the same settings in the trainer and in the engine.",
+            )
 
     def stamp(self, version: int) -> None:
         """Record that `version` chose the tokens since the last stamp."""
