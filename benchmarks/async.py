@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -30,18 +29,19 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from pictures import picture
+
 import rlctl
 from rlctl.rl.loop import Loop
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.rollouts.synchronous import SynchronousSource
-from rlctl.telemetry.charts import Series, line_chart
+from rlctl.telemetry.charts import Series
 from rlctl.telemetry.metrics import read_metrics
 
 LIMIT_S = 6 * 3600
 RLCTL = str(Path(sys.executable).with_name("rlctl"))
 FAST = ("--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
 QUIET = {"run.save_final": False, "run.checkpoint_every": 0, "run.loggers": []}
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b")
 SLEEPS = """
 import collections, hashlib, math, os, statistics, time
 SIGMA, GROUP = 1.0, 4
@@ -116,30 +116,11 @@ def cost_of_lag(place: Path, steps: int, plot: Path | None) -> dict[str, Any]:
             "mean_staleness": fmean(line["staleness"]["mean"] for line in lines),
         }
         points = [(float(line["step"]), line["reward_mean"]) for line in lines]
-        curves.append(Series(f"max_staleness {staleness}", points, staleness))
+        curves.append(Series(f"staleness {staleness}", points, staleness))
     if plot is not None:
-        plot.write_text(picture(curves, steps))
+        label = "mean reward of each step, for five bounds of staleness"
+        plot.write_text(picture([("mean reward", curves)], steps, label))
     return found
-
-
-def picture(curves: list[Series], steps: int) -> str:
-    """Return the curves as an SVG that stands alone, with a legend."""
-    chart = line_chart(curves, "mean reward of each step, for five bounds of staleness", (1.0, float(steps)))
-    head, body = chart.split(">", 1)
-    box = head.split('viewBox="')[1].split('"')[0]
-    style = "".join(f".c{one.color}{{--c:{COLORS[one.color]}}}" for one in curves)
-    style += (
-        "path{fill:none;stroke:var(--c);stroke-width:1.4}.faint{opacity:.3}.dot{fill:var(--c)}.grid{stroke:#dfe3e8}"
-        "text{font:8px system-ui,sans-serif;fill:#5b6570}.y{text-anchor:end}.x{text-anchor:middle}"
-    )
-    legend = "".join(
-        f'<text x="{60 + 60 * i}" y="14" style="fill:{COLORS[one.color]}">{one.name.removeprefix("max_")}</text>'
-        for i, one in enumerate(curves)
-    )
-    quoted = re.sub(r"=([\w.-]+)(?=[\s/>])", r'="\1"', body)
-    label = head.split('aria-label="')[1].split('"')[0]
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img"><title>{label}</title>'
-    return f'{opening}<rect width="100%" height="100%" fill="#fff"/><style>{style}</style>{legend}{quoted}\n'
 
 
 class BothKinds(Loop):
