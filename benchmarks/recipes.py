@@ -3,9 +3,10 @@
     python benchmarks/recipes.py path/to/RL
     python benchmarks/recipes.py --git path/to/RL/.git --ref v0.3.0 --ref v0.7.0 --reasons 20
 
-A recipe counts as planned where its keys are imported, nothing in it stops a run, and a layout fits the machine it asks
-for: H100s (or `--gpu`), and GB200s where a node has four GPUs. Models that are not in rlctl's catalog have no facts
-without the hub, and are counted apart.
+A recipe counts as planned where `rlctl train --config RECIPE --dry-run` ends with 0: its keys are imported, nothing in
+it stops a run, and a layout fits the machine it asks for: H100s (or `--gpu`), and GB200s where a node has four GPUs.
+Recipes of images or sound, of environments of NeMo Gym and of evaluations have rows of their own, whatever comes of
+them; what is left is the row of texts.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlctl.apps.open_model import published_facts
+from rlctl.apps.prepare import check_plan, checked_algorithm
 from rlctl.config.load import resolve
-from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
+from rlctl.config.nemo_rl.mapping_rules import of_images
+from rlctl.config.nemo_rl.recipe import is_nemo_rl, leaves_of, read_recipe
+from rlctl.config.schema import ModelConfig
 from rlctl.errors import RlctlError
-from rlctl.models.catalog import lookup
-from rlctl.planner.from_config import plan_from_config
 
 KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
 """Sections that say what a recipe is for, the most particular first."""
-PLANNED = "planned"
+PLANNED, IMAGES, GYM = "planned", "images or sound", "NeMo Gym"
+APART = (IMAGES, GYM, "eval")
+"""Rows that are not of text alone."""
 
 
 def recipes(root: Path) -> Iterator[Path]:
@@ -36,11 +41,15 @@ def recipes(root: Path) -> Iterator[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """Return what a recipe is for: the section of its algorithm, or `images or sound`."""
-    foreign = import_recipe(path).foreign
-    if foreign is not None and "images" in foreign:
-        return "images or sound"
+    """Return what a recipe is for: the section of its algorithm, or what it needs besides texts."""
     sections = read_recipe(path)
+    if "eval" in sections:
+        return "eval"
+    leaves = dict(leaves_of(sections))
+    if of_images(leaves):
+        return IMAGES
+    if leaves.get("env.should_use_nemo_gym") is True:
+        return GYM
     return next((name for name in KINDS if name in sections), "other")
 
 
@@ -51,13 +60,12 @@ def outcome(path: Path, gpu: str) -> str:
     """Return `PLANNED`, or the reason why a recipe has no plan."""
     try:
         resolved = resolve(files=[path], environment={})
-        resolved.require_supported()
-        facts = lookup(resolved.config.model.name or "")
-        if facts is None:
-            return f"{resolved.config.model.name} is not in the catalog"
-        of_four = resolved.config.cluster.gpus_per_node == 4
-        plan = plan_from_config(resolved.config, facts, assume=FOUR_TO_A_NODE if of_four else gpu)
-        return PLANNED if plan.runnable else "no plan that runs"
+        checked_algorithm(resolved)
+        config = resolved.config
+        teacher = published_facts(ModelConfig(name=config.teacher.model)) if config.teacher.model else None
+        of_four = config.cluster.gpus_per_node == 4
+        check_plan(resolved, published_facts(config.model), FOUR_TO_A_NODE if of_four else gpu, teacher=teacher)
+        return PLANNED
     except RlctlError as error:
         lines = error.message.splitlines()
         return (
@@ -91,10 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for version, place in checkouts(arguments, Path(folder)):
             found = [(kind_of(path), outcome(path, arguments.gpu)) for path in recipes(place)]
             planned = Counter(kind for kind, told in found if told == PLANNED)
-            print(f"{version}: {planned.total()} of {len(found)} recipes are planned")
+            texts = [told for kind, told in found if kind not in APART]
+            print(f"{version}: {texts.count(PLANNED)} of {len(texts)} recipes of text are planned")
             for kind, count in sorted(Counter(kind for kind, _ in found).items()):
                 print(f"  {kind:16} {planned[kind]:4} of {count}")
-            reasons = Counter(told for _, told in found if told != PLANNED)
+            reasons = Counter(told for kind, told in found if told != PLANNED and kind not in APART)
             for reason, count in reasons.most_common(arguments.reasons):
                 print(f"  {count:5} {reason}")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 import pytest
 
-from rlctl.models.catalog import entries, facts_of, lookup, near
+from rlctl.checkpoints.hf.model_facts import known_facts
+from rlctl.models.catalog import CatalogEntry, entries, facts_of, lookup, near
 from rlctl.planner.costs.parameters import count
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
@@ -72,6 +74,21 @@ PUBLISHED = {
     "zai-org/GLM-Z1-9B-0414": 9.400,
     "MiniMaxAI/MiniMax-M2": 228.7,
     "ByteDance-Seed/Seed-OSS-36B-Base": 36.151,
+}
+# The same of models that the catalog has the configuration of: the parts for images or sound are left out.
+BY_CONFIGURATION = {
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": 31.58,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120.67,
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": 12.31,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8.89,
+    "Qwen/Qwen3.5-35B-A3B-Base": 34.66,
+    "Qwen/Qwen3.5-397B-A17B": 396.35,
+    "Qwen/Qwen3.5-9B": 8.95,
+    "zai-org/GLM-4.7-Flash": 29.94,
+    "zai-org/GLM-5.1": 743.9,
+    "MiniMaxAI/MiniMax-M2.7": 228.7,
+    "google/gemma-4-31B-it": 30.70,
+    "google/gemma-4-26B-A4B-it": 25.23,
 }
 # Every published size that has to be known, base models and those tuned from them.
 QWEN25 = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
@@ -154,11 +171,24 @@ def test_no_name_describes_two_models() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.names[0])
-def test_sizes_are_consistent(entry: object) -> None:
+@pytest.mark.parametrize("entry", [entry for entry in entries() if entry.facts], ids=lambda entry: entry.names[0])
+def test_sizes_are_consistent(entry: CatalogEntry) -> None:
     facts = entry.facts
+    assert facts is not None
     assert facts.heads % facts.kv_heads == 0
     assert all(0 <= layer < facts.layers for layer in facts.full_attention_layers or ())
     if facts.moe is not None:
         assert facts.moe.experts_per_token < facts.moe.experts
         assert facts.moe.topk_groups <= facts.moe.groups
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "billions"), BY_CONFIGURATION.items())
+def test_a_configuration_makes_a_model_of_the_published_size(name: str, billions: float) -> None:
+    facts = known_facts(name)
+    assert facts is not None
+    copies = {
+        tensor.name: facts.moe.experts if facts.moe and "{expert}" in tensor.name else 1 for tensor in facts.listed
+    }
+    total = sum(prod(t.shape) * max(1, len(t.layers)) * copies[t.name] for t in facts.listed)
+    assert total / 1e9 == pytest.approx(billions, rel=0.002)

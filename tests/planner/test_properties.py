@@ -20,7 +20,7 @@ from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json
 from rlctl.telemetry.phases import Phase
 
-MODELS = st.sampled_from([entry.facts for entry in entries()])
+MODELS = st.sampled_from([entry.facts for entry in entries() if entry.facts])
 GPUS = st.builds(
     make_cluster,
     st.sampled_from(sorted(DEVICES)),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlctl.models.catalog import lookup
+from rlctl.checkpoints.hf.model_facts import known_facts
 from rlctl.models.facts import ModelFacts
 
 
 def model(name: str) -> ModelFacts:
-    facts = lookup(name)
+    facts = known_facts(name)
     assert facts is not None
     return facts

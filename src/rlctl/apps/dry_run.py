@@ -22,7 +22,7 @@ from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
 from rlctl.envs.scorers import Trial
 from rlctl.errors import InputError
-from rlctl.models.catalog import lookup
+from rlctl.models.catalog import lookup_entry
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
@@ -183,7 +183,6 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     """Configuration and plan with every check that needs no process, and notes on what could not be checked here; the
     rewards are tried on `completion` too."""
     model = resolved.config.model
-    facts = lookup(model.name) if model.name else None
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     told: list[str] = []
@@ -191,12 +190,14 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     try:
         job = prepare_job(resolved, completion=completion)
     except InputError as error:
-        if facts is None or not _model_is_absent(model):  # a model of the catalog can be planned for without its files
+        # A model of the catalog can be planned for without its files.
+        if not model.name or lookup_entry(model.name) is None or not _model_is_absent(model):
             raise
+        facts = published_facts(model)
         taught = resolved.config.teacher
         named = ModelConfig(name=taught.model, revision=taught.revision)
         teacher = published_facts(named) if taught.model else None
-        plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+        resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
         resolved = resolved.with_values(plan.config_values())
         unchecked = "Tokenizer, data and rewards were not checked: the plan is made from the catalog."
         notes = [*told, error.message, unchecked]

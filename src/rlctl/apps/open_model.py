@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlctl.apps.laptop_model import supply
 from rlctl.checkpoints.conversion.prepared_model import planned_text_part, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantized
-from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.paths import user_path
 from rlctl.config.presets import preset_names, read_preset
@@ -89,9 +89,11 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
     if not user_path(model.name).is_dir() and (known := lookup_entry(model.name)) is not None:
+        facts = known_facts(model.name)
+        assert facts is not None
         if known.text_part:
-            tell(planned_text_part(model.name, known.facts, "bfloat16"))
-        return known.facts
+            tell(planned_text_part(model.name, facts, "bfloat16"))
+        return facts
     try:
         source = find_model(model.name, model.revision, weights=False, tell=tell)
     except InputError as error:
@@ -161,17 +163,17 @@ def what_there_is(config: RlctlConfig) -> str:
 def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
     """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
     halves finds the largest: what fits for one size is taken to fit for smaller ones."""
-    known = [entry for entry in entries() if entry.facts.family in FAMILIES]
-    known.sort(key=lambda entry: count(entry.facts).total)
+    found = [(entry, entry.facts) for entry in entries() if entry.facts and entry.facts.family in FAMILIES]
+    known = sorted(found, key=lambda one: count(one[1]).total)
     low, high = 0, len(known)
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if _fits(config, known[middle]) else (low, middle)
-    return [entry for entry in known[max(0, low - 2 * most) : low] if _fits(config, entry)][::-1][:most]
+        low, high = (middle + 1, high) if _fits(config, known[middle][1]) else (low, middle)
+    return [entry for entry, facts in known[max(0, low - 2 * most) : low] if _fits(config, facts)][::-1][:most]
 
 
-def _fits(config: RlctlConfig, entry: CatalogEntry) -> bool:
+def _fits(config: RlctlConfig, facts: ModelFacts) -> bool:
     try:
-        return plan_from_config(config, entry.facts).runnable
+        return plan_from_config(config, facts).runnable
     except RlctlError:
         return False

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,7 @@ from rlctl.checkpoints.hf.reward_models import scorer_class
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import commit_of, installed_versions
+from rlctl.config.keys import RECIPE_LAYOUT
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
@@ -41,7 +43,7 @@ from rlctl.envs.environments import plan_environment
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
 from rlctl.envs.scorers import Rewards
 from rlctl.envs.user_function import reward_digest
-from rlctl.errors import ConfigError, InputError, MachineError
+from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_config, room_for
@@ -181,6 +183,10 @@ def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
             raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {why}.", "Remove it.")
 
 
+GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "training.", "teacher."))
+"""Sections whose layout a recipe does without where no plan has it, in the order in which they are tried."""
+
+
 def runnable_plan(
     resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
 ) -> tuple[Resolved, Plan]:
@@ -218,9 +224,9 @@ def prepare_job(
     """
     algorithm, config = checked_algorithm(resolved, tell), resolved.config
     named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
-    early = check_plan(
-        resolved, open_model(config.model, weights=False).facts, assume, teacher=named.facts if named else None
-    )
+    facts = open_model(config.model, weights=False).facts
+    resolved, early = check_plan(resolved, facts, assume, teacher=named.facts if named else None)
+    config = resolved.config
     if starts:
         require_devices(early, config)
         _require_refit_directory(config.refit.directory)
@@ -276,9 +282,28 @@ def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerN
 
 def check_plan(
     resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
-) -> Plan:
+) -> tuple[Resolved, Plan]:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
-    is refused with short prompts is refused with the data's own too."""
+    is refused with short prompts is refused with the data's own too.
+
+    A NeMo-RL recipe's own layout is given up where no plan has it, which the notes of the configuration say."""
+    try:
+        return resolved, _checked_plan(resolved, facts, assume, teacher)
+    except (ConfigError, NoPlanError) as error:
+        for sections in GIVEN_UP:
+            given_up = [key for key in RECIPE_LAYOUT if key in resolved.optional and key.startswith(sections)]
+            if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
+                given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
+            origin = resolved.origin[given_up[0]] if given_up else ""
+            looser = resolved.replacing({}, origin, given_up)
+            with suppress(ConfigError, NoPlanError):
+                plan = _checked_plan(looser, facts, assume, teacher)
+                why = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
+                return replace(looser, notes=(*looser.notes, why)), plan
+        raise
+
+
+def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, teacher: ModelFacts | None) -> Plan:
     new, length = _new_tokens(resolved.config), resolved.config.model.max_length
     if length is not None and length > facts.max_length:
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")

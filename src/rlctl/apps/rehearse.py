@@ -110,7 +110,7 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
     facts = published_facts(config.model, tell)
     taught = config.teacher
     teacher = published_facts(ModelConfig(name=taught.model, revision=taught.revision), tell) if taught.model else None
-    plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+    resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise InputError(f"--keep {keep}: the directory is not empty.", "Name another.")
     with nullcontext(keep) if keep is not None else temporary_folder("rehearsal", tell) as folder:

@@ -238,10 +238,10 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
     empty for a model that is neither local nor in the catalog, because `import` asks no hub."""
     from rlctl.apps.open_model import published_facts
     from rlctl.apps.prepare import idle_fields
-    from rlctl.models.catalog import lookup
+    from rlctl.models.catalog import lookup_entry
 
     name = config.model.name or ""
-    known = user_path(name).joinpath("config.json").is_file() or lookup(name)
+    known = user_path(name).joinpath("config.json").is_file() or lookup_entry(name)
     return idle_fields(config, published_facts(config.model, engines_alone=True)) if known else {}
 
 

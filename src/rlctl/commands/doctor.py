@@ -128,12 +128,12 @@ def wanted(config: RlctlConfig) -> Wanted:
 def parameters(name: str | None, revision: str | None) -> int:
     """Return the parameters of the model, by the catalog or its weights in a local directory; 0 if neither knows it.
     Raises InputError for a directory that is not there."""
+    from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.checkpoints.model_source import require_name_or_directory, stored_parameters
-    from rlctl.models import catalog
     from rlctl.planner.costs.parameters import count
 
     if name is None:
         return 0
     require_name_or_directory(name)
-    facts = catalog.lookup(name)
+    facts = known_facts(name)
     return count(facts).total if facts is not None else stored_parameters(user_path(name))

@@ -37,6 +37,17 @@ LAYOUT = (
 one of them changes, the planner decides the others again."""
 
 
+RECIPE_LAYOUT = (
+    "training.packing",
+    *(
+        key
+        for key in LAYOUT
+        if not key.startswith("cluster.") and key not in ("generation.colocated", "generation.devices")
+    ),
+)
+"""Keys of a NeMo-RL recipe's layout, which is for its own machine, model and engines."""
+
+
 def section_of(annotation: Any) -> type[Section] | None:
     """Return the section class that a field holds, or None for a plain value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import (
+    RECIPE_LAYOUT,
     field,
     holds_keys,
     is_section,
@@ -304,7 +305,8 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         source = recipe.source[key]
         origin = f"override {source}" if source in given else f"file {path}, {source}"
         # Recipes of dense models carry fields of experts, and most name loggers that need not be installed here.
-        optional = key.startswith("megatron.") or (key == "run.loggers" and not given & LOGGERS.keys())
+        optional = key.startswith(("megatron.", "ddp.")) or (key == "run.loggers" and not given & LOGGERS.keys())
+        optional = optional or (key in RECIPE_LAYOUT and source not in given)
         values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
         refusal = Refusal(line, settled_by, final=recipe.foreign is not None)

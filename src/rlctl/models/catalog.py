@@ -1,13 +1,14 @@
 """Facts of the published models that people train most, so that planning needs no download and no gated access.
 
 They are in `catalog.yaml`: values of each model's published `config.json`. Where the model itself is at hand its own
-configuration wins. A family without a file in `models/` can be planned for, but not trained.
+configuration wins. A model whose family has no file in `models/` has its configuration there instead of facts, which
+follow from transformers' modules (`checkpoints/hf/model_facts.py`).
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -24,13 +25,16 @@ class CatalogEntry:
     """One set of facts and the hub names that it describes (the first is its own)."""
 
     names: tuple[str, ...]
-    facts: ModelFacts
+    facts: ModelFacts | None = None
     text_part: bool = False
     """The models take images as well, and the facts are those of the part that rlctl trains."""
+    config: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Where there are no facts: what the published `config.json` says of the model's shape."""
 
 
 def lookup(name: str) -> ModelFacts | None:
-    """Facts by hub name; case and organization do not matter (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown."""
+    """Facts by hub name; case and organization do not matter (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown, or
+    known by its configuration alone."""
     return entry.facts if (entry := lookup_entry(name)) else None
 
 
@@ -52,7 +56,13 @@ def entries() -> tuple[CatalogEntry, ...]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found = yaml.load(files("rlctl.models").joinpath("catalog.yaml").read_text(encoding="utf-8"), loader)
     return tuple(
-        CatalogEntry(tuple(entry["names"]), facts_of(entry["facts"]), entry.get("text_part", False)) for entry in found
+        CatalogEntry(
+            tuple(entry["names"]),
+            facts_of(entry["facts"]) if "facts" in entry else None,
+            entry.get("text_part", False),
+            entry.get("config", {}),
+        )
+        for entry in found
     )
 
 

@@ -12,6 +12,7 @@ from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
 ROLES = {
     "model.norm.weight": Role.FINAL_NORM,
     "mlp.gate.weight": Role.ROUTER,
+    "mixer.gate.weight": Role.ROUTER,  # Nemotron-H's
     "mlp.router.gate.weight": Role.ROUTER,  # AfMoE's
     "mlp.gate.wg.weight": Role.ROUTER,  # HunYuan-MoE's
     "block_sparse_moe.gate.weight": Role.ROUTER,  # Phi-MoE's and MiniMax'

@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from rlctl.checkpoints.hf.transformers_model import (
 )
 from rlctl.child import call_in_child
 from rlctl.errors import InputError
+from rlctl.models.catalog import lookup_entry
 from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts
 from rlctl.models.families import facts_from_hf_config, other_architecture
 from rlctl.models.hf_config import rope_of
@@ -63,6 +65,24 @@ def facts_in(directory: Path) -> ModelFacts:
     architecture, model_type = other_architecture(config), str(config.get("model_type"))
     known = architecture is not None and built_as(model_type).lower() == architecture.lower()
     return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
+
+
+def known_facts(name: str) -> ModelFacts | None:
+    """Facts of a model of the catalog by its name on the hub, without its files; None: it is not there.
+
+    Raises InputError where the installed transformers does not know its architecture, or it cannot be trained.
+    """
+    entry = lookup_entry(name)
+    return entry and (entry.facts or _from_transformers(entry.names[0]))
+
+
+@cache
+def _from_transformers(name: str) -> ModelFacts:
+    entry = lookup_entry(name)
+    assert entry is not None
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(entry.config), encoding="utf-8")
+        return facts_in(Path(folder))
 
 
 @cache

@@ -312,17 +312,22 @@ TEXT_DATA = frozenset({*DATASETS, "ResponseDataset"})
 OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
 
 
-def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
-    sections = {key.partition(".")[0] for key in leaves}
-    algorithm = next((name for name in ALGORITHMS if name in sections), None)
+def of_images(leaves: Mapping[str, Any]) -> bool:
+    """Return whether a recipe trains on images, sound or video."""
     handling, train = ("processor", "env_name"), leaves.get("data.train")
     names = [leaves.get(f"{place}.{name}") for place in ("data", "data.default", "data.train") for name in handling]
     listed = train if isinstance(train, list) else ()
     names += [each.get(name) for each in listed if isinstance(each, Mapping) for name in handling]
     if not any(str(leaves.get(f"{place}.dataset_name")) in TEXT_DATA for place in ("data", "data.train")):
         names.append(leaves.get("policy.model_name"))  # no word of its data says that they are texts
-    if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in names):
+    return leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in names)
+
+
+def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
+    sections = {key.partition(".")[0] for key in leaves}
+    algorithm = next((name for name in ALGORITHMS if name in sections), None)
+    if of_images(leaves):
         return "This recipe is for images, sound or video, and rlctl trains on text.", algorithm
     if "eval" in sections:
         task = TASKS.get(str(leaves.get("data.dataset_name")).lower(), "TASK")

@@ -115,7 +115,7 @@ class Override:
     def leaves(self) -> list[str]:
         """Return the keys that are given a value: those inside of a mapping one by one."""
         inside = isinstance(self.value, Mapping) and self.value
-        return [key for key, _ in _leaves(self.value, f"{self.key}.")] if inside else [self.key]
+        return [key for key, _ in leaves_of(self.value, f"{self.key}.")] if inside else [self.key]
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     """
     result = Import(path or Path("recipe.yaml"))
     before = read_recipe(path) if overrides else {}
-    result.before = {renamed(key): value for key, value in _leaves(before)}
-    found = dict(_leaves(read_recipe(path, overrides, result.files)))
+    result.before = {renamed(key): value for key, value in leaves_of(before)}
+    found = dict(leaves_of(read_recipe(path, overrides, result.files)))
     given = {key for override in overrides for key in override.leaves()}
     result.overridden = frozenset(map(renamed, given))
     for key in found:
@@ -337,12 +337,12 @@ def renamed(key: str) -> str:
     return key
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield leaves by dotted key; an empty mapping is a leaf, and so is a section where NeMo-RL has one value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and renamed(key) not in ONE_VALUE:
-            yield from _leaves(value, f"{key}.")
+            yield from leaves_of(value, f"{key}.")
         else:
             yield key, value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from statistics import fmean
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
@@ -35,12 +36,12 @@ class LayerParameters:
 def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     """Parameters of a layer with experts (`moe`) or with a dense MLP."""
     experts = facts.moe.experts * expert_parameters(facts) if facts.moe and moe else 0
-    if facts.listed:  # the largest layer of the kind: the tensors are known and not what they do
+    if facts.listed:  # the mean of the kind's layers: the tensors are known and not what they do
         totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
         for tensor in facts.listed:
             for layer in totals.keys() & set(tensor.layers) if "{expert}" not in tensor.name else ():
                 totals[layer] += prod(tensor.shape)
-        return LayerParameters(max(totals.values(), default=0), 0, experts)
+        return LayerParameters(round(fmean(totals.values())) if totals else 0, 0, experts)
     h, heads, gpt_oss = facts.hidden, facts.heads, facts.family == "gpt_oss"
     whole = (4 if facts.family in ("gemma3", "glm4") else 2) * h + (2 * facts.head_dim if facts.qk_norm else 0)
     if facts.mla is not None:
