@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import only_result
-from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.results import NORM_CHUNK
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, RlctlConfig
-from rlctl.errors import InputError
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.gspo import Gspo
 from support.parallel_cases import (
@@ -36,7 +33,7 @@ from support.parallel_cases import (
     run_without,
 )
 from support.pool import Pool
-from support.reference import Optim, facts, hf_model, make_batch, reference_weights
+from support.reference import Optim, hf_model, make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
@@ -169,11 +166,6 @@ def test_rollouts_without_an_advantage_change_nothing_by_being_computed(
 
 def test_strangers_cannot_reach_the_store_of_ranks_that_have_met(pools: Pools) -> None:
     assert pools(1).run(run_meeting, Case()) == [(True, False)]
-
-
-def test_sizes_must_fit_the_processes() -> None:
-    with pytest.raises(InputError, match="2 ranks, but there are 1 processes"):
-        MegatronWorker(0, 1, "127.0.0.1", PolicySpec(facts("llama"), ParallelSpec(tp=2)))
 
 
 def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools) -> None:
