@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +95,13 @@ def test_episodes_are_looked_at_without_training(run_here: Run, tiny_llama: Path
         assert one["reward"] == sum(turn["reward"] or 0 for turn in one["turns"])
     done = run_here(*words)
     assert "ended by done" in done.stdout
+    command = f"environment.params.command={sys.executable} {TOYS.with_name('toy_program.py')} chat"
+    asking = ["program" if one == f"{TOYS}:Even" else one for one in words]
+    done = run_here(*asking, "--set", command, "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    for one in map(json.loads, done.stdout.splitlines()):  # of two conversations, and so two contexts
+        assert sum(turn["reward"] is not None for turn in one["turns"]) == one["counts"]["asked"] == 3
+        assert one["logprob_diff"]["mean"] <= one["logprob_diff"]["max"] < 1e-3
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from rlctl.config.schema import EnvironmentConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError
-from rlctl.envs.environments import Reply, plan_environment
+from rlctl.envs.environments import Answer, Reply, plan_environment
 from rlctl.errors import InputError
 
 TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
@@ -45,7 +45,7 @@ async def asked(host: EnvironmentHost, *requests: tuple[Any, ...], timeout_s: fl
 
 
 def episode(*texts: str, seed: int = 1) -> list[tuple[Any, ...]]:
-    return [("reset", ROW, seed), *(("step", text) for text in texts), ("close",)]
+    return [("reset", ROW, seed), *(("step", Answer(text)) for text in texts), ("close",)]
 
 
 def test_an_episode_goes_from_reset_to_close() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from rlctl.cluster.objects import fetch, put
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import MediaPart
-from rlctl.errors import WorkerError
+from rlctl.data.rollouts import MediaPart, contexts_of
+from rlctl.errors import InputError, WorkerError
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
@@ -32,6 +33,7 @@ from support.toy_episodes import REPLY, TOKENS_A_TURN, TURNS
 
 TOLERANCE = 1e-4
 TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
+PROGRAM = TOYS.with_name("toy_program.py")
 ROW = PromptRow(0, "row 0", "2 + 3?", "5")
 SAMPLING = Sampling(40)
 
@@ -158,10 +160,14 @@ def test_a_prompt_s_image_is_with_each_turn_and_with_its_rollout(host: Any, tmp_
 # With an environment
 
 
-def play(model: Path, name: str, limits: dict[str, Any] | None = None, **params: Any) -> EnvironmentPlay:
-    """The play of an environment of `toy_environments`, as a run opens it."""
-    environment = {"name": f"{TOYS}:{name}", "params": params, **(limits or {})}
-    config = RlctlConfig.model_validate({"environment": environment})
+def play(
+    model: Path, name: str, limits: dict[str, Any] | None = None, *, template: str | None = None, **params: Any
+) -> EnvironmentPlay:
+    """The play of an environment of `toy_environments`, or of one with a small letter that comes with rlctl, as a run
+    opens it."""
+    named = f"{TOYS}:{name}" if name[0].isupper() else name
+    environment = {"name": named, "params": params, **(limits or {})}
+    config = RlctlConfig.model_validate({"environment": environment, "model": {"chat_template": template}})
     encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
     found = EnvironmentPlay.open(config, encoder, ROW)
     assert found is not None
@@ -243,3 +249,74 @@ def test_raw_texts_stand_between_turns_as_they_are(host: Any, tiny_llama: Path) 
         after = np.flatnonzero(np.diff(mask.astype(int)) == -1)[0] + 1
         before = np.flatnonzero(np.diff(mask.astype(int)) == 1)[1] + 1
         assert made.turns.encoder.tokenizer.decode(tokens[after:before]) == "turn 1"
+
+
+# Contexts: the model goes on from a conversation that is not the one before
+
+
+THOUGHTS_GO = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def require_exact(result: Any, policy: WholeTensorPolicy, sample: int) -> list[list[int]]:
+    """Require the log-probs of a policy for each context of a rollout; return their tokens."""
+    columns, found = result.columns, []
+    for begin, tokens in contexts_of(result.tokens[sample], result.episodes[sample]):
+        part = slice(columns.slice(sample).start + begin, columns.slice(sample).start + begin + tokens)
+        ids, mask = columns.tokens_T[part].tolist(), columns.loss_mask_T[part]
+        expected = policy.logprobs(tuple(ids[:1]), ids[1:], Sampling(6)).numpy()
+        assert mask.any()
+        assert np.abs(columns.logprobs_T[part][1:] - expected)[mask[1:]].max() < TOLERANCE
+        found.append(ids)
+    return found
+
+
+def test_thoughts_go_where_the_template_takes_them_out(host: Any, tiny_llama: Path) -> None:
+    made = play(tiny_llama, "Counting", {"thinking": "template"}, template=THOUGHTS_GO)
+    assert made.turns.drops == ("user",)
+    policy, encoder = WholeTensorPolicy(tiny_llama), made.turns.encoder
+    for result in played(host, tiny_llama, made):
+        for sample in range(2):
+            contexts = require_exact(result, policy, sample)
+            assert len(contexts) == 3
+            said = [{"role": one.role, "content": one.text} for one in result.transcripts[sample]]
+            for turn, ids in enumerate(contexts):
+                written = encoder.encode_messages(said[: 2 * turn + 2], "the conversation")
+                assert encoder.tokenizer.decode(ids).startswith(encoder.tokenizer.decode(written))
+        assert result.prompt_tokens < min(one[1] for one in contexts_of(result.tokens[0], result.episodes[0]))
+
+
+def test_a_template_that_keeps_thoughts_is_said_to(tiny_llama: Path) -> None:
+    made = play(tiny_llama, "Counting", {"thinking": "template"})
+    assert any("keeps thoughts" in note for note in made.notes)
+    with pytest.raises(ValueError, match=r"environment\.thinking=template needs a template"):
+        RlctlConfig.model_validate({"environment": {"thinking": "template", "append": "raw"}})
+
+
+@pytest.mark.parametrize(("how", "begins"), [("chat", 1), ("stream", 1), ("tools", 1), ("ids", 1)])
+def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins: int) -> None:
+    policy = WholeTensorPolicy(tiny_llama)
+    made = play(tiny_llama, "program", command=[sys.executable, str(PROGRAM), how])
+    for result in played(host, tiny_llama, made):
+        for sample in range(2):
+            assert len(require_exact(result, policy, sample)) == begins + 1
+            assert result.episodes[sample].turns == 3
+            assert result.episodes[sample].counts["asked"] == 3.0
+        assert result.rewards == ((0.25,) * 2 if how == "ids" else (1.0,) * 2)
+        assert result.finish_reasons == ("done", "done")
+
+
+def test_a_program_is_told_that_its_episode_is_over(host: Any, tiny_llama: Path) -> None:
+    made = play(tiny_llama, "program", {"turns": 4}, command=f"{sys.executable} {PROGRAM} endless")
+    for result in played(host, tiny_llama, made):
+        assert set(result.finish_reasons) == {"turns"}
+        assert [one.turns for one in result.episodes] == [4, 4]
+        assert result.rewards == (0.25 * 9,) * 2
+
+
+def test_a_program_that_fails_says_its_last_line(tiny_llama: Path) -> None:
+    with pytest.raises(InputError, match=r"the program ended with code 1: nothing works \(row 0\)"):
+        play(tiny_llama, "program", command=[sys.executable, str(PROGRAM), "fail"])

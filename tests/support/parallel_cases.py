@@ -222,10 +222,11 @@ def run_case(
     batch: Batch,
     loss: MicroBatchLoss | None = None,
     own_facts: ModelFacts | None = None,
+    rows: list[WeightedRollout] | None = None,
 ) -> Piece:
     loss = loss or Loss()
     worker = make_worker(rank, case, model, own_facts=own_facts)
-    shard = load_batch(worker, rank, case, batch)
+    shard = load_batch(worker, rank, case, batch, rows)
     worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     results, grads = [], []

@@ -318,14 +318,11 @@ class Encoded:
             encoders = {label: play.showing_tools(encoder) for label, encoder in encoders.items()}
             for line in play.describe():
                 tell(f"{contender.label}: {line}")
-        opening = [] if play is None else list(play.opening)
-        prompts = {
-            task.label: [
-                encoders[task.label].encode_messages([*encoders[task.label].messages(row), *opening], row.where)
-                for row in task.prompts
-            ]
-            for task in evaluation.tasks
-        }
+
+        def prompt(row: PromptRow, encoder: PromptEncoder) -> tuple[int, ...]:
+            return encoder.encode(row) if play is None else tuple(play.measured(encoder.messages(row), row.where))
+
+        prompts = {task.label: [prompt(row, encoders[task.label]) for row in task.prompts] for task in evaluation.tasks}
         for task in evaluation.tasks:
             require_room(job, [len(prompt) for prompt in prompts[task.label]], task.prompts)
         weights = contender.checkpoint

@@ -6,7 +6,7 @@ Suffix R: the response tokens of one micro-batch (those that the policy chose), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.schema import LogprobColumn as LogprobColumn
@@ -14,6 +14,8 @@ from rlctl.config.schema import LogprobColumn as LogprobColumn
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from rlctl.data.rollouts import MediaPart, RolloutColumns
 
 Fetch = Callable[[list[object]], list[Any]]
 """Turns handles of columns into the columns (by `fetch` of `cluster/objects.py`, in a run)."""
@@ -29,8 +31,8 @@ class RolloutLogprobs:
     top_logprobs_RK: np.ndarray  # float32
 
 
-GroupLogprobs = dict[int, RolloutLogprobs]
-"""Those of the rollouts of one group, or of some of them, by the number of the rollout."""
+GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
+"""Those of the rollouts of one group, or of some of them, by `WeightedRollout.key`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,23 @@ class WeightedRollout:
     token_weight: float
     """Weight of each of its response tokens in the loss. All normalization is in here, over the whole mini-batch:
     gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
+    begin: int = 0
+    """Where it begins among the tokens of its sample: an episode of several contexts is a rollout for each of them."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The sample and the begin, which no other of its group has together."""
+        return (self.sample, self.begin)
+
+    def span(self, columns: RolloutColumns) -> slice:
+        """Return the part of every `_T` column of its group that belongs to it."""
+        first = columns.slice(self.sample).start + self.begin
+        return slice(first, first + self.tokens)
+
+    def media(self, columns: RolloutColumns) -> tuple[MediaPart, ...]:
+        """Return its media, whose places are counted from its own first token."""
+        own = (replace(part, start=part.start - self.begin) for part in columns.media(self.sample))
+        return tuple(part for part in own if 0 <= part.start < self.tokens)
 
 
 @dataclass(frozen=True)

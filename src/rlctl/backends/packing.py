@@ -94,7 +94,7 @@ def plan_batch(
     ranks = []
     for rollouts in minibatches:
         units = _units(rollouts, micro_batch_tokens, share, whole_groups)
-        units.sort(key=lambda u: (-u.cost, u.rollouts[0].position, u.rollouts[0].sample))
+        units.sort(key=lambda u: (-u.cost, u.rollouts[0].position, u.rollouts[0].key))
         ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
     shards = []
     for rank in range(dp):
@@ -135,7 +135,7 @@ def _units(
 
 
 def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> PackingUnit:
-    unit = _unit(tuple(sorted(group, key=lambda rollout: rollout.sample)), share)
+    unit = _unit(tuple(sorted(group, key=lambda rollout: rollout.key)), share)
     if unit.tokens > limit:
         raise ConfigError(
             f"The {len(group)} texts of a group, {unit.tokens} tokens together, do not fit "
@@ -148,14 +148,14 @@ def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> Packi
 def _split_group(group: list[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
     """Parts of a group, each of which fits a row; as few copies of the prompt as first-fit finds."""
     parts: list[list[WeightedRollout]] = []
-    for rollout in sorted(group, key=lambda r: (-r.tokens, r.sample)):
+    for rollout in sorted(group, key=lambda r: (-r.tokens, r.key)):
         for part in parts:
             if row_tokens([*part, rollout], share_prompts=True) <= limit:
                 part.append(rollout)
                 break
         else:
             parts.append([rollout])
-    return [tuple(sorted(part, key=lambda r: r.sample)) for part in parts]
+    return [tuple(sorted(part, key=lambda r: r.key)) for part in parts]
 
 
 def _unit(rollouts: tuple[WeightedRollout, ...], share: bool = True) -> PackingUnit:
@@ -227,7 +227,7 @@ def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[list[PackingUni
 
 
 def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
-    ordered = sorted(units, key=lambda unit: (unit.rollouts[0].position, unit.rollouts[0].sample))
+    ordered = sorted(units, key=lambda unit: (unit.rollouts[0].position, unit.rollouts[0].key))
     return tuple(rollout for unit in ordered for rollout in unit.rollouts)
 
 

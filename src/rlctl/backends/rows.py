@@ -207,7 +207,7 @@ def _placed(
         at = unit.start
         for number, rollout in enumerate(rollouts):
             group = columns[rollout.position]
-            tokens, own = group.tokens_T[group.slice(rollout.sample)], group.media(rollout.sample)
+            tokens, own = group.tokens_T[rollout.span(group)], rollout.media(group)
             shared = rollout.prompt_tokens if number else 0  # the prompt stands there once
             short = 0 if unit.completions else unit.tokens - len(tokens)
             padded = np.append(tokens, np.full(short, FILLER, tokens.dtype)) if short else tokens
@@ -239,7 +239,7 @@ def _extra_columns(
         missing, parts = float(name == LOSS_WEIGHTS), []
         for rollout in micro_batch:
             group = columns[rollout.position]
-            span = group.slice(rollout.sample)
+            span = rollout.span(group)
             mask = group.loss_mask_T[span]
             own = group.extra_T.get(name)
             parts.append(np.full(int(mask.sum()), missing) if own is None else own[span][mask])
@@ -260,7 +260,7 @@ def taught_by_group(
         for index, rollout in enumerate(micro):
             own_R = row.columns_R["rollout"] == index
             parts = (part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK))
-            found[rollout.position][rollout.sample] = RolloutLogprobs(*parts)
+            found[rollout.position][rollout.key] = RolloutLogprobs(*parts)
     return list(found.values())
 
 
@@ -270,10 +270,10 @@ def add_taught(
     """Add to each row the log-probs that a teacher has computed; `taught` has the handles of each group."""
     groups: dict[int, GroupLogprobs] = {}
     for position in shard.columns:
-        groups[position] = {sample: one for part in fetch(list(taught[position])) for sample, one in part.items()}
+        groups[position] = {key: one for part in fetch(list(taught[position])) for key, one in part.items()}
     for micros, own in zip(shard.minibatches, rows, strict=True):
         for micro, row in zip(micros, own, strict=True):
-            parts = [groups[rollout.position][rollout.sample] for rollout in micro]
+            parts = [groups[rollout.position][rollout.key] for rollout in micro]
             if not parts:
                 continue
             row.columns_R["teacher_logprobs"] = _joined(row, [part.logprobs_R for part in parts])
@@ -312,7 +312,7 @@ def row_routing(
                     f"the rollouts of group {rollout.position} came without a record of their experts.",
                     "Turn training.router_replay off, or generate with an engine that records them.",
                 )
-            own = group.extra_T[ROUTED_EXPERTS][group.slice(rollout.sample)]
+            own = group.extra_T[ROUTED_EXPERTS][rollout.span(group)]
             own = own[rollout.prompt_tokens :] if number else own  # the prompt stands there once
             if routing_TLK is None:
                 routing_TLK = np.full((len(row.tokens_T), *own.shape[1:]), -1, np.int16)
@@ -328,9 +328,9 @@ def _unit_parts(
     prompt: np.ndarray | None = None
     parts = []
     for rollout in rollouts:
-        span, split = columns.slice(rollout.sample), rollout.prompt_tokens
+        span, split = rollout.span(columns), rollout.prompt_tokens
         tokens, mask = columns.tokens_T[span], columns.loss_mask_T[span]
-        if len(tokens) != rollout.tokens or mask[:split].any():
+        if span.stop > columns.slice(rollout.sample).stop or mask[:split].any():
             raise InputError(
                 f"rollout {rollout.sample} of group {rollout.position} has {len(tokens)} tokens, the first chosen one "
                 f"at {int(np.argmax(mask))}; the driver counts {rollout.tokens} and {split}."

@@ -219,6 +219,9 @@ class EnvironmentConfig(Section):
     """The format in which the model writes calls; auto finds that of its chat template."""
     append: Literal["template", "raw"] = "template"
     """How the answers of the environment are written: as messages of the chat template, or as they are."""
+    thinking: Literal["keep", "template"] = "keep"
+    """Whether thoughts (`<think>...</think>`) of earlier turns stay in the context, or go where the chat template takes
+    them out: the model then goes on from a new context, and an episode is trained on as several sequences."""
     turns: Positive = 10
     """Largest number of turns of the model."""
     sampled_tokens: Positive | None = None
@@ -235,6 +238,12 @@ class EnvironmentConfig(Section):
     """How often an episode whose environment failed is played again from its start."""
     memory_gib: PositiveNumber = 4.0
     """Most memory that the process of one episode may take, in GiB."""
+
+    @model_validator(mode="after")
+    def validate_thinking(self) -> EnvironmentConfig:
+        if self.thinking == "template" and self.append == "raw":
+            raise ValueError("environment.thinking=template needs a template: leave environment.append unset")
+        return self
 
     @property
     def wanted(self) -> bool:

@@ -98,6 +98,15 @@ class EpisodeFacts:
     """Sums over the turns: `tool_calls` and `broken_calls`, and the metrics of the environment."""
     failure: str | None = None
     """Why the environment failed; None: it did not."""
+    contexts: tuple[int, ...] = ()
+    """Places among its tokens where further contexts begin, each of which the model has read without those before it
+    (`environment.thinking`)."""
+
+
+def contexts_of(tokens: int, episode: EpisodeFacts | None) -> list[tuple[int, int]]:
+    """Return (begin, tokens) of each context of a rollout of `tokens` tokens."""
+    begins = (0, *(episode.contexts if episode else ()))
+    return [(begin, end - begin) for begin, end in zip(begins, (*begins[1:], tokens), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,10 @@ class Rollout:
     def truncated(self) -> bool:
         """Whether a limit ended it rather than the policy."""
         return self.stop_reason in LIMIT_REASONS
+
+    def contexts(self) -> list[tuple[int, int]]:
+        """Return (begin, tokens) of each context that the model has read; most rollouts have one."""
+        return contexts_of(self.tokens, self.episode)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ whether it holds what the messages say.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,6 +20,8 @@ Message = dict[str, Any]
 MARK = "rlctl-answer-ends"
 HISTORIES = ("Hello.", "What is 2 + 2?\nSay it in one word.")
 """Texts of the user in the made-up histories, of which nothing may depend."""
+THOUGHT = "</think>"
+"""The end of a thought, and with it of what a template may take out."""
 ToolRole = Literal["tool", "user"]
 
 
@@ -35,12 +38,18 @@ class TurnEncoder:
     """Note about the template for the user, if there is one."""
     closes: bool = False
     """Whether the template closes an answer with a token of its own; else the next message says that it is over."""
+    drops: tuple[str, ...] = ()
+    """Roles of messages behind which the thoughts of earlier answers go (`environment.thinking=template`)."""
+    opening: tuple[int, ...] = ()
+    """Ids that the template writes where an answer begins, and not in front of one that is over: `<think>`."""
     _cache: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def build(cls, encoder: PromptEncoder, *, raw: bool = False, tools: bool = False) -> TurnEncoder:
-        """Return the encoder of a run's turns, with `tools` where there are any. Raises InputError for a template that
-        can take no message behind an answer."""
+    def build(
+        cls, encoder: PromptEncoder, *, raw: bool = False, tools: bool = False, drops_thoughts: bool = False
+    ) -> TurnEncoder:
+        """Return the encoder of a run's turns, with `tools` where there are any; `drops_thoughts` where the template
+        does. Raises InputError for a template that can take no message behind an answer."""
         if raw:
             return cls(encoder, raw)
         made = cls(encoder, closes=encoder.closing_token() is not None)
@@ -49,11 +58,17 @@ class TurnEncoder:
                 f"The chat template cannot go on behind an answer: {why}.",
                 "Give another with --chat-template, or append texts as they are with --set environment.append=raw.",
             )
-        if not tools:
-            return made
-        if why := made._trouble("tool"):
-            return replace(made, note=f"The results of tools go to the model as messages of the user: {why}.")
-        return replace(made, tool_role="tool")
+        notes = []
+        if tools and (why := made._trouble("tool")):
+            notes.append(f"The results of tools go to the model as messages of the user: {why}.")
+        elif tools:
+            made = replace(made, tool_role="tool")
+        if drops_thoughts:
+            drops = tuple(role for role in sorted({"user", made.tool_role}) if made._drops_thoughts(role))
+            made = replace(made, drops=drops, opening=made._opening())
+            if not drops:
+                notes.append(f"The chat template keeps thoughts (what ends with {THOUGHT}), and so does the context.")
+        return replace(made, note=" ".join(notes) or None)
 
     def between(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """Return the ids behind a turn whose last token is `last`, up to where the next one begins; where the turn was
@@ -61,6 +76,31 @@ class TurnEncoder:
         ids = self._cached(messages)
         ended = last in self.encoder.stop_token_ids and self.closes
         return list(ids[1:] if ids and (ended or last == ids[0]) else ids)
+
+    def without_thoughts(self, prompt: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+        """Return the ids of a conversation as the template writes it when a new message has come: without the thoughts
+        of its answers. `turns` are those: the ids of each answer, and of what came behind it."""
+        context = self._begun(prompt)
+        for number, (answer, given) in enumerate(turns, 1):
+            context += self._without_thought(answer)
+            context += given if number == len(turns) else self._begun(given)
+        return context
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Return ids up to where an answer begins, without what opens its thought."""
+        opens = self.opening and tuple(ids[-len(self.opening) :]) == self.opening
+        return ids[: -len(self.opening)] if opens else list(ids)
+
+    def _without_thought(self, answer: list[int]) -> list[int]:
+        """Return the ids of an answer behind its last thought and the blank behind it."""
+        decode = self.encoder.tokenizer.decode
+        if not (thoughts := str(decode(answer)).count(THOUGHT)):
+            return answer
+        lengths = range(1, len(answer) + 1)
+        end = lengths[bisect_left(lengths, thoughts, key=lambda length: str(decode(answer[:length])).count(THOUGHT))]
+        while end < len(answer) and str(decode(answer[end : end + 1])).isspace():
+            end += 1
+        return answer[end:]
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return what the model wrote in a turn, without the token that ended it."""
@@ -96,6 +136,25 @@ class TurnEncoder:
             if begins:
                 return tail[min(begins) :]
         raise InputError("The chat template has no special token behind an answer.")
+
+    def _drops_thoughts(self, role: str) -> bool:
+        """Return whether the template leaves out the thought of an answer that a message of a role comes behind."""
+        said = [{"role": role, "content": "rlctl-message-says"}]
+        answer = _calling(said) if role == "tool" else {"role": "assistant"}
+        answer |= {"content": f"<think>\nrlctl-thought\n{THOUGHT}\n\n{MARK}"}
+        try:
+            written = self.encoder.render([{"role": "user", "content": HISTORIES[0]}, answer, *map(_named, said)])
+        except InputError:
+            return False
+        return MARK in written and "rlctl-thought" not in written
+
+    def _opening(self) -> tuple[int, ...]:
+        """Return `opening`."""
+        user = {"role": "user", "content": HISTORIES[0]}
+        begun = self.encoder.encode_messages([user], "a message")
+        answered = self.encoder.render([user, {"role": "assistant", "content": MARK}, user])
+        before = self.encoder.tokenizer.encode(answered.rpartition(MARK)[0], add_special_tokens=False)
+        return tuple(begun[len(before) :]) if list(begun[: len(before)]) == before else ()
 
     def _trouble(self, role: ToolRole) -> str | None:
         """Return why messages of a role cannot be appended; None: they can."""

@@ -25,8 +25,9 @@ or written differently:
   fields of `Step`.
 - `tools` names methods that the model may call. Their calls are made and answered before `step` hears of the message,
   and it hears of none that holds a call. A class with tools needs no `step`: the first message without a call ends the
-  episode, and `get_reward()`, where there is one, says what it is worth. A class that has neither `step` nor `tools`
-  offers all its public methods.
+  episode. A class that has neither `step` nor `tools` offers all its public methods.
+- `get_reward(self)`, where there is one, is asked at the end, and adds to the rewards of the steps.
+- `Step.ask` says all that the model is to read next, where an environment decides on the whole conversation.
 - `close(self)` ends the episode; it is called also where that failed.
 - `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
   episodes are forked from the one that called it. A text that it returns is shown before the run.
@@ -45,6 +46,25 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Ask:
+    """All that the model reads before its next turn."""
+
+    messages: Sequence[Message] = ()
+    """The conversation from its start, in OpenAI's form."""
+    known: int = 0
+    """How many of its first messages were read or written in the turn before: what the model has of them goes on as the
+    tokens that it is. 0 begins a context anew."""
+    tokens: Sequence[int] | None = None
+    """The conversation as token ids, in place of messages."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of tools that the template shows. The calls of the answer are then in its `tool_calls`."""
+    max_tokens: int | None = None
+    """Most tokens of the answer, where that is less than the run's own limit."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, in addition to the run's own."""
+
+
+@dataclass(frozen=True)
 class Step:
     """The answer of an environment to one message of the model."""
 
@@ -58,6 +78,8 @@ class Step:
     """Texts that end the next turn, in addition to the run's own; None: those of the class attribute `stop`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the turn; the episode's are their sums, and a run shows their means."""
+    ask: Ask | None = None
+    """The conversation that the model reads next, in place of `messages`; `reset` may return it too."""
 
 
 class Environment:
@@ -73,8 +95,11 @@ class Environment:
         the messages behind the row's prompt."""
 
     def step(self, message: Message) -> Step:
-        """Answer a message of the model: `content` is what it wrote, without the token that ends the turn. Without this
-        method the first message that calls no tool ends the episode."""
+        """Answer a message of the model. Without this method the first message that calls no tool ends the episode.
+
+        `content` is what it wrote, without the token that ends the turn; `tokens` and `logprobs` are what it sampled,
+        `prompt_tokens` what it had read, and `stop_reason` is `stop`, `length` or `timeout`. `tool_calls` are there, in
+        OpenAI's form, where `Ask.tools` asked for them."""
         return Step(done=True)
 
     def close(self) -> None:

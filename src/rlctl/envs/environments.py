@@ -4,18 +4,19 @@ episodes can be asked for steps."""
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from types import MethodType
 from typing import Any
 
 from rlctl.config.plugins import find_plugin, load_plugin, plugin_names
 from rlctl.config.schema import EnvironmentConfig
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow, checked_messages
 from rlctl.envs.builtin import BUILT_IN
-from rlctl.envs.environment import Environment, Message, Step
-from rlctl.envs.tools import BrokenCallError, as_text, read_calls, refusal, schema_of
+from rlctl.envs.environment import Ask, Environment, Message, Step
+from rlctl.envs.tools import BrokenCallError, Call, as_text, read_calls, refusal, schema_of
 from rlctl.envs.user_function import UserCode, is_reference
 from rlctl.errors import InputError, first_line, suggest
 
@@ -110,6 +111,17 @@ class LoadedEnvironment:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A turn of the model, as the process of its environment gets it."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    prompt_tokens: Sequence[int] = ()
+    stop_reason: str = "stop"
+
+
+@dataclass(frozen=True)
 class Reply:
     """The answer of an environment's process to one message: a `Step`, with what became of calls."""
 
@@ -118,6 +130,7 @@ class Reply:
     done: bool = False
     stop: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    ask: Ask | None = None
     calls: int = 0
     """Calls of tools that were made."""
     broken: int = 0
@@ -136,6 +149,7 @@ class RunningEpisode:
         self._tools = {name: getattr(made, name) for name in loaded._own} | dict(functions)
         self._schemas = {name: one["function"] for name, one in loaded.plan.schemas.items()}
         self._stop = tuple(getattr(made, "stop", ()))
+        self._asked: Ask | None = None
 
     async def reset(self, row: PromptRow, seed: int) -> Reply:
         """Begin. The messages are those behind the row's prompt."""
@@ -149,8 +163,9 @@ class RunningEpisode:
             return self._reply(found)
         return Reply(_messages(found), stop=self._stop)
 
-    async def step(self, text: str) -> Reply:
+    async def step(self, answer: Answer) -> Reply:
         """Answer what the model wrote."""
+        text = answer.text
         try:
             calls = read_calls(text, self._loaded.plan.form) if self._tools else []
         except BrokenCallError as error:
@@ -169,18 +184,29 @@ class RunningEpisode:
             return self._told(answers, len(calls) - broken, broken, [call.name for call in calls])
         if not self._loaded.steps:
             return Reply((), done=True)
-        message: Any = {"role": "assistant", "content": text}
-        first = next(iter(inspect.signature(self._made.step).parameters), "")
-        return self._reply(_step(await _called(self._made.step, message if first == "message" else text)))
+        if next(iter(inspect.signature(self._made.step).parameters), "") != "message":
+            return self._reply(_step(await _called(self._made.step, text)))
+        message: dict[str, Any] = {"role": "assistant", "content": text, **vars(answer)}
+        del message["text"]
+        if self._asked is not None and self._asked.tools:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{number:06}",
+                    "type": "function",
+                    "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
+                }
+                for number, one in enumerate(_calls(text, self._loaded.plan.form))
+            ]
+        return self._reply(_step(await _called(self._made.step, message)))
 
     async def schemas(self) -> Reply:
         """Return the JSON schema of each tool, and what a run says of the environment."""
         return Reply((), schemas=self._loaded.schemas(), note=self._loaded.note)
 
     async def close(self) -> Reply:
-        """End the episode, and return what `get_reward` says of it where no step does."""
+        """End the episode, and return what `get_reward` says of it."""
         reward = 0.0
-        if not self._loaded.steps and hasattr(self._made, "get_reward"):
+        if hasattr(self._made, "get_reward"):
             reward = float(await _called(self._made.get_reward))
         if hasattr(self._made, "close"):
             await _called(self._made.close)
@@ -195,7 +221,19 @@ class RunningEpisode:
     def _reply(self, step: Step) -> Reply:
         numbers = {name: float(value) for name, value in step.metrics.items()}
         stop = self._stop if step.stop is None else tuple(step.stop)
-        return Reply(_messages(step.messages), float(step.reward), bool(step.done), stop, numbers)
+        self._asked = step.ask
+        if step.ask is not None and step.ask.tokens is None:
+            held = checked_messages(list(step.ask.messages), "messages", "The conversation", calls=True)
+            self._asked = replace(step.ask, messages=held)
+        return Reply(_messages(step.messages), float(step.reward), bool(step.done), stop, numbers, self._asked)
+
+
+def _calls(text: str, form: str) -> list[Call]:
+    """Return the calls in a text; none where they cannot be read."""
+    try:
+        return read_calls(text, form)
+    except BrokenCallError:
+        return []
 
 
 async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlctl.backends.batch import TrainBatch, WeightedRollout
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.data.rollouts import contexts_of
 from rlctl.errors import RlctlError, VerificationError
 
 PROMPTS, NEW_TOKENS = 2, 8
@@ -42,9 +43,10 @@ def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> Logpr
     """Compare the engine's log-probs of its own tokens with those of the policy's forward pass. It replaces the batch
     that the policy has loaded."""
     rows = [
-        WeightedRollout(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0)
+        WeightedRollout(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0, begin)
         for r in results
-        for row, tokens in enumerate(r.tokens)
+        for row, whole in enumerate(r.tokens)
+        for begin, tokens in contexts_of(whole, r.episodes[row] if r.episodes else None)
     ]
     policy.load_batch(TrainBatch((tuple(rows),), {r.group: r.columns for r in results}))
     policy.add_logprobs("old_logprobs")

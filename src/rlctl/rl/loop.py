@@ -273,8 +273,9 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
 def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
     weights_N = algorithm.token_weights(np.array([algorithm.learned_tokens(rollout) for rollout, _ in pairs]))
     return tuple(
-        WeightedRollout(r.position, r.sample, r.prompt_tokens, r.tokens, advantage, float(weight))
+        WeightedRollout(r.position, r.sample, r.prompt_tokens, tokens, advantage, float(weight), begin)
         for (r, advantage), weight in zip(pairs, weights_N, strict=True)
+        for begin, tokens in r.contexts()
     )
 
 

@@ -9,8 +9,8 @@ played again from its start, with the same seeds, before it is given up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.backends.messages import GroupRequest
@@ -19,16 +19,14 @@ from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Turn
 from rlctl.data.turns import TurnEncoder, with_tools
-from rlctl.envs.environment import Message
+from rlctl.envs.environment import Ask, Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
-from rlctl.envs.environments import EnvironmentPlan, Reply, plan_environment
+from rlctl.envs.environments import Answer, EnvironmentPlan, Reply, plan_environment
 from rlctl.envs.tools import INSTRUCTIONS, format_of, listed
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
 
-CLOSE_S = 10.0
-"""Longest time for an environment to end."""
 ENDS_TURN = ("abort", "timeout")
 """Ends of the model's turn that end the episode."""
 
@@ -40,8 +38,8 @@ class EnvironmentPlay:
     plan: EnvironmentPlan
     turns: TurnEncoder
     limits: EnvironmentConfig
-    opening: tuple[Message, ...]
-    """The messages of the environment behind the first prompt, by which prompts are measured before a run."""
+    opening: Reply
+    """The environment's reply to the first row, by which prompts are measured before a run."""
     notes: tuple[str, ...]
     """Notes for the user before the run."""
     max_length: int = 0
@@ -69,35 +67,59 @@ class EnvironmentPlay:
     ) -> EnvironmentPlay:
         session = host.begin()
         described = await session.ask("schemas", timeout_s=limits.turn_timeout_s)
-        schemas = described.schemas
-        shown, knows = with_tools(encoder, list(schemas.values()), INSTRUCTIONS.format(schemas=listed(schemas)))
-        turns = TurnEncoder.build(shown, raw=limits.append == "raw", tools=bool(schemas) and knows)
+        reply = await session.ask("reset", row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
+        schemas = dict(described.schemas)
+        if reply.ask is not None:
+            schemas |= {one["function"]["name"]: dict(one) for one in reply.ask.tools}
+        shown, knows = showing(encoder, list(schemas.values()))
+        turns = TurnEncoder.build(
+            shown,
+            raw=limits.append == "raw",
+            tools=bool(schemas) and knows,
+            drops_thoughts=limits.thinking == "template",
+        )
         form = limits.tool_format
         if form == "auto":
             form = form_of(shown) if schemas and knows else "hermes"
-        plan = replace(host.plan, schemas=dict(schemas), form=form, tool_role=turns.tool_role)
-        notes = list(filter(None, [described.note, turns.note if schemas else None]))
+        plan = replace(host.plan, schemas=dict(described.schemas), form=form, tool_role=turns.tool_role)
+        notes = list(filter(None, [described.note, turns.note]))
         if schemas:
             told = "" if knows else "; the chat template has no place for them: the system prompt says how to call them"
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
-        reply = await session.ask("reset", row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
-        play = cls(plan, turns, limits, reply.messages, tuple(notes))
-        play.prompt([*turns.encoder.messages(row), *reply.messages], row.where)
+        if reply.ask is not None:  # each conversation shows its own tools
+            turns = replace(turns, encoder=encoder)
+        play = cls(plan, turns, limits, reply, tuple(notes))
+        play.measured(turns.encoder.messages(row), row.where)
         return play
 
     def showing_tools(self, encoder: PromptEncoder) -> PromptEncoder:
         """Return the encoder of a source's prompts, with the tools of the run."""
-        schemas = self.plan.schemas
-        return with_tools(encoder, list(schemas.values()), INSTRUCTIONS.format(schemas=listed(schemas)))[0]
+        return showing(encoder, list(self.plan.schemas.values()))[0]
 
-    def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
-        """Return the ids that an episode begins with. Raises InputError where there are none."""
+    def beginning(self, prompt: Sequence[Message], reply: Reply, where: str) -> tuple[list[int], Sequence[Message]]:
+        """Return the ids that a context begins with, and the messages that they are: those of a row and of the reply
+        behind them, or all that the reply asks. Raises InputError where there are none."""
+        if (ask := reply.ask) is not None and ask.tokens is not None:
+            return list(ask.tokens), [{"role": "user", "content": self.turns.text_of(list(ask.tokens))}]
+        encoder, messages = self.turns.encoder, [*prompt, *reply.messages]
+        if ask is not None:
+            encoder, messages = showing(encoder, ask.tools)[0], self.told(ask.messages)
         if not messages:
             raise InputError(
                 f"Environment {self.plan.label}: {where} has no prompt, and `reset` returned no message.",
                 "Return the first message from `reset`, or name prompts with --data.",
             )
-        return list(self.turns.encoder.encode_messages(list(messages), where))
+        return list(encoder.encode_messages(messages, where)), messages
+
+    def measured(self, prompt: Sequence[Message], where: str) -> list[int]:
+        """Return the ids of a first prompt as they are before a run: with what the environment said to the first row.
+        Raises InputError where there are none."""
+        return self.beginning(prompt, self.opening, where)[0]
+
+    def told(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with results of tools in the role in which the template takes them."""
+        role = self.turns.tool_role
+        return [{**one, "role": role} if one["role"] == "tool" else one for one in messages]
 
     def manifest(self) -> dict[str, Any]:
         """Return what tells this environment from another, for a run's manifest."""
@@ -155,15 +177,15 @@ class Player:
     async def _played(self, episode: Episode, session: Session) -> None:
         play, limits = self._play, self._limits
         reply = await session.ask("reset", episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s)
-        said = [*episode.request.messages, *reply.messages]
         try:
-            prompt = play.prompt(said, episode.row.where)
+            prompt, said = play.beginning(episode.request.messages, reply, episode.row.where)
         except InputError as error:
             raise EpisodeFailedError(error.message) from error
         if len(prompt) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(prompt)} tokens of at most {play.max_length}")
         episode.read(prompt)
         episode.transcript += _spoken(said, len(prompt))
+        story = _Story(prompt)
         reason, calls, broken = None, 0, 0
         while reason is None:
             reply = await self._turn(episode, session, reply)
@@ -172,31 +194,58 @@ class Player:
                 episode.count({"tool_calls": reply.calls, "broken_calls": reply.broken})
             episode.count(reply.metrics)
             reason = episode.stop_reason or self._reason(episode, reply, calls, broken)
-            if reason is None:
-                given = play.turns.between(episode.tokens[-1], reply.messages)
-                episode.transcript += _spoken(reply.messages, len(given))
-                if len(episode.tokens) + len(given) >= play.max_length:
-                    reason = "context"
-                else:
-                    episode.read(given)
+            if reason is None and not self._reads(episode, story, reply):
+                reason = "context"
         episode.stop_reason = reason
-        last = await session.ask("close", timeout_s=CLOSE_S)
+        last = await session.ask("close", timeout_s=limits.turn_timeout_s)
         episode.rewarded(last.reward)
+
+    def _reads(self, episode: Episode, story: _Story, reply: Reply) -> bool:
+        """Let the model read a reply, and return whether there was room for it."""
+        ask, turns, context = reply.ask, self._play.turns, episode.context
+        anew = False
+        if ask is None or (ask.tokens is None and ask.known):
+            messages = reply.messages if ask is None else self._play.told(ask.messages[ask.known :])
+            given = turns.between(context[-1], messages)
+            story.turns.append((episode.answers[-1][1].tokens_R.tolist(), given))
+            if any(one["role"] in turns.drops for one in messages):
+                without = turns.without_thoughts(story.prompt, story.turns)
+                anew = without != [*context, *given]
+                given = without if anew else given
+        else:
+            try:
+                given, messages = self._play.beginning((), reply, episode.row.where)
+            except InputError as error:
+                raise EpisodeFailedError(error.message) from error
+            anew = given[: len(context)] != context
+            given = given if anew else given[len(context) :]
+            story.prompt, story.turns = [*([] if anew else context), *given], []
+        episode.transcript += _spoken(messages, len(given))
+        if (0 if anew else len(context)) + len(given) >= self._play.max_length:
+            return False
+        episode.read(given, anew=anew)
+        return True
 
     async def _turn(self, episode: Episode, session: Session, before: Reply) -> Reply:
         """Let the model write a turn, and return the environment's reply."""
-        left = self._play.max_length - len(episode.tokens)
+        read, usual = episode.context, episode.sampling
+        asked = before.ask or Ask()
+        left = [usual.max_new_tokens, self._play.max_length - len(read), asked.max_tokens]
         if (most := self._limits.sampled_tokens) is not None:
-            left = min(left, most - episode.sampled_tokens)
-        usual = episode.sampling
-        stops = tuple(dict.fromkeys((*usual.stop, *before.stop)))
-        found = await episode.answer(stop=stops, max_new_tokens=min(usual.max_new_tokens, left))
-        text = self._play.turns.text_of(found.tokens_R.tolist())
-        episode.transcript.append(Turn("assistant", text, len(found.tokens_R), 0.0))
+            left.append(most - episode.sampled_tokens)
+        found = await episode.answer(
+            stop=tuple(dict.fromkeys((*usual.stop, *before.stop))),
+            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *asked.stop_token_ids))),
+            max_new_tokens=min(limit for limit in left if limit is not None),
+        )
+        tokens = found.tokens_R.tolist()
+        text = self._play.turns.text_of(tokens)
+        episode.transcript.append(Turn("assistant", text, len(tokens), 0.0))
         if found.stop_reason in ENDS_TURN:
             episode.stop_reason = found.stop_reason
             return Reply(())
-        reply = await session.ask("step", text, timeout_s=self._limits.turn_timeout_s)
+        answer = Answer(text, tokens, found.logprobs_R.tolist(), read, found.stop_reason)
+        reply = await session.ask("step", answer, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
         return reply
 
@@ -209,7 +258,7 @@ class Player:
             "sampled_tokens": limits.sampled_tokens is not None and episode.sampled_tokens >= limits.sampled_tokens,
             "tool_calls": limits.tool_calls is not None and calls >= limits.tool_calls and reply.calls > 0,
             "broken_calls": limits.broken_calls is not None and broken >= limits.broken_calls,
-            "context": len(episode.tokens) >= self._play.max_length,
+            "context": len(episode.context) >= self._play.max_length,
         }
         return next((reason for reason, so in over.items() if so), None)
 
@@ -218,9 +267,23 @@ class Player:
         self._host.close()
 
 
+@dataclass
+class _Story:
+    """The parts of an episode's context: a prompt, and each answer of the model with what came behind it."""
+
+    prompt: list[int]
+    turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+
 def _spoken(messages: Sequence[Message], tokens: int) -> list[Turn]:
     """Return the turns of messages that were written together as `tokens` ids, which the first of them has."""
     return [Turn(one["role"], one["content"], 0 if i else tokens, None) for i, one in enumerate(messages)]
+
+
+def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tuple[PromptEncoder, bool]:
+    """Return the encoder of prompts that show tools, and whether the template has a place for them."""
+    named = {one["function"]["name"]: dict(one) for one in schemas}
+    return with_tools(encoder, list(named.values()), INSTRUCTIONS.format(schemas=listed(named)))
 
 
 def form_of(encoder: PromptEncoder) -> str:

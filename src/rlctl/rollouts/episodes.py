@@ -58,6 +58,8 @@ class Episode:
     def begin(self) -> None:
         """Begin at the prompt, also again."""
         self.tokens = list(self.request.prompt_tokens)
+        self.starts = [0]
+        """Where each of its contexts begins among the tokens."""
         self.media = list(self.request.media)
         """The parts of them that are not text, in order."""
         self.answers: list[tuple[int, SampleResult]] = []
@@ -96,8 +98,16 @@ class Episode:
         for name, number in numbers.items():
             self.counts[name] = self.counts.get(name, 0.0) + number
 
-    def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = ()) -> None:
-        """Append tokens that the model did not choose. `media` are those among them that are not text."""
+    @property
+    def context(self) -> list[int]:
+        """The tokens that the model goes on from."""
+        return self.tokens[self.starts[-1] :]
+
+    def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = (), *, anew: bool = False) -> None:
+        """Append tokens that the model did not choose. `media` are those among them that are not text. `anew`: they
+        are a new context, and the model does not read what was before."""
+        if anew:
+            self.starts.append(len(self.tokens))
         self.media += [replace(part, start=len(self.tokens) + part.start) for part in media]
         self.tokens += tokens
 
@@ -106,7 +116,9 @@ class Episode:
         turn = len(self.answers)
         seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
         sampling = replace(self.sampling, **changes)
-        request = SampleRequest(self._key, tuple(self.tokens), seed, sampling, tuple(self.media))
+        begin = self.starts[-1]
+        media = tuple(replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
+        request = SampleRequest(self._key, tuple(self.context), seed, sampling, media)
         found = await self._engine.sampled(request)
         self.answers.append((len(self.tokens), found))
         self.tokens += found.tokens_R.tolist()
@@ -371,14 +383,20 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         ),
         versions=tuple(tuple(sorted(Counter(of).items())) or ((version, 0),) for of in sampled),
         rewards=tuple(sum(episode.rewards) if episode.rewards else None for episode in episodes),
-        episodes=tuple(EpisodeFacts(len(e.answers), e.counts, e.failure) for e in episodes) if plays else (),
+        episodes=tuple(EpisodeFacts(len(e.answers), e.counts, e.failure, tuple(e.starts[1:])) for e in episodes)
+        if plays
+        else (),
     )
 
 
 def _shared_prompt(episodes: Sequence[Episode]) -> int:
-    """Return how many tokens before their first answers all episodes have in common: their prompt, unless their
+    """Return how many tokens before the first answers of all contexts they have in common: their prompt, unless their
     environments began differently."""
-    begun = [episode.tokens[: episode.answers[0][0]] for episode in episodes if episode.answers]
+    begun = []
+    for episode in (one for one in episodes if one.answers):
+        ends = (*episode.starts[1:], len(episode.tokens))
+        for start, end in zip(episode.starts, ends, strict=True):
+            begun.append(episode.tokens[start : next((at for at, _ in episode.answers if start <= at < end), end)])
     same = 0
     for column in zip(*begun, strict=False):
         if len(set(column)) > 1:
@@ -399,14 +417,20 @@ def _of_turns(episodes: Sequence[Episode], offsets: np.ndarray) -> dict[str, np.
 
 
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
-    """Return the column of the experts, where all are recorded; -1 for tokens behind the last answer."""
-    known = [(len(episode.tokens), episode.answers[-1][1].routed_T) for episode in episodes if episode.answers]
-    padded = [
-        np.pad(routed, [(0, tokens - len(routed)), (0, 0), (0, 0)], constant_values=-1)
-        for tokens, routed in known
-        if routed is not None
-    ]
-    return {ROUTED_EXPERTS: np.concatenate(padded)} if len(padded) == len(episodes) else {}
+    """Return the column of the experts, where they are recorded; -1 for tokens behind the last answer of a context."""
+    of_contexts: list[tuple[int, np.ndarray | None]] = []
+    for episode in episodes:
+        for start, end in zip(episode.starts, (*episode.starts[1:], len(episode.tokens)), strict=True):
+            last = next((answer for at, answer in reversed(episode.answers) if start <= at < end), None)
+            of_contexts.append((end - start, last and last.routed_T))
+    known = next((routed for _, routed in of_contexts if routed is not None), None)
+    if known is None:
+        return {}
+    column = [np.full((tokens, *known.shape[1:]), -1, known.dtype) for tokens, _ in of_contexts]
+    for part, (_, routed) in zip(column, of_contexts, strict=True):
+        if routed is not None:
+            part[: len(routed)] = routed
+    return {ROUTED_EXPERTS: np.concatenate(column)}
 
 
 def engine_worker(worker: str, episode: str | PlaySpec = ONE_TURN, **kwargs: Any) -> EpisodeWorker:

@@ -15,7 +15,7 @@ from rlctl.config.schema import DataConfig, RewardConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
 from rlctl.data.mixing import Mixing, source_settings
-from rlctl.data.prompt_rows import Messages, PromptRow, PromptSource, difficulties
+from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
 from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError
@@ -122,15 +122,18 @@ class PromptStream:
 
     def text(self, row: PromptRow) -> str:
         """Return a prompt as the model sees it, with what the environment said behind the first of them."""
-        return self._named[row.source].encoder.render(self._messages(row), row.where)
-
-    def _messages(self, row: PromptRow) -> Messages:
-        opening = self.environment.opening if self.environment else ()
-        return [*self._named[row.source].encoder.messages(row), *opening]
+        encoder = self._named[row.source].encoder
+        if self.environment is not None:
+            return str(encoder.tokenizer.decode(self.environment.measured(encoder.messages(row), row.where)))
+        return encoder.render(encoder.messages(row), row.where)
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
-        tokens = self._named[row.source].encoder.encode_messages(self._messages(row), row.where)
+        encoder = self._named[row.source].encoder
+        if self.environment is None:
+            tokens: Sequence[int] = encoder.encode(row)
+        else:
+            tokens = self.environment.measured(encoder.messages(row), row.where)
         if self.limit is not None and len(tokens) > self.limit:
             raise InputError(
                 f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",

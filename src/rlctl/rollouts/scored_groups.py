@@ -216,8 +216,8 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
 def _loaded(of: dict[str, Any]) -> Rollout:
     """Return the rollout whose scalars were saved."""
     episode = of.get("episode")
-    changed = {"versions": tuple(map(tuple, of["versions"])), "episode": episode and EpisodeFacts(**episode)}
-    return Rollout(**{**of, **changed})
+    facts = episode and EpisodeFacts(**{**episode, "contexts": tuple(episode.get("contexts", ()))})
+    return Rollout(**{**of, "versions": tuple(map(tuple, of["versions"])), "episode": facts})
 
 
 def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutGroup]:

@@ -11,7 +11,7 @@ import pytest
 from rlctl.config.schema import EnvironmentConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.builtin.search import Search, same
-from rlctl.envs.environments import plan_environment
+from rlctl.envs.environments import Answer, plan_environment
 from rlctl.errors import InputError
 
 
@@ -30,7 +30,8 @@ def test_the_model_searches_a_collection_and_answers(tmp_path: Path) -> None:
     assert search("norway", k=1) == "[1] Oslo: The capital of Norway."
     assert search("submarine") == "Nothing was found."
     right, wrong = (
-        asyncio.run(episode.step(text)) for text in ("It is in the north.\noslo.", "<answer>Lyon</answer>\nOslo")
+        asyncio.run(episode.step(Answer(text)))
+        for text in ("It is in the north.\noslo.", "<answer>Lyon</answer>\nOslo")
     )
     assert (right.reward, right.done, wrong.reward) == (1.0, True, 0.0)
 

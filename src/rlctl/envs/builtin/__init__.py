@@ -5,6 +5,7 @@ from __future__ import annotations
 BUILT_IN = {
     "calculator": "rlctl.envs.builtin.calculator:Calculator",
     "guess-number": "rlctl.envs.builtin.guess_number:GuessNumber",
+    "program": "rlctl.envs.builtin.program:Program",
     "python": "rlctl.envs.builtin.python:Python",
     "search": "rlctl.envs.builtin.search:Search",
     "sliding-puzzle": "rlctl.envs.builtin.sliding_puzzle:SlidingPuzzle",

@@ -1,0 +1,224 @@
+"""A program of the user's that asks the model as it would ask a server of OpenAI's or vLLM's protocol; one episode is
+one run of the program.
+
+    row on stdin -> program -- POST /v1/chat/completions --> the model -- answer --> program -> reward on stdout
+
+Its variables name the server: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and `OPENAI_MODEL`. The last line that it writes is
+a JSON object with `reward`; other numbers in it are metrics of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from rlctl.envs.environment import Ask, Message, Step
+
+Answered = asyncio.Future[Message | None]
+"""The answer to a question, when it is there; None: the episode is over."""
+MODEL = "policy"
+OVER = "context_length_exceeded"
+"""Code of the error for a question to an episode that is over, which clients know as one not to ask again."""
+
+
+class Program:
+    """Starts `command` for each episode and answers what it asks; `variables` are added to its environment."""
+
+    def __init__(self, command: str | Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+        self.command = shlex.split(command) if isinstance(command, str) else list(command)
+        self.variables = dict(variables or {})
+        self.questions: asyncio.Queue[tuple[Ask, Answered]] = asyncio.Queue()
+        self.asked: list[Answered] = []
+        self.answering: Answered | None = None
+        self.said: list[Message] = []
+        """The conversation that the model knows, as the program has it."""
+        self.tools: Any = None
+        """The tools that the model was shown in it."""
+        self.over = False
+        self.result: dict[str, Any] = {}
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Step:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/v1/models", self._models)
+        self.server = web.AppRunner(app)
+        await self.server.setup()
+        site = web.TCPSite(self.server, "127.0.0.1", 0)
+        await site.start()
+        address = f"http://127.0.0.1:{self.server.addresses[0][1]}"
+        variables = {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
+        self.process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **variables, "EPISODE_SEED": str(seed), **self.variables},
+        )
+        self.ended = asyncio.ensure_future(self.process.communicate(json.dumps(row, default=str).encode()))
+        return await self._next()
+
+    async def step(self, message: Message) -> Step:
+        assert self.answering is not None
+        self.answering.set_result(message)
+        return await self._next()
+
+    async def get_reward(self) -> float:
+        self._end()
+        await self._finished()
+        return float(self.result["reward"])
+
+    async def close(self) -> None:
+        self._end()
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.server.cleanup()
+
+    async def _next(self) -> Step:
+        """Wait for the next question, or for the end of the program."""
+        question = asyncio.ensure_future(self.questions.get())
+        await asyncio.wait([question, self.ended], return_when=asyncio.FIRST_COMPLETED)
+        if question.done():
+            ask, self.answering = question.result()
+            return Step(ask=ask)
+        question.cancel()
+        await self._finished()
+        numbers = {name: value for name, value in self.result.items() if isinstance(value, int | float)}
+        return Step(done=True, metrics={name: value for name, value in numbers.items() if name != "reward"})
+
+    async def _finished(self) -> None:
+        """Wait for the end of the program, and read its last line."""
+        output, errors = await self.ended
+        if self.process.returncode and self.over:  # it was refused an answer
+            self.result = {"reward": 0.0}
+            return
+        if self.process.returncode:
+            last = (errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"])[-1]
+            raise RuntimeError(f"the program ended with code {self.process.returncode}: {last}")
+        lines = output.decode(errors="replace").strip().splitlines() or [""]
+        try:
+            self.result = dict(json.loads(lines[-1]))
+            float(self.result["reward"])
+        except (ValueError, TypeError, KeyError):
+            raise RuntimeError(
+                f'the last line of the program is {lines[-1]!r:.80}, and has to be JSON such as {{"reward": 1.0}}'
+            ) from None
+
+    def _end(self) -> None:
+        """Refuse the question that waits, and all that follow."""
+        self.over = True
+        for one in self.asked:
+            if not one.done():
+                one.set_result(None)
+
+    # The server
+
+    async def _answer(self, ask: Ask) -> Message:
+        """Return the model's answer. Raises an error of the protocol where the episode is over."""
+        answer: Answered = asyncio.get_running_loop().create_future()
+        if not self.over:
+            self.asked.append(answer)
+            self.questions.put_nowait((ask, answer))
+            if (found := await answer) is not None:
+                return found
+        raise _refused("The episode is over: a limit of the run has ended it.", OVER)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        if asked.get("n", 1) != 1:
+            raise _refused("n has to be 1: one program is one episode.", "invalid_value")
+        messages = [dict(one) for one in asked["messages"]]
+        same = self.said and self.tools == asked.get("tools") and _alike(messages[: len(self.said)], self.said)
+        known = len(self.said) if same and len(messages) > len(self.said) else 0
+        ask = Ask(
+            messages=messages,
+            known=known,
+            tools=asked.get("tools") or (),
+            max_tokens=asked.get("max_completion_tokens") or asked.get("max_tokens"),
+            stop_token_ids=tuple(asked.get("stop_token_ids") or ()),
+        )
+        found = await self._answer(ask)
+        calls = found.get("tool_calls") or None
+        message = {"role": "assistant", "content": found["content"]} | ({"tool_calls": calls} if calls else {})
+        self.said, self.tools = [*messages, message], asked.get("tools")
+        choice = {
+            "index": 0,
+            "finish_reason": "tool_calls" if calls else _finish(found),
+            "token_ids": list(found["tokens"]),
+            "logprobs": {"content": _logprobs(found)} if asked.get("logprobs") else None,
+        }
+        read, written = len(found["prompt_tokens"]), len(found["tokens"])
+        whole = {
+            "id": f"chatcmpl-{len(self.said)}",
+            "created": int(time.time()),
+            "model": MODEL,
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+            "prompt_token_ids": list(found["prompt_tokens"]),
+        }
+        if not asked.get("stream"):
+            return web.json_response(whole | {"object": "chat.completion", "choices": [choice | {"message": message}]})
+        delta = message | ({"tool_calls": [one | {"index": at} for at, one in enumerate(calls)]} if calls else {})
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        chunk = whole | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
+        await stream.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+        return stream
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        sampling = asked.get("sampling_params") or {}
+        if asked.get("stream") or sampling.get("n", 1) != 1:
+            raise _refused("stream has to be false and n has to be 1.", "invalid_value")
+        self.said = []
+        found = await self._answer(
+            Ask(
+                tokens=[int(token) for token in asked["token_ids"]],
+                max_tokens=sampling.get("max_tokens"),
+                stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
+            )
+        )
+        choice = {
+            "index": 0,
+            "finish_reason": _finish(found),
+            "token_ids": list(found["tokens"]),
+            "logprobs": {"content": _logprobs(found)},
+        }
+        return web.json_response({"request_id": asked.get("request_id", ""), "choices": [choice]})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlctl"}]})
+
+
+def _refused(why: str, code: str) -> web.HTTPBadRequest:
+    error = {"error": {"message": why, "type": "invalid_request_error", "code": code}}
+    return web.HTTPBadRequest(text=json.dumps(error), content_type="application/json")
+
+
+def _finish(answer: Message) -> str:
+    return "length" if answer["stop_reason"] == "length" else "stop"
+
+
+def _logprobs(answer: Message) -> list[dict[str, Any]]:
+    """Return the log-probs in OpenAI's form. Tokens have their ids, as a server of vLLM writes them where it is asked
+    to: their texts need a tokenizer."""
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(answer["tokens"], answer["logprobs"], strict=True)
+    ]
+
+
+def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether messages say the same, whatever further fields a client gives them."""
+
+    def said(message: Message) -> tuple[Any, ...]:
+        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
+        return (message["role"], message.get("content") or "", calls)
+
+    return len(some) == len(others) and all(said(a) == said(b) for a, b in zip(some, others, strict=True))

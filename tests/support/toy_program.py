@@ -1,0 +1,64 @@
+"""A program that asks the model, in the way that its argument names, and ends with its reward."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+from typing import Any
+from urllib.error import HTTPError
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def ask(path: str, **body: Any) -> Any:
+    base = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    asked = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked) as answer:
+        text = answer.read().decode()
+    return json.loads(text.split("\n")[0].removeprefix("data: ")) if body.get("stream") else json.loads(text)
+
+
+def chat(messages: list[Any], **body: Any) -> Any:
+    found = ask("/v1/chat/completions", model=os.environ["OPENAI_MODEL"], messages=messages, logprobs=True, **body)
+    choice = found["choices"][0]
+    messages.append(choice.get("message") or choice["delta"])
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == found["usage"]["completion_tokens"]
+    return found
+
+
+def main(how: str) -> None:
+    row = json.load(sys.stdin)
+    messages = [{"role": "user", "content": f"Answer {row['prompt']}"}]
+    extra: dict[str, Any] = {"stream": True} if how == "stream" else {"tools": [TOOL]} if how == "tools" else {}
+    if how == "fail":
+        raise SystemExit("nothing works")
+    if how == "ids":
+        first = ask("/inference/v1/generate", token_ids=[1, 2, 3], sampling_params={"max_tokens": 4})["choices"][0]
+        longer = [1, 2, 3, *first["token_ids"], 5, 6]
+        second = ask("/inference/v1/generate", token_ids=longer)["choices"][0]
+        assert len(second["logprobs"]["content"]) == len(second["token_ids"])
+        ask("/inference/v1/generate", token_ids=[7, 8, 9])
+    elif how == "endless":
+        code = ""
+        while code != "context_length_exceeded":
+            try:
+                chat(messages)
+                messages.append({"role": "user", "content": "More."})
+            except HTTPError as error:
+                code = json.load(error)["error"]["code"]
+    else:
+        chat(messages, **extra)
+        messages.append({"role": "user", "content": "Again."})
+        chat(messages, **extra)
+        del messages[1]  # what follows is another conversation
+        chat(messages, max_tokens=2)
+    print("It is over.")
+    print(json.dumps({"reward": 0.25 * len(messages), "asked": 3}))
+
+
+main(sys.argv[1])
