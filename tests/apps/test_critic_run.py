@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlctl.telemetry.metrics import read_metrics
-from support.runs import STEPS, command, results, resume, same_run
+from support.runs import command, cut_after, results, resume, same_run
 
 pytestmark = pytest.mark.slow
 PPO = (
@@ -19,12 +19,11 @@ PPO = (
 @pytest.mark.guard
 def test_a_critic_learns_and_a_resumed_run_is_bitwise_the_same(run_here, tiny_llama, tmp_path):
     """With one rollout of each prompt, and both models in host memory while they wait."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for run_dir, steps in ((whole, STEPS), (cut, 2)):
-        more = ("--set", "training.offload=true", "--set", "critic.warmup_steps=1", "--steps", str(steps))
-        done = run_here(*command(tiny_llama, run_dir, *PPO, *more)[1:])
-        assert done.returncode == 0, done.stderr
-    done = run_here(*resume(cut, "--steps", str(STEPS))[1:])
+    whole, more = tmp_path / "whole", ("--set", "training.offload=true", "--set", "critic.warmup_steps=1")
+    done = run_here(*command(tiny_llama, whole, *PPO, *more)[1:])
+    assert done.returncode == 0, done.stderr
+    cut = cut_after(2, whole, tmp_path / "cut")
+    done = run_here(*resume(cut)[1:])
     assert done.returncode == 0, done.stderr
     assert results(cut) == results(whole)
     lines = read_metrics(cut / "metrics.jsonl")

@@ -12,6 +12,7 @@ import pytest
 from rlctl.errors import InputError
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
+from support.runs import cut_after
 from support.tiny_models import write_tiny_llama
 
 LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--set", "generation.threads=1", "--set", "training.tp=1")
@@ -76,10 +77,10 @@ def test_a_student_comes_nearer_to_a_larger_teacher_also_when_it_is_resumed(
 def test_a_student_that_is_resumed_goes_on_where_it_was(
     run_here: Run, tiny_llama: Path, teacher: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    for name, steps in (("whole", "5"), ("part", "3")):
-        begun = command(tiny_llama, teacher, prompts, *SHARED, "--steps", steps, "--run-dir", str(tmp_path / name))
-        assert run_here(*begun).returncode == 0
-    done = run_here("train", "grpo", "--resume", "--run-dir", str(tmp_path / "part"), "--steps", "5")
+    more = ("--steps", "5", "--set", "run.checkpoint_every=3", "--run-dir", str(tmp_path / "whole"))
+    assert run_here(*command(tiny_llama, teacher, prompts, *SHARED, *more)).returncode == 0
+    part = cut_after(3, tmp_path / "whole", tmp_path / "part")
+    done = run_here("train", "grpo", "--resume", "--run-dir", str(part))
     assert done.returncode == 0, done.stderr
     whole, part = (
         [line["teacher_kl"] for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "part")

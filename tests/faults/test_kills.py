@@ -99,9 +99,10 @@ def disturb(arguments: list[str], run_dir: Path, log: Path, kind: str, after: in
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.guard), 1, 2])
 def test_a_run_whose_processes_are_killed_resumes_to_the_same_numbers(undisturbed, tiny_llama, tmp_path, seed):
-    """Every kind of process is killed once; no checkpoint is lost, and no step is skipped or repeated."""
+    """Every kind of process is killed once, with seed 0 the policy alone; no checkpoint is lost, and no step is
+    skipped or repeated."""
     choose = random.Random(seed)
-    kinds, steps = (["driver", "policy-0"], 12) if seed == 0 else (["driver", *WORKERS, *OF_RAY], STEPS)
+    kinds, steps = (["policy-0"], 6) if seed == 0 else (["driver", *WORKERS, *OF_RAY], STEPS)
     choose.shuffle(kinds)
     run_dir, log = tmp_path / "run", tmp_path / "log"
     arguments, ended = long_run(tiny_llama, run_dir, steps), False

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,16 @@ def worker_name(process: psutil.Process, run_dir: Path) -> str | None:
         if output.parent == run_dir / "logs":
             return output.stem
     return None
+
+
+def cut_after(steps: int, whole: Path, run_dir: Path) -> Path:
+    """A copy of a run's directory in which the checkpoint of step `steps` is the newest, as when the run was killed."""
+    shutil.copytree(whole, run_dir)
+    for path in (run_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > steps:
+            shutil.rmtree(path)
+    assert (run_dir / "checkpoints" / f"step_{steps}").exists()
+    return run_dir
 
 
 def same_run(one: list[dict], other: list[dict]) -> None:

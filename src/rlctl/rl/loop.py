@@ -237,10 +237,11 @@ def estimate_first(policy: PolicyClient[Any], algorithm: Algorithm, batch: Train
     asked = algorithm.before_training(batch)
     if asked is None:
         return
-    policy.load_batch(asked[0])
+    other, loss, take = asked
+    policy.load_batch(other)
     for column in sorted(algorithm.needs):
         policy.add_logprobs(column)
-    algorithm.take_estimate(policy.evaluate(len(asked[0].minibatches), asked[1]))
+    take(policy.evaluate(len(other.minibatches), loss))
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:

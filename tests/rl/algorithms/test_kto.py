@@ -69,7 +69,7 @@ def test_the_text_next_to_a_completion_is_for_the_estimate_alone() -> None:
     train = make_batch(groups, algorithm, 1)
     assert [(one.position, one.sample, one.advantage) for one in train.minibatches[0]] == [(0, 0, 1.0), (1, 0, -1.0)]
     assert [one.token_weight for one in train.minibatches[0]] == [0.5, 0.5]
-    others, loss = algorithm.before_training(train)
+    others, loss, take = algorithm.before_training(train)
     assert [(one.position, one.sample) for one in others.minibatches[0]] == [(0, 1), (1, 1)]
     given = batch()
     sums = {name: float(value) for name, value in loss(given).sums.items()}
@@ -77,7 +77,7 @@ def test_the_text_next_to_a_completion_is_for_the_estimate_alone() -> None:
     mean = (given.logprobs_R - given.reference_logprobs_R).sum().item() / 3
     for sign, expected in ((1, max(0.0, mean)), (-1, max(0.0, -mean))):
         own = copy.deepcopy(sums) | {"ratio": sign * sums["ratio"]}
-        algorithm.take_estimate([MinibatchResult(0.0, own, {}, 0.0, False)])
+        take([MinibatchResult(0.0, own, {}, 0.0, False)])
         assert math.isclose(algorithm.z0, expected)
 
 

@@ -168,17 +168,9 @@ def megatron_to_hf(
         wanted |= {"whole": source_identity(part.files.directory)}
 
     def check(aside: Path, read: dict[str, int]) -> None:
-        """Raise InputError where tensors are not what the conversion that wrote them found."""
-        stored = record.fingerprints(found.shards, dtype)
         written = part.at(aside) if part else SafetensorsDirectory.open(aside)
-        held = {name: spec for name, spec in hf.layout(model.facts, dtype).params.items() if name in published}
-        own = {  # published in other dtypes than the checkpoint holds them in
-            name: fingerprint(written.read(name).to(dtype_of(spec.dtype)), spec.shape)
-            for name, spec in (held if stored else {}).items()
-        }
-        if changed := sorted(name for name, value in stored.items() if (read | own).get(name, value) != value):
-            why = f"{len(changed)} tensors are not those that were converted ({listed(changed)})."
-            raise InputError(f"{found.root} is damaged: {why}", "Remove it, and convert the model again.")
+        held = hf.layout(model.facts, dtype).params
+        _require_as_converted(found, dtype, read, written, {name: held[name] for name in held if name in published})
 
     def write(aside: Path) -> Streamed:
         writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
@@ -255,6 +247,25 @@ def require_undamaged(found: MegatronDirectory) -> None:
         if damaged := damaged_files(found.shards, digests):
             hint = "Convert another: name RUN/checkpoints/step_N."
             raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
+
+
+def _require_as_converted(
+    found: MegatronDirectory,
+    dtype: str,
+    read: dict[str, int],
+    written: SafetensorsDirectory | TextPart,
+    published: Mapping[str, ParamSpec],
+) -> None:
+    """Raise InputError where tensors are not what the conversion that wrote the checkpoint found. `published` are those
+    that files hold in other dtypes than the checkpoint: they are read from the files that were `written`."""
+    stored = record.fingerprints(found.shards, dtype)
+    own = {
+        name: fingerprint(written.read(name).to(dtype_of(spec.dtype)), spec.shape)
+        for name, spec in (published if stored else {}).items()
+    }
+    if changed := sorted(name for name, value in stored.items() if (read | own).get(name, value) != value):
+        why = f"{len(changed)} tensors are not those that were converted ({listed(changed)})."
+        raise InputError(f"{found.root} is damaged: {why}", "Remove it, and convert the model again.")
 
 
 class _Rows:

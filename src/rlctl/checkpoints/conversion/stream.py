@@ -21,7 +21,7 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.vector_math import warm_up
-from rlctl.weights.layout import Fill, Shape
+from rlctl.weights.layout import Fill, ParamSpec, Shape
 from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
 
@@ -70,10 +70,7 @@ def stream(
 
     Memory holds one for each thread, one that is written, and what they are made of. `shapes` are those of the tensors.
     """
-    copies: defaultdict[str, list[Copy]] = defaultdict(list)
-    for copy in plan.copies:
-        copies[copy.destination_param].append(copy)
-    fills: defaultdict[str, list[Fill]] = defaultdict(list)
+    copies, fills = _by_destination(plan.copies), defaultdict[str, list[Fill]](list)
     for padding in plan.fills:
         fills[padding.param].append(padding)
     result, threads = Streamed(), thread_count()
@@ -112,10 +109,7 @@ def stream(
             if len(under_way) == threads:
                 put(*under_way.popleft())
             memory.rotate(1)
-            spec, dtype = specs[name], dtype_of(specs[name].dtype)
-            part = memoryview(memory[0])[: spec.bytes]  # a storage is written whole: it is just as long as the tensor
-            flat = torch.frombuffer(part, dtype=dtype) if spec.size else torch.empty(0, dtype=dtype)
-            values = flat.reshape(spec.shape)
+            values = _tensor_in(memory[0], specs[name])
             under_way.append((name, values, makers.submit(make, name, values)))
         for each in under_way:
             put(*each)
@@ -127,10 +121,7 @@ def read_back(
     plan: TransferPlan, shapes: Mapping[str, Shape], written: ParamReader, progress: Progress
 ) -> dict[str, int]:
     """Fingerprints of the tensors as they lie in the destination's files."""
-    copies: defaultdict[str, list[Copy]] = defaultdict(list)
-    for copy in plan.copies:
-        if copy.primary:
-            copies[copy.destination_param].append(copy)
+    copies = _by_destination(copy for copy in plan.copies if copy.primary)
     found: dict[str, int] = {}
     done, total, lock = 0, sum(plan.layout.params[name].bytes for name in copies), Lock()
 
@@ -167,6 +158,20 @@ def compare(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
             f"{len(wrong)} of {len(expected)} tensors differ between source and destination: {listed(wrong, 8)}.",
             "The destination was removed. Check the disk, and run the conversion again.",
         )
+
+
+def _by_destination(copies: Iterable[Copy]) -> defaultdict[str, list[Copy]]:
+    grouped = defaultdict[str, list[Copy]](list)
+    for copy in copies:
+        grouped[copy.destination_param].append(copy)
+    return grouped
+
+
+def _tensor_in(memory: bytearray, spec: ParamSpec) -> torch.Tensor:
+    """A tensor at the start of `memory`. Storages are written whole: this one is just as long as the tensor."""
+    dtype = dtype_of(spec.dtype)
+    flat = torch.frombuffer(memoryview(memory)[: spec.bytes], dtype=dtype) if spec.size else torch.empty(0, dtype=dtype)
+    return flat.reshape(spec.shape)
 
 
 def _add(into: dict[str, int], copy: Copy, values: torch.Tensor, shapes: Mapping[str, Shape]) -> None:

@@ -192,14 +192,12 @@ class Algorithm(ABC):
         """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
         return {}
 
-    def before_training(self, batch: TrainBatch) -> tuple[TrainBatch, MicroBatchLoss] | None:
-        """Return a batch, and what is computed of it before each step on `batch`, for `take_estimate`; None: nothing
-        is."""
+    def before_training(
+        self, batch: TrainBatch
+    ) -> tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]] | None:
+        """Return a batch, what is computed of it before each step on `batch`, and the function that takes the results;
+        None: nothing is computed."""
         return None
-
-    def take_estimate(self, results: Sequence[MinibatchResult]) -> None:
-        """Keep for the step what was computed of the batch of `before_training`."""
-        raise NotImplementedError
 
     def manifest(self) -> dict[str, Any]:
         """Return what the run's manifest keeps of it, and a resume compares."""

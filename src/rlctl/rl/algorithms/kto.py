@@ -15,7 +15,7 @@ reference is the model that the run began with. Suffix N: the completions of a m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +67,15 @@ class Kto(Algorithm):
         weights_N[1::2] = 0.0
         return weights_N
 
-    def before_training(self, batch: TrainBatch) -> tuple[TrainBatch, MicroBatchLoss]:
+    def before_training(
+        self, batch: TrainBatch
+    ) -> tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]]:
         texts = [*batch.skipped, *(rollout for one in batch.minibatches for rollout in one)]
         others = tuple(replace(rollout, token_weight=1.0) for rollout in texts if rollout.sample == 1)
-        return TrainBatch((others,), {one.position: batch.columns[one.position] for one in others}), _Divergence()
+        columns = {one.position: batch.columns[one.position] for one in others}
+        return TrainBatch((others,), columns), _Divergence(), self._take_divergence
 
-    def take_estimate(self, results: Sequence[MinibatchResult]) -> None:
+    def _take_divergence(self, results: Sequence[MinibatchResult]) -> None:
         total, count = (sum(result.sums.get(name, 0.0) for result in results) for name in ("ratio", "texts"))
         self.z0 = max(0.0, total / count) if count else 0.0
 

@@ -6,6 +6,7 @@ keeps in an order of its own, is packed again from the staging memory. `assign.p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -244,7 +245,7 @@ def why_whole(targets: Mapping[str, Target]) -> str:
     return ""
 
 
-class ReceivingEnd:
+class ReceivingEnd(ABC):
     """One worker's end of its channel, and the parameters that weights are written into."""
 
     layout: Layout
@@ -256,9 +257,9 @@ class ReceivingEnd:
         self.applied: int | None = None
         """Version that the parameters hold whole; None: none that came through here."""
 
+    @abstractmethod
     def targets(self) -> Mapping[str, Target]:
         """Where each parameter is that is written directly."""
-        raise NotImplementedError
 
     def connect(self, connection: Connection, name: str) -> None:
         self.close()
