@@ -126,12 +126,12 @@ def evaluate(
         return from_sources([Source(list(config.given())), Source(chosen)])
 
     with installed_engines():
-        from rlctl.apps.evaluate import contenders, evaluation
+        from rlctl.apps.evaluate import candidates, evaluation
         from rlctl.apps.evaluate import evaluate as run_evaluation
         from rlctl.envs.statistics import default_ks
         from rlctl.runs.sample_file import SampleFile
 
-        found = contenders([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)
+        found = candidates([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)
         job = evaluation(found, tasks, n, k or default_ks(n), limit)
         with SampleFile(None if output is None else Path(output)) as file:
             return [result.to_json() for result in run_evaluation(job, file, tell)]

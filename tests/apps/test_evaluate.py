@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rlctl
-from rlctl.apps.evaluate import Encoded, Evaluation, contenders, evaluation, open_task
+from rlctl.apps.evaluate import Encoded, Evaluation, candidates, evaluation, open_task
 from rlctl.cli import run as cli
 from rlctl.config.load import Resolved, resolve
 from rlctl.data.prompts import open_prompts
@@ -31,7 +31,7 @@ def resolver(**flags: object) -> Callable[[str | None], Resolved]:
 
 
 def one_of(resolved: Callable[[str | None], Resolved], *tasks: str, n: int = 1, limit: int | None = 3) -> Evaluation:
-    return evaluation(contenders(["some/model"], [], resolved, n), tasks, n, [1], limit)
+    return evaluation(candidates(["some/model"], [], resolved, n), tasks, n, [1], limit)
 
 
 def greedy(model: Path, questions: list[str], tokens: int) -> list[str]:
@@ -162,7 +162,7 @@ def test_models_and_runs_keep_the_order_of_the_command_line(
 
 def test_one_sample_is_greedy_unless_a_temperature_is_set() -> None:
     def temperature(n: int, **flags: object) -> float:
-        return contenders(["a/b"], [], resolver(**flags), n)[0].resolved.config.generation.temperature
+        return candidates(["a/b"], [], resolver(**flags), n)[0].resolved.config.generation.temperature
 
     assert (temperature(1), temperature(8)) == (0.0, 1.0)
     assert temperature(1, generation__temperature=0.7) == 0.7
@@ -174,7 +174,7 @@ def test_all_models_are_sampled_as_the_first_one_is() -> None:
         own = {"model.name": model, "generation.temperature": 0.7, "data.system_prompt": "s", "model.max_length": 64}
         return resolve(flags=own if model == "a/b" else {"model.name": model} if model else {}, environment={})
 
-    first, second = (one.resolved.config for one in contenders(["a/b", "c/d"], [], resolved, 4))
+    first, second = (one.resolved.config for one in candidates(["a/b", "c/d"], [], resolved, 4))
     assert (first.generation.temperature, second.generation.temperature) == (1.0, 1.0)  # no rollouts' temperature
     assert (first.data.system_prompt, second.data.system_prompt) == ("s", "s")
     assert first.model.max_length is None  # as the rollouts' own had room for
@@ -182,9 +182,9 @@ def test_all_models_are_sampled_as_the_first_one_is() -> None:
 
 def test_the_same_model_cannot_be_given_twice() -> None:
     with pytest.raises(InputError, match="a/b is given twice"):
-        contenders(["a/b", "a/b"], [], resolver(), 1)
+        candidates(["a/b", "a/b"], [], resolver(), 1)
     with pytest.raises(InputError, match="no model to evaluate"):
-        contenders([], [], resolver(), 1)
+        candidates([], [], resolver(), 1)
 
 
 @pytest.mark.usefixtures("untried")
@@ -230,8 +230,8 @@ def test_samples_are_bound_to_the_text_of_a_reward_function_and_of_a_chat_templa
         reward.write_text(f"def right(completion):\n    return {returned}\n")
         template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}" + end)
         asked = resolver(generation__max_new_tokens=4, cluster__gpu="cpu", **own)
-        job = evaluation(contenders([str(tiny_llama)], [], asked, 1), [str(task)], 1, [1], 1)
-        return Encoded.of(job, job.contenders[0], lambda _: None).settings(job.tasks[0])
+        job = evaluation(candidates([str(tiny_llama)], [], asked, 1), [str(task)], 1, [1], 1)
+        return Encoded.of(job, job.candidates[0], lambda _: None).settings(job.tasks[0])
 
     first, again, scored, written = settings(0, ":"), settings(0, ":"), settings(1, ":"), settings(0, "?")
     assert first == again

@@ -23,6 +23,7 @@ from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
+from support.adapters import LORA
 from support.causal_types import TRAINED, causal_model
 from support.dtensor_cases import run_changed, run_memory
 from support.parallel_cases import WEIGHT, Case, assemble, run_case, run_checkpoint, spec_of
@@ -317,14 +318,17 @@ CHANGED = {
     "dp2-states-on-host": Case("llama-tied", ParallelSpec(dp=2), optimizer_offload=True),
     "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
+    "adapters-dp2-states-on-host": Case("qwen3", ParallelSpec(dp=2), optimizer_offload=True, lora=LORA),
+    "adapters-mla-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2), lora=LORA),
 }
 
 
-@pytest.mark.parametrize("case", marked(CHANGED, "moe-dp2-ep2"))
+@pytest.mark.parametrize("case", marked(CHANGED, "moe-dp2-ep2", "adapters-dp2-states-on-host"))
 def test_a_run_may_change_its_backend_and_change_back(
     pools: Pools, published: Published, case: Case, tmp_path: Path
 ) -> None:
-    """The weights are the same, and so are the loss and the gradients of the next step; the moments start from zero."""
+    """Weights and adapters are the same, and so are the loss and the gradients of the next step; the moments start from
+    zero."""
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()

@@ -26,7 +26,6 @@ from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
 from support.adapters import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
-from support.dtensor_cases import run_changed
 from support.parallel_cases import WEIGHT, Case, assemble, run_case
 from support.parallel_families import hf_model as family_model
 from support.parallel_families import make_batch as family_batch
@@ -68,31 +67,6 @@ def test_both_backends_train_the_same_adapters(pools: Pools, published: Publishe
     for name, value in fused.items():
         layer = name.split(".")[2]
         assert close(params[f"model.layers.{layer}.self_attn.o_proj.lora_b"], value, TOLERANCE)
-
-
-CHANGED = {
-    "dp2-states-on-host": replace(case_of("qwen3", dp=2), optimizer_offload=True),
-    "mla-dp2-ep2": case_of("deepseek", dp=2, ep=2),
-}
-
-
-@pytest.mark.parametrize("name", ["dp2-states-on-host", pytest.param("mla-dp2-ep2", marks=pytest.mark.slow)])
-def test_a_run_with_adapters_may_change_its_backend(
-    pools: Pools, published: Published, name: str, tmp_path: Path
-) -> None:
-    """Adapters are the same in both, and so are the loss and the gradients of the next step."""
-    case, places = replace(CHANGED[name], lora=LORA, backend="megatron"), [tmp_path / "first", tmp_path / "second"]
-    for place in places:
-        place.mkdir()
-    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
-    ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
-    straight, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(3))
-    for ours in (changed, back):
-        assert abs(ours.loss - straight.loss) <= TOLERANCE
-        assert ours.grad_norm == pytest.approx(straight.grad_norm, rel=1e-5)
-    for _, (saved, read) in ranks:
-        assert saved.keys() == read.keys()
-        assert all(torch.equal(read[tensor], value) for tensor, value in saved.items())
 
 
 UNFILED = {

@@ -137,7 +137,7 @@ class Crew:
 @contextlib.contextmanager
 def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None) -> Iterator[Crew]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
-    hears what is waited for: policy and engines start side by side, and the second takes what is left of it."""
+    is told what is waited for: policy and engines start side by side, and the second takes what is left of it."""
     with _starting(spec.policy.device, spec.limits, log_dir) as start:
         shared = spec.engines is None or spec.colocated
         engine_devices = spec.engines.devices if spec.engines is not None else 0

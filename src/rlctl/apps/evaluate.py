@@ -63,7 +63,7 @@ FIRST_EPISODE = 2**49
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """A model that is evaluated, or a checkpoint of a run."""
 
     label: str
@@ -108,15 +108,15 @@ class Result:
 class Evaluation:
     """All that an evaluation is made of; nothing is started yet."""
 
-    contenders: tuple[Contender, ...]
+    candidates: tuple[Candidate, ...]
     tasks: tuple[Task, ...]
     samples: int
     ks: tuple[int, ...]
 
 
-def contenders(
+def candidates(
     given: Sequence[str | Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
-) -> tuple[Contender, ...]:
+) -> tuple[Candidate, ...]:
     """Return the models and checkpoints to evaluate, in the order of `given`: a name is a model, and a path is a run,
     of which the newest checkpoint or those of `steps` are evaluated. `resolve` returns the configuration of the command
     line with a model.
@@ -125,7 +125,7 @@ def contenders(
     """
     if steps and not any(isinstance(one, Path) for one in given):
         raise InputError(f"--step {steps[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    asked, found = resolve(None), list[Contender]()
+    asked, found = resolve(None), list[Candidate]()
     for one in given:
         if isinstance(one, Path):
             found += [_of_run(one, step, asked) for step in (steps or [None])]
@@ -150,7 +150,7 @@ def contenders(
     return tuple(replace(one, resolved=_with(one.resolved, list(values.values()), own)) for one in found)
 
 
-def _leading(found: Sequence[Contender]) -> Contender:
+def _leading(found: Sequence[Candidate]) -> Candidate:
     """Return the one whose prompts and sampling are those of all: a run knows how its own prompts are put."""
     return next((one for one in found if one.checkpoint), found[0])
 
@@ -162,14 +162,14 @@ def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Re
     return from_sources([Source(below), Source([value for value in values if own.get(value.key) != value.value])])
 
 
-def _of_run(directory: Path, step: int | None, asked: Resolved) -> Contender:
+def _of_run(directory: Path, step: int | None, asked: Resolved) -> Candidate:
     resolved, checkpoint = of_run(directory, step, asked)
-    return Contender(f"{directory.resolve().name} step {checkpoint.step}", resolved, checkpoint)
+    return Candidate(f"{directory.resolve().name} step {checkpoint.step}", resolved, checkpoint)
 
 
-def _of_model(resolved: Resolved) -> Contender:
+def _of_model(resolved: Resolved) -> Candidate:
     name = resolved.config.model.name or ""
-    return Contender(Path(name).name if Path(name).is_dir() else name, resolved)
+    return Candidate(Path(name).name if Path(name).is_dir() else name, resolved)
 
 
 def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
@@ -250,7 +250,7 @@ def _require_source(name: str) -> None:
 
 
 def evaluation(
-    found: tuple[Contender, ...], names: Sequence[str], samples: int, ks: Sequence[int], limit: int | None
+    found: tuple[Candidate, ...], names: Sequence[str], samples: int, ks: Sequence[int], limit: int | None
 ) -> Evaluation:
     """Return the evaluation of these models on these tasks, which are opened.
 
@@ -273,25 +273,25 @@ def evaluation(
 
 def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
     """Sample and score what `file` lacks; return the metrics of each task and model, task by task."""
-    encoded = [Encoded.of(job, contender, tell) for contender in job.contenders]
+    encoded = [Encoded.of(job, candidate, tell) for candidate in job.candidates]
     for one in encoded:
         for task in job.tasks:
-            file.begin(task.label, one.contender.label, one.settings(task))
-    total = sum(len(task.rows) for task in job.tasks) * job.samples * len(job.contenders)
+            file.begin(task.label, one.candidate.label, one.settings(task))
+    total = sum(len(task.rows) for task in job.tasks) * job.samples * len(job.candidates)
     there = total - sum(len(one.missing(task, file, job.samples)) for one in encoded for task in job.tasks)
     if there:
         tell(f"{there} of {total} samples are in {file.path}")
     with WorkProgress("samples", total, there) as progress:
         for one in encoded:
             _sample(one, job, file, tell, progress)
-    return [_result(job, task, one.contender.label, file) for task in job.tasks for one in encoded]
+    return [_result(job, task, one.candidate.label, file) for task in job.tasks for one in encoded]
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A model with the tokens of every prompt."""
 
-    contender: Contender
+    candidate: Candidate
     job: CompletionJob
     encoders: Mapping[str, PromptEncoder]
     prompts: Mapping[str, list[tuple[int, ...]]]
@@ -301,23 +301,23 @@ class Encoded:
     """How its episodes go; None: each prompt gets one answer."""
 
     @classmethod
-    def of(cls, evaluation: Evaluation, contender: Contender, tell: Tell) -> Encoded:
+    def of(cls, evaluation: Evaluation, candidate: Candidate, tell: Tell) -> Encoded:
         """Open the model and its tokenizer. Raises InputError for a prompt that leaves no room for an answer."""
         asked = sum(len(task.rows) for task in evaluation.tasks)
-        job = completion_job(contender.resolved, evaluation.samples, contender.checkpoint, asked, tell)
+        job = completion_job(candidate.resolved, evaluation.samples, candidate.checkpoint, asked, tell)
         config, directory = job.config, job.model.source.directory
         tokenizer = load_tokenizer(directory, config.model)
         encoders = {
             task.label: PromptEncoder.build(tokenizer, config.model, task.data, directory) for task in evaluation.tasks
         }
         for note in dict.fromkeys(filter(None, [job.model.source.note, *(one.note for one in encoders.values())])):
-            tell(f"{contender.label}: {note}")
+            tell(f"{candidate.label}: {note}")
         first = evaluation.tasks[0]
         play = EnvironmentPlay.open(config, encoders[first.label], first.prompts[0])
         if play is not None:
             encoders = {label: play.showing_tools(encoder) for label, encoder in encoders.items()}
             for line in play.describe():
-                tell(f"{contender.label}: {line}")
+                tell(f"{candidate.label}: {line}")
 
         def prompt(row: PromptRow, encoder: PromptEncoder) -> tuple[int, ...]:
             return encoder.encode(row) if play is None else tuple(play.measured(encoder.messages(row), row.where))
@@ -325,13 +325,13 @@ class Encoded:
         prompts = {task.label: [prompt(row, encoders[task.label]) for row in task.prompts] for task in evaluation.tasks}
         for task in evaluation.tasks:
             require_room(job, [len(prompt) for prompt in prompts[task.label]], task.prompts)
-        weights = contender.checkpoint
+        weights = candidate.checkpoint
         identity = (
             hashlib.sha256(json.dumps(weights.state()["files"], sort_keys=True).encode()).hexdigest()
             if weights
             else model_fingerprint(directory, job.model.source.weights)
         )
-        return cls(contender, job, encoders, prompts, identity, play)
+        return cls(candidate, job, encoders, prompts, identity, play)
 
     def sampling(self, task: Task) -> Sampling:
         encoder = self.encoders[task.label]
@@ -367,7 +367,7 @@ class Encoded:
 
     def missing(self, task: Task, file: SampleFile, samples: int) -> list[tuple[int, int]]:
         """Return row and number of each sample that the file lacks."""
-        there = file.samples(task.label, self.contender.label)
+        there = file.samples(task.label, self.candidate.label)
         return [(row, sample) for row in task.rows for sample in range(samples) if (row, sample) not in there]
 
 
@@ -384,7 +384,7 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
         return
     plan = one.job.checked_plan([len(prompt) for prompts in one.prompts.values() for prompt in prompts])
     planned = replace(one.job, resolved=one.job.resolved.with_values(plan.config_values()))
-    with started_engines(planned, plan, lambda text: tell(f"{one.contender.label}: {text}"), one.play) as engines:
+    with started_engines(planned, plan, lambda text: tell(f"{one.candidate.label}: {text}"), one.play) as engines:
         at_once = len(engines) * (planned.config.generation.max_concurrent or FEWEST_A_CALL)
         for task in job.tasks:
             with contextlib.ExitStack() as stack:
@@ -393,7 +393,7 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
                     scorer = stack.enter_context(contextlib.closing(RewardWorker(task.rewards, fetch)))
                 for part in _calls(missing[task.label], max(FEWEST_A_CALL, CALLS_AHEAD * at_once)):
                     file.add(_scored(one, task, part, engines, scorer))
-                    progress.advance(f"{one.contender.label}, {task.label}", sum(map(len, part.values())))
+                    progress.advance(f"{one.candidate.label}, {task.label}", sum(map(len, part.values())))
 
 
 def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, list[int]]]:
@@ -442,7 +442,7 @@ def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sam
     turns = fetch(group.transcripts)[rollout.sample] if group.transcripts else None
     return {
         "task": task.label,
-        "model": one.contender.label,
+        "model": one.candidate.label,
         "row": group.position,
         "sample": sample,
         "prompt": group.prompt.prompt,

@@ -214,7 +214,7 @@ def require_devices(plan: Plan, config: RlctlConfig) -> None:
 def prepare_job(
     resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False, completion: str | None = None
 ) -> Job:
-    """Resolve the model, open data and rewards, plan. Starts no process; `tell` hears of what takes long.
+    """Resolve the model, open data and rewards, plan. Starts no process; `tell` reports what takes long.
 
     `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices.
     `completion`: a text that the rewards are tried on, in addition to the first row's reference answer.

@@ -37,7 +37,7 @@ class LiveReport:
         self._run, self._tell, self._due = run, tell, 0.0
 
     def step(self) -> None:
-        """Write the report when it is due; called after each step. Where that fails, `tell` hears of it, and it is not
+        """Write the report when it is due; called after each step. Where that fails, `tell` reports it, and it is not
         tried again before the run's end."""
         begun = time.monotonic()
         if begun < self._due:

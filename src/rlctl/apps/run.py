@@ -216,14 +216,14 @@ def _weight_sync(
         restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
     )  # fmt: skip
     assert crew.spec.engines is not None  # weights are sent to engines
-    frugal = crew.spec.engines.backend.without_graphs
-    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, frugal)) else None
+    flag = crew.spec.engines.backend.without_graphs
+    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, flag)) else None
     return stack.enter_context(sync)
 
 
-def crowded(plan: Plan, used: tuple[int, int], frugal: str) -> str:
+def crowded(plan: Plan, used: tuple[int, int], flag: str) -> str:
     """Return why training will not fit after all, with `used` (bytes in use, all bytes) of a GPU on which policy and
-    engines sleep; empty: it fits. `frugal`: the flag with which engines keep less, empty where there is none."""
+    engines sleep; empty: it fits. `flag`: the one with which engines keep less, empty where there is none."""
     in_use, size = used
     training = plan.memory["training"]
     planned = training.parts["engine asleep"] + plan.memory["generation"].parts["policy asleep"]
@@ -234,7 +234,7 @@ def crowded(plan: Plan, used: tuple[int, int], frugal: str) -> str:
         f"While policy and engines sleep, {in_use / GIB:.1f} GiB of a GPU are in use, and the plan has "
         f"{planned / GIB:.1f}. Training then needs about {need / GIB:.1f} GiB of {size / GIB:.1f} and may run out of "
         "memory. Give it less with --set training.micro_batch_tokens=N"
-        + (f", or engines that keep less with {frugal} (no CUDA graphs)." if frugal else ".")
+        + (f", or engines that keep less with {flag} (no CUDA graphs)." if flag else ".")
     )
 
 

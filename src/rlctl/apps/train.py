@@ -127,7 +127,7 @@ def resumed_job(
     completion: str | None = None,
 ) -> Job:
     """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
-    InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` hears of it."""
+    InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` reports it."""
     stored = run.manifest()
     if run.metrics.exists():
         read_metrics(run.metrics)  # what is wrong with it is told before anything starts
@@ -199,7 +199,7 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
     """Return the stored configuration with what `resolved` newly sets, and what of that a resumed run should not
     change. Where the layout changes, the planner decides its values again; what the user has set stays."""
     then, values = stored["config"], stored_values(stored["config"])
-    given = [value for value in resolved.given() if not _overruled(value, then)]
+    given = [value for value in resolved.given() if not _yields_to_user(value, then)]
     changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
     if any(value.key == "run.algorithm" for value in changed):
         values = [value for value in values if not value.origin.startswith(ALGORITHM)]
@@ -229,8 +229,8 @@ def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
     return bool(colon) and name == name_now and _is_same_file(begun_in, file, file_now)
 
 
-def _overruled(value: Value, stored: dict[str, Any]) -> bool:
-    """Return whether an algorithm sets a value that the user has set when the run began."""
+def _yields_to_user(value: Value, stored: dict[str, Any]) -> bool:
+    """Return whether an algorithm sets a value here that the user has set when the run began."""
     before = stored.get(value.key, {"origin": DEFAULT})["origin"]
     return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))
 

@@ -288,8 +288,8 @@ class EngineClient:
         self._aside += [self.group.drop([rank]) for rank in sorted(ranks, reverse=True)]
 
     def take_back(self, tell: Callable[[str], None]) -> bool:
-        """Start the engines that were set aside and have another place now; return whether there are any. `tell` hears
-        of those that do not start, which are given up."""
+        """Start the engines that were set aside and have another place now; return whether there are any. `tell`
+        reports those that do not start, which are given up."""
         back = [one for one in self._aside if one.moved()]
         self._aside = [one for one in self._aside if one not in back]
         taken = False

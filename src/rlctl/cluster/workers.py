@@ -559,7 +559,7 @@ _told_of_waits: list[Callable[[str], None]] = []
 
 @contextlib.contextmanager
 def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within the block `tell` hears who is waited for, after each minute without an answer or a sign of progress."""
+    """Within the block `tell` reports who is waited for, after each minute without an answer or a sign of progress."""
     _told_of_waits.append(tell)
     try:
         yield

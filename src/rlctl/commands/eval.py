@@ -104,7 +104,7 @@ def evaluate(
     by more than noise. Prompts and sampling are those of the first run, where the command line does not set them.
     """
     options.require_dry_run(explain, dry_run)
-    from rlctl.apps.evaluate import contenders, evaluation, refuse_idle_reward
+    from rlctl.apps.evaluate import candidates, evaluation, refuse_idle_reward
     from rlctl.envs.statistics import default_ks
 
     def resolved(name: str | None) -> Resolved:
@@ -115,7 +115,7 @@ def evaluate(
     refuse_idle_reward(reward or [], task or [])
     values = {"model": iter(model or ()), "run_dir": map(Path, run_dir or ())}
     given = [next(values[name]) for name in context.meta[GIVEN] if name in values]
-    found = contenders(given, step or [], resolved, n)
+    found = candidates(given, step or [], resolved, n)
     job = evaluation(found, task or [], n, k or default_ks(n), limit)
     if dry_run:
         if output is not None:
@@ -132,7 +132,7 @@ def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
     from rlctl.apps.dry_run import dry_generate
 
     prompts = sum(len(task.rows) for task in job.tasks)
-    plans = {one.label: dry_generate(one.resolved, job.samples, one.checkpoint, prompts) for one in job.contenders}
+    plans = {one.label: dry_generate(one.resolved, job.samples, one.checkpoint, prompts) for one in job.candidates}
     if json_:
         print_json({"models": [{"model": label, **plan.to_json()} for label, plan in plans.items()]})
         return

@@ -110,7 +110,7 @@ def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> It
     """Make a temporary folder `rlctl-name-...` (see `held_folder`).
 
     With `tell` the folder is for logs, which errors name: where the block fails it is kept for a day and longer, until
-    the next folder of the name is made, and `tell` hears so.
+    the next folder of the name is made, and `tell` reports it.
     """
     with held_folder(f"{name}-", Path(tempfile.gettempdir())) as made:
         try:

@@ -116,7 +116,7 @@ class WeightSync:
     ) -> None:
         """`dtype`, `receive`, `converted` and `converted_at` are those of `RefitSession`; `offload` and `engines_sleep`
         those of `DeviceTurns`. `decode_check` follows each refit of which all tensors were compared. At most `restarts`
-        engines that are lost are replaced; `tell` hears of every loss and of what became of it."""
+        engines that are lost are replaced; `tell` reports every loss and what became of it."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
         self.session = RefitSession(
             policy.group,

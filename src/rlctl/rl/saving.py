@@ -38,7 +38,7 @@ class Saver:
         config: RlctlConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`tell` hears of checkpoints that cannot be removed."""
+        """`tell` reports checkpoints that cannot be removed."""
         options = config.run
         self.run, self.policy, self.config = run, policy, options
         self._limit_s, self._tell = config.cluster.step_timeout_s, tell
@@ -133,7 +133,7 @@ class Saver:
                 self._under_way = None
 
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
-        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` hears of a loss."""
+        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` reports a loss."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun}"
@@ -150,7 +150,7 @@ class Saver:
 
 
 def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint whose files are as they were written; `tell` hears which were passed over, and why.
+    """Return the newest checkpoint whose files are as they were written; `tell` reports which are passed over, and why.
 
     Those are no checkpoints of `run` from here on. Raises InputError where there are some and all are damaged.
     """

@@ -66,7 +66,7 @@ class AsynchronousSource:
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`trains_on` says which groups fill the batch, where others are replaced; `tell` hears who waits for whom."""
+        """`trains_on` says which groups fill the batch, where others are replaced; `tell` says who waits for whom."""
         self._config, self._prompts, self._timer, self._tell = config, prompts, timer, tell
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)

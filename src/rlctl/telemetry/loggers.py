@@ -244,7 +244,7 @@ KINDS: dict[str, Callable[[LoggedRun], Logger]] = {
 
 
 class LoggerThread:
-    """Starts a logger and hands it the steps, in a thread of its own; `tell` hears once where it fails."""
+    """Starts a logger and hands it the steps, in a thread of its own; `tell` reports its failure once."""
 
     def __init__(self, name: str, start: Callable[[], Logger], tell: Callable[[str], None]) -> None:
         self.name = name
@@ -281,7 +281,7 @@ def wanted_loggers(
 ) -> tuple[LoggerName, ...]:
     """Return the loggers of a run. Unset, these are TensorBoard, and Weights & Biases where WANDB_API_KEY is set.
 
-    Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` hears.
+    Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` reports.
     """
     default: tuple[LoggerName, ...] = ("tensorboard", "wandb") if os.environ.get("WANDB_API_KEY") else ("tensorboard",)
     found: list[LoggerName] = []

@@ -83,8 +83,8 @@ class SharedScaler(DynamicGradScaler):
     def update(self, found_inf: bool) -> None:
         """Do nothing: each optimizer calls this."""
 
-    def settle(self, skipped: bool) -> None:
-        """Hear how the step ended."""
+    def end_step(self, skipped: bool) -> None:
+        """Update the scale after a step that was taken or skipped."""
         super().update(skipped)
 
 
@@ -166,7 +166,7 @@ def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> S
     norm = float(optimizer.get_grad_norm())
     skipped = overflow or not math.isfinite(norm)
     if scaler is not None:
-        scaler.settle(skipped)
+        scaler.end_step(skipped)
     if skipped:
         return StepOutcome(norm, skipped=True, loss_scale=scale)
     for inner in inners:

@@ -187,7 +187,7 @@ class VllmEngine:
                 if sample.request.media:
                     sample.require_tokens(output.prompt_token_ids)
                 if output.finished:
-                    sample.stamp(self._version)
+                    sample.mark(self._version)
                     sample.finished = True
         self._end(TIMEOUT, [sample for sample in self._samples.values() if sample.late(now)])
 
@@ -260,12 +260,12 @@ class VllmEngine:
     def refit_begin(self, version: int) -> None:
         """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
         with self._lock.ask():
-            self._settle()
+            self._halt_samples()
             self._memory.wake(WEIGHTS)
             self._updating = version
             self._rpc("rlctl_weights.begin")
 
-    def _settle(self) -> None:
+    def _halt_samples(self) -> None:
         """Bring samples in flight to where the weights may change under them."""
         if self.spec.in_flight == "wait":
             self._drain()
@@ -276,7 +276,7 @@ class VllmEngine:
             self._take(self._engine.pause())
             for sample in self._samples.values():
                 if not sample.finished:
-                    sample.stamp(self._version)
+                    sample.mark(self._version)
 
     def _drain(self) -> None:
         """Let samples in flight finish, and none begin before the refit."""
@@ -326,7 +326,7 @@ class VllmEngine:
     def poison(self) -> int:
         """The engine refuses to generate until a full refit succeeds. Returns how many tensors were spoiled."""
         with self._lock.ask():
-            self._settle()
+            self._halt_samples()
             self._memory.wake(WEIGHTS)
             self._updating = POISONED
             return sum(self._rpc("rlctl_weights.poison"))

@@ -117,15 +117,15 @@ class Sample:
                 "The model's processor must have the same settings in the trainer and in the engine.",
             )
 
-    def stamp(self, version: int) -> None:
-        """Record that `version` chose the tokens since the last stamp."""
+    def mark(self, version: int) -> None:
+        """Record that `version` chose the tokens since the last call."""
         self.versions += [version] * (self.tokens - len(self.versions))
 
     def end(self, reason: str, version: int) -> None:
         """End it with the tokens that it has."""
         self.output = self.output or SimpleNamespace(token_ids=[], text="", logprobs=[])
         self.output.finish_reason = reason
-        self.stamp(version)
+        self.mark(version)
         self.finished = True
 
     def late(self, now: float) -> bool:

@@ -76,8 +76,8 @@ class Recorder:
         """Choices of the forward pass that runs, by layer: [T, K]."""
         self._found: dict[str, list[Span]] = {}
         for layer, router in compat.routers(runner.get_model()).items():
-            router.set_capture_fn(partial(self._hear, layer))
-        self._execute, runner.execute_model = runner.execute_model, self._listening
+            router.set_capture_fn(partial(self._record, layer))
+        self._execute, runner.execute_model = runner.execute_model, self._execute_recording
         self._runner = runner
 
     def take(self) -> dict[str, list[Span]]:
@@ -85,10 +85,10 @@ class Recorder:
         found, self._found = self._found, {}
         return found
 
-    def _hear(self, layer: int, chosen: torch.Tensor) -> None:
+    def _record(self, layer: int, chosen: torch.Tensor) -> None:
         self._chosen[layer] = chosen.cpu().numpy().astype(np.int16)  # a copy: kernels may use the memory again
 
-    def _listening(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_recording(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self._chosen = {}
         answer = self._execute(scheduled, *args, **kwargs)
         if self._chosen and scheduled.total_num_scheduled_tokens:

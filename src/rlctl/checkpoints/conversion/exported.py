@@ -49,7 +49,7 @@ class Exported:
 
 def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: Callable[[str], None]) -> Exported:
     """A checkpoint's weights: adapters merged, and with the multi-token-prediction layers that a run does not train as
-    they were in the model that it began with. `tell` hears what is not there.
+    they were in the model that it began with. `tell` reports what is not there.
 
     Raises InputError for a damaged checkpoint, and where the model that adapters belong to is not found.
     """

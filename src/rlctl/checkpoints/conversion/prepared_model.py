@@ -50,7 +50,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     """Return the model that a run on `nodes` starts from: the conversion of `source`, made now unless it exists.
 
     A Megatron checkpoint is taken as it is. Where the user has not said where conversions belong and the default place
-    cannot be used, the run starts from the published files, and `tell` hears why.
+    cannot be used, the run starts from the published files, and `tell` reports why.
 
     Raises the error of a conversion that fails, and InputError where something else or a damaged one is in its place.
     """
