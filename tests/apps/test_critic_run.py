@@ -1,4 +1,4 @@
-"""Runs of PPO as a user starts them: a critic learns next to the policy, warms up, is saved and gone on with."""
+"""Runs of PPO as a user starts them: a critic learns next to the policy, warms up, is saved and resumed."""
 
 from __future__ import annotations
 

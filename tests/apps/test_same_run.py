@@ -1,4 +1,4 @@
-"""Runs that compute the same as one that nothing interrupts: killed or damaged and gone on with, laid out otherwise,
+"""Runs that compute the same as one that nothing interrupts: killed or damaged and resumed, laid out otherwise,
 from other files, on the other backend."""
 
 from __future__ import annotations

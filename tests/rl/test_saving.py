@@ -1,4 +1,4 @@
-"""Saves of a run: what is written is kept, whatever ends the run, and what is damaged is never gone on from."""
+"""Saves of a run: what is written is kept, whatever ends the run, and what is damaged is never resumed from."""
 
 from __future__ import annotations
 

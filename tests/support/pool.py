@@ -1,6 +1,6 @@
 """A pool of processes, one policy rank each; cases are messages to them.
 
-They are forked from a server that has imported torch and Megatron-Core once, and starting one costs hardly anything.
+They are forked from a server that has imported torch and Megatron-Core once, and starting one costs very little.
 """
 
 from __future__ import annotations

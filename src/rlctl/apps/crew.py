@@ -145,7 +145,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
         away_from = start.of_policy.bundles if spec.own_nodes else ()
         start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
-        taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
+        teacher_ranks = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
         engines = start.engines(spec.engines) if spec.engines is not None else None
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
@@ -165,17 +165,17 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
         if loading is not None:
             doing("starting engines")
             loading.results()
-        if taught is not None:
+        if teacher_ranks is not None:
             doing("starting teacher")
-            taught.within(start_s).call(PolicyWorker.setup, _meeting_port(taught))
+            teacher_ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(teacher_ranks))
         for scorer in filter(None, (reward, validation)):
             doing("starting scorer")
             scorer.within(start_s).call(RewardWorker.setup)
         rows = {"micro_batch_tokens": spec.micro_batch_tokens, "whole_groups": spec.whole_groups}
         policy = PolicyClient(ranks, spec.policy, spec.training, **rows)
         teacher = None
-        if taught is not None and spec.teacher is not None:
-            teacher = PolicyClient(taught, spec.teacher, spec.training, **rows)
+        if teacher_ranks is not None and spec.teacher is not None:
+            teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
         client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
         yield Crew(spec, policy, client, reward, validation, teacher)
 

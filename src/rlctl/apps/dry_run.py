@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from rlctl.apps.backend_arguments import BackendArguments, differences
 from rlctl.apps.generate import CompletionJob
-from rlctl.apps.open_model import NamedModel, find_model, published_facts
+from rlctl.apps.open_model import NamedModel, find_model, published_facts, published_teacher
 from rlctl.apps.planned_crew import planned_crew, planned_teacher
 from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
@@ -193,10 +193,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         # A model of the catalog can be planned for without its files.
         if not model.name or lookup_entry(model.name) is None or not _model_is_absent(model):
             raise
-        facts = published_facts(model)
-        taught = resolved.config.teacher
-        named = ModelConfig(name=taught.model, revision=taught.revision)
-        teacher = published_facts(named) if taught.model else None
+        facts, teacher = published_facts(model), published_teacher(resolved.config)
         resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
         resolved = resolved.with_values(plan.config_values())
         unchecked = "Tokenizer, data and rewards were not checked: the plan is made from the catalog."

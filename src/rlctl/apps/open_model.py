@@ -108,6 +108,12 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     return facts_in(source.directory)
 
 
+def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
+    """Find out about the teacher as `published_facts` does about the model; None: the run has none."""
+    named = config.teacher
+    return published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
+
+
 def open_teacher(
     config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True, copies: bool = True
 ) -> NamedModel | None:

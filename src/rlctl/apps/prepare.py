@@ -22,6 +22,7 @@ from rlctl.apps.open_model import (
     open_model,
     open_teacher,
     published_facts,
+    published_teacher,
     require_same_tokens,
     what_there_is,
 )
@@ -36,7 +37,7 @@ from rlctl.config.installed import commit_of, installed_versions
 from rlctl.config.keys import RECIPE_LAYOUT
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
-from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
+from rlctl.config.schema import LoggerName, RlctlConfig
 from rlctl.data.chat import read_template, require_directory, template_digest
 from rlctl.data.mixing import source_settings
 from rlctl.envs.environments import plan_environment
@@ -364,8 +365,7 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     require_algorithm(config)
     facts = published_facts(config.model, tell)
     refuse_without_effect(resolved, facts)
-    named = config.teacher
-    teacher = published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
+    teacher = published_teacher(config, tell)
     prompts = _prompts_here(resolved, tell)
     planned, length = _with_max_length(resolved, facts, prompts)
     if (new := _new_tokens(config)) >= length:

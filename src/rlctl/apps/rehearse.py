@@ -19,7 +19,7 @@ from typing import Any
 
 from rlctl.apps.backend_arguments import differences
 from rlctl.apps.dry_run import about
-from rlctl.apps.open_model import published_facts
+from rlctl.apps.open_model import published_facts, published_teacher
 from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job
 from rlctl.apps.row_checks import look_at_rows, look_at_run
 from rlctl.apps.run import RunSummary
@@ -31,7 +31,7 @@ from rlctl.checkpoints.model_source import Tell
 from rlctl.child import call_in_child
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
-from rlctl.config.schema import ModelConfig, RlctlConfig
+from rlctl.config.schema import RlctlConfig
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import AbsentError, InputError, KilledError, RlctlError, VerificationError
 from rlctl.planner.inputs.cluster import GIB
@@ -107,9 +107,7 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
     started = time.perf_counter()
     checked_algorithm(resolved, tell)
     config = resolved.config
-    facts = published_facts(config.model, tell)
-    taught = config.teacher
-    teacher = published_facts(ModelConfig(name=taught.model, revision=taught.revision), tell) if taught.model else None
+    facts, teacher = published_facts(config.model, tell), published_teacher(config, tell)
     resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise InputError(f"--keep {keep}: the directory is not empty.", "Name another.")

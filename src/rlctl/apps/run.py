@@ -77,7 +77,7 @@ class RunSummary:
     stopped_by: str | None = None
     """The signal that stopped it; None: none did."""
     command: str = "train grpo"
-    """The command that goes on with it."""
+    """The command that resumes it."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -98,7 +98,7 @@ class RunSummary:
             tried = f"convert megatron-to-hf {place} DIR" if scores else f"generate --run-dir {place} --prompt '...'"
             lines.append(f"{'export' if scores else 'try'} it: rlctl {tried}")
         if self.interrupted:
-            lines.append(f"go on with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
+            lines.append(f"resume with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
         return "\n".join(lines)
 
 

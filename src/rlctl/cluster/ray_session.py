@@ -151,7 +151,7 @@ def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether the Ray cluster at `address` (HOST:PORT) turns away those who have no token."""
+    """Whether the Ray cluster at `address` (HOST:PORT) refuses connections without a token."""
     without = os.environ | {"RAY_AUTH_MODE": "disabled"}
     asked = subprocess.run([sys.executable, "-P", "-c", ASK, address], env=without, capture_output=True, check=False)
     return b"AuthenticationError" in asked.stderr

@@ -12,7 +12,7 @@ MIB = 1 << 20
 CPU_STAGING = 16 * MIB
 """Two buffers that stay in a processor's cache (benchmarks/RESULTS.md)."""
 GPU_STAGING = 256 * MIB
-"""On a GPU a round costs the hand-over, some tens of microseconds, and hardly anything by the byte. The planner counts
+"""On a GPU a round costs the hand-over, some tens of microseconds, and very little for each byte. The planner counts
 with this size; it was never measured."""
 
 

@@ -37,7 +37,7 @@ class RolloutSource(Protocol):
     """Makes the batches of a run, and remembers which positions they hold.
 
     With `filter.groups=replace` a batch is full when it has `batch.prompts` groups that the algorithm trains on. It
-    also holds those that were sampled in vain, which the loop drops: their positions are handed over like all others.
+    also holds the groups that it replaced, which the loop drops: their positions are handed over like all others.
     """
 
     def next(self, version: int) -> RolloutBatch:

@@ -372,7 +372,7 @@ def tensor_count(facts: ModelFacts) -> int:
 
 def remote_share(choice: TrainingChoice, cluster: ClusterFacts, colocated: bool) -> float:
     """Share of what a worker needs that no device of its node holds."""
-    node = max(cluster.link_domain, cluster.gpus_per_node)
+    node = cluster.near_devices
     if cluster.gpus <= node:
         return 0.0
     if not colocated:

@@ -126,6 +126,11 @@ class ClusterFacts:
         wide = self.device.link_domain > self.device.gpus_per_node
         return min(self.device.link_domain, self.gpus) if wide else min(self.device.link_domain, self.gpus_per_node)
 
+    @property
+    def near_devices(self) -> int:
+        """Devices of a node, or of an NVLink domain where that spans nodes."""
+        return max(self.link_domain, self.gpus_per_node)
+
     def bandwidth(self, ranks: int) -> float:
         """Bytes a second out of each of `ranks` neighboring devices that talk to each other."""
         device = self.device

@@ -86,8 +86,7 @@ def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]
         yield from _cpu_trainings(request, devices)
         return
     facts, cluster = request.facts, request.cluster
-    joined = max(cluster.link_domain, cluster.gpus_per_node)
-    tps = request.values("training.tp", powers(min(facts.heads, joined, 16)))
+    tps = request.values("training.tp", powers(min(facts.heads, cluster.near_devices, 16)))
     pps = request.values("training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
     cps = request.values("training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = request.values("training.ep", powers(facts.moe.experts if facts.moe else 1))

@@ -75,9 +75,8 @@ def _problems(request: Request, choice: TrainingChoice) -> list[Problem]:
 
 def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[TrainingChoice]:
     facts, cluster, on_cpu, fsdp = request.facts, request.cluster, request.cluster.is_cpu, request.fsdp
-    joined = max(cluster.link_domain, cluster.gpus_per_node)
     experts, etp = facts.moe.experts if facts.moe else 1, request.pin("teacher.etp", 1)
-    tps = request.values("teacher.tp", [1] if on_cpu else powers(min(facts.heads, joined, devices, 16)))
+    tps = request.values("teacher.tp", [1] if on_cpu else powers(min(facts.heads, cluster.near_devices, devices, 16)))
     pps = request.values("teacher.pp", [1] if on_cpu or fsdp else powers(min(facts.layers, devices, 64)))
     cps = request.values("teacher.cp", [1])
     eps = request.values("teacher.ep", [1] if on_cpu else powers(experts))

@@ -180,8 +180,8 @@ def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) 
 
 def matched(every: Sites, sent: Collection[str], loaded: Collection[str], buffers: Collection[str]) -> Sites:
     """The sites of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a layer
-    is called otherwise than its tensors, nobody but the loader knows which is where: such tensors cannot be read,
-    except for those in `buffers`."""
+    has another name than its tensors, only the loader can match them: such tensors cannot be read, except for those in
+    `buffers`."""
     if not loaded:
         return every
     found = [site for site in every.found if all(part.tensor in sent for part in site.parts)]
