@@ -127,6 +127,11 @@ def open_session(
     return session
 
 
+def one_to_one(stage: Stage, facts: ModelFacts = FAMILIES["llama"], **settings: Any) -> RefitSession:
+    """A session between one policy rank and one engine."""
+    return open_session(stage.policy(facts, ParallelSpec()), stage.engines(facts, VllmParallel()), facts, **settings)
+
+
 def refit_twice(session: RefitSession) -> None:
     """Everything written, everything renewed: from poisoned parameters, and again after each weight has changed."""
     for version in (1, 2):
@@ -146,24 +151,7 @@ LAYOUTS = [
     ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": True}),
     ("qwen3_moe", {"tp": 1}, {"tp": 1}),
 ]
-
-
-@pytest.mark.parametrize(("family", "training", "generation"), LAYOUTS)
-@pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
-def test_every_byte_arrives(
-    mover: str, family: str, training: dict[str, int], generation: dict[str, Any], stage: Stage, tmp_path: Path
-) -> None:
-    facts, parallel, target = FAMILIES[family], ParallelSpec(**training), VllmParallel(**generation)
-    session = open_session(
-        stage.policy(facts, parallel), stage.engines(facts, target), facts,
-        members=target.world_size, mover=mover, directory=str(tmp_path),
-    )  # fmt: skip
-    assert session.mover == mover
-    refit_twice(session)
-    session.close()
-    assert not list(tmp_path.iterdir())
-
-
+MOVERS = ("shared-memory", "collective", "disk")
 SHARDS = [
     ("shared-memory", "tied", {"dp": 2}, {"tp": 2}),
     ("collective", "qwen3_moe", {"dp": 2, "ep": 2}, {"tp": 2}),
@@ -172,31 +160,35 @@ SHARDS = [
 ]
 SHARD_PRODUCT = [
     (mover, family, sizes, {"tp": 2})
-    for mover in ("shared-memory", "collective", "disk")
+    for mover in MOVERS
     for family in FAMILIES
     for sizes in ({"dp": 2}, {"tp": 2}, *([{"dp": 2, "ep": 2}] if FAMILIES[family].moe else []))
 ]
 
 
 @pytest.mark.parametrize(
-    ("mover", "family", "training", "generation"),
-    [*SHARDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARD_PRODUCT)],
+    ("fsdp", "mover", "family", "training", "generation"),
+    [
+        *((False, mover, *layout) for layout in LAYOUTS for mover in MOVERS),
+        *((True, *case) for case in SHARDS),
+        *(pytest.param(True, *case, marks=pytest.mark.slow) for case in SHARD_PRODUCT),
+    ],
 )
-def test_every_byte_of_shards_arrives(
-    mover: str, family: str, training: dict[str, int], generation: dict[str, Any], stage: Stage, tmp_path: Path
-) -> None:
-    """From the layouts of the dtensor backend."""
-    facts, parallel, target = (
-        replace(FAMILIES[family], mtp_layers=0),
-        ParallelSpec(**training),
-        VllmParallel(**generation),
-    )
+def test_every_byte_arrives(
+    fsdp: bool, mover: str, family: str, training: dict[str, int], generation: dict[str, Any], stage: Stage,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """From Megatron's layouts, and from shards of the dtensor backend (`fsdp`)."""
+    parallel, target = ParallelSpec(**training), VllmParallel(**generation)
+    facts = replace(FAMILIES[family], mtp_layers=0) if fsdp else FAMILIES[family]
     session = open_session(
-        stage.policy(facts, parallel, fsdp=True), stage.engines(facts, target), facts,
+        stage.policy(facts, parallel, fsdp=fsdp), stage.engines(facts, target), facts,
         members=target.world_size, mover=mover, directory=str(tmp_path),
     )  # fmt: skip
+    assert session.mover == mover
     refit_twice(session)
     session.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensors_larger_than_a_buffer_are_split(stage: Stage) -> None:
@@ -338,16 +330,14 @@ def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side:
 
 @pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
 def test_a_side_that_raises_is_reported_and_the_next_refit_succeeds(mover: str, stage: Stage, tmp_path: Path) -> None:
-    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), ParallelSpec()
-    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, mover=mover, directory=str(tmp_path))
-    for side in (policy, engines):
+    session = one_to_one(stage, replace(FAMILIES["llama"], vocab=20_000), mover=mover, directory=str(tmp_path))
+    for side in (session.policy, session.engines):
         session.refit(1)
         side.call(refit_workers.Slot.set_fault, "raise")
         with pytest.raises(WorkerError, match="asked for"):
             session.refit(2)
         with pytest.raises(WorkerError, match="half-updated"):
-            engines.call(EngineWorker.weight_version)
+            session.engines.call(EngineWorker.weight_version)
         side.call(refit_workers.Slot.set_fault, "")
         refit_twice(session)
     session.close()
@@ -355,15 +345,13 @@ def test_a_side_that_raises_is_reported_and_the_next_refit_succeeds(mover: str, 
 
 @pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
 def test_the_wrong_version_is_refused(mover: str, stage: Stage, tmp_path: Path) -> None:
-    facts, parallel = FAMILIES["llama"], ParallelSpec()
-    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, mover=mover, directory=str(tmp_path))
+    session = one_to_one(stage, mover=mover, directory=str(tmp_path))
     session.refit(1)
-    sending = policy.submit(WeightSender.refit_send, 2, 2)
+    sending = session.policy.submit(WeightSender.refit_send, 2, 2)
     if mover == "disk":
         sending.results()
-        policy.call(WeightSender.refit_publish, 2)
-    receiving = engines.submit(EngineWorker.refit_receive, {"version": 3, "attempt": 2})
+        session.policy.call(WeightSender.refit_publish, 2)
+    receiving = session.engines.submit(EngineWorker.refit_receive, {"version": 3, "attempt": 2})
     with pytest.raises(VerificationError, match="version"):
         receiving.results()
     session.close()
@@ -423,24 +411,20 @@ def test_changed_elements_alone_are_sent(mover: str, tp: int, replicas: int, sta
 
 
 def test_changes_to_another_version_are_refused_and_everything_follows(stage: Stage) -> None:
-    facts, parallel = FAMILIES["llama"], ParallelSpec()
-    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, sparse=True)
+    session = one_to_one(stage, sparse=True)
     session.refit(1)
-    engines.call(EngineWorker.poison)
-    policy.call(WeightSender.refit_perturb, 2, 0.1, 0.02)
+    session.engines.call(EngineWorker.poison)
+    session.policy.call(WeightSender.refit_perturb, 2, 0.1, 0.02)
     with pytest.raises(VerificationError, match=r"Changes since version 1 .* holds no whole version"):
         session.refit(2)
     with pytest.raises(WorkerError, match="half-updated"):
-        engines.call(EngineWorker.weight_version)
+        session.engines.call(EngineWorker.weight_version)
     assert session.refit(3, verify=True).sparse == "everything: no version before to compare with"
     session.close()
 
 
 def test_sparse_falls_back_to_everything_where_boxes_go_whole(stage: Stage, tmp_path: Path) -> None:
-    facts, parallel = FAMILIES["llama"], ParallelSpec()
-    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, sparse=True, mover="disk", directory=str(tmp_path))
+    session = one_to_one(stage, sparse=True, mover="disk", directory=str(tmp_path))
     for version in (1, 2):
         assert session.refit(version, verify=True).sparse == "everything: the disk mover sends whole boxes"
     session.abandon()  # as where a run fails
