@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,8 +108,6 @@ class ShardedSource(RefitSender):
     def _send_round(self, end: Any, index: int) -> float:
         if self.fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "hang":
-            time.sleep(600)
         return super()._send_round(end, index)
 
     def refit_send(self, version: int, attempt: int) -> Sent:
