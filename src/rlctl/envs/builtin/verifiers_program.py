@@ -1,0 +1,59 @@
+"""The program of the environment `verifiers`: one rollout of an environment of that library, which asks the policy.
+
+It runs in a Python that has `verifiers` and needs nothing of rlctl.
+
+    python verifiers_program.py ENVIRONMENT '{"argument": value}'
+"""
+
+import asyncio
+import json
+import os
+import sys
+from importlib import import_module
+from itertools import islice
+
+ADDRESS, KEY, MODEL = os.environ["OPENAI_BASE_URL"], "OPENAI_API_KEY", os.environ["OPENAI_MODEL"]
+SEED = int(os.environ["EPISODE_SEED"])
+TASKS = 10_000
+"""Most tasks of a set that are looked at for the one to play."""
+
+
+async def environment(verifiers, name, arguments):
+    """Play a rollout of an environment as versions below 0.3 have them."""
+    made = verifiers.load_environment(name, **arguments)
+    rows = made.get_dataset()
+    client = verifiers.ClientConfig(api_key_var=KEY, api_base_url=ADDRESS)
+    found = await made.run_rollout(rows[SEED % len(rows)], client, MODEL, {})
+    if found.get("error"):
+        raise SystemExit(f"the environment {name} failed: {found['error']}")
+    return {**(found.get("metrics") or {}), "reward": found["reward"]}
+
+
+async def agent(verifiers, name, arguments):
+    """Play a task of a set as later versions have them; `harness` among the arguments names the agent's program."""
+    harness = arguments.pop("harness", "null")
+    tasks = list(islice(verifiers.load_taskset(verifiers.taskset_config_type(name)(id=name, **arguments)), TASKS))
+    config = verifiers.AgentConfig(
+        model=MODEL,
+        client=verifiers.EvalClientConfig(base_url=ADDRESS, api_key_var=KEY),
+        runtime=verifiers.SubprocessConfig(),
+        harness={"id": harness},
+    )
+    async with verifiers.Agent(config) as playing:
+        trace = await playing.run(tasks[SEED % len(tasks)])
+    if trace.errors:
+        raise SystemExit(f"the task of {name} failed: {trace.errors[0]}")
+    return {"turns": trace.num_turns, "reward": trace.reward}
+
+
+def main():
+    play = environment
+    verifiers = import_module("verifiers")
+    if not hasattr(verifiers, "load_environment"):
+        play, verifiers = agent, import_module("verifiers.v1")
+    result = asyncio.run(play(verifiers, sys.argv[1], json.loads(sys.argv[2])))
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
