@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from rlctl.apps.train import train_grpo
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.model_source import Tell
 from rlctl.child import call_in_child
+from rlctl.cluster.ray_session import environment
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
@@ -129,7 +129,7 @@ def _rehearse(resolved: Resolved, plan: Plan, folder: Path, found: Rehearsal, te
     small = shrunk(planned, plan, stage)
     found.shrunk, left_out = changes(planned, small)
     found.left_out += [(one.key, f"{_short(one.was)}: only GPUs compute or need it") for one in left_out]
-    with _environment(folder):
+    with environment(**_variables(folder)):
         job = _prepared(small, resolved.config, plan, tell)
         known = ("model: ", "note: ", *differences(job.resolved))
         found.done += [_pair(line) for line in about(job) if not line.startswith(known)]
@@ -233,18 +233,10 @@ class KilledLoop(Loop):
         return super().sample()
 
 
-@contextmanager
-def _environment(folder: Path) -> Iterator[None]:
-    """Set the variables of a rehearsed run; an offline logger writes into the folder."""
-    own = {**OFFLINE, "RLCTL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"), "WANDB_DIR": str(folder),
-           "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder)}  # fmt: skip
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+def _variables(folder: Path) -> dict[str, str]:
+    """Return the variables of a rehearsed run; an offline logger writes into the folder."""
+    own = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"), "WANDB_DIR": str(folder)}
+    return {**OFFLINE, **own, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder)}
 
 
 def export(run: Path, destination: Path) -> str:

@@ -312,7 +312,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             kernels = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
             wanted = {"TORCHINDUCTOR_CACHE_DIR": kernels, "RAY_AUTH_TOKEN": TOKEN}
             chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
-            with _environment(TMPDIR=str(temporary), **chosen), _as_a_run_needs_it():
+            with environment(TMPDIR=str(temporary), **chosen), _as_a_run_needs_it():
                 ray.init(
                     address="local",
                     job_config=_job(),
@@ -341,8 +341,8 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set variables for the processes that are started in the block."""
+def environment(**values: str) -> Iterator[None]:
+    """Set variables within the block, for this process and those that it starts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
