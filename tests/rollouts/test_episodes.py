@@ -25,6 +25,7 @@ from rlctl.errors import InputError, WorkerError
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
+from support.chat_formats import FORMATS, write_of_formats
 from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
 from support.engines import START_TIMEOUT_S, tiny_facts
@@ -50,7 +51,7 @@ def spec(model: Path) -> EngineSpec:
 
     generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}
     config = RlctlConfig.model_validate({"generation": generation})
-    return engine_spec(config, tiny_facts(tied=False), model, device="cpu", max_length=256, threads=1)
+    return engine_spec(config, tiny_facts(tied=False), model, device="cpu", max_length=512, threads=1)
 
 
 def call(host: Any, method: Any, *args: Any) -> Any:
@@ -320,3 +321,24 @@ def test_a_program_is_told_that_its_episode_is_over(host: Any, tiny_llama: Path)
 def test_a_program_that_fails_says_its_last_line(tiny_llama: Path) -> None:
     with pytest.raises(InputError, match=r"the program ended with code 1: nothing works \(row 0\)"):
         play(tiny_llama, "program", command=[sys.executable, str(PROGRAM), "fail"])
+
+
+@pytest.fixture(scope="module")
+def of_formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_of_formats(tmp_path_factory.mktemp("formats"))
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_what_the_engine_says_is_what_the_policy_computes_in_every_form(
+    host: Any, of_formats: Path, family: str
+) -> None:
+    made = replace(play(of_formats, "Calling", template=FORMATS[family]), max_length=512)
+    assert (made.turns.tool_role == "user") == (family in ("gemma3", "smollm2"))
+    policy = WholeTensorPolicy(of_formats)
+    for result in played(host, of_formats, made, new=3):
+        for sample in range(2):
+            (whole,) = require_exact(result, policy, sample)
+            assert result.episodes[sample].turns == 4
+            written = made.turns.encoder.tokenizer.decode(whole)
+            assert written.count("is 12") == 2
+            assert written.count("Next?") == 1

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.envs.environment import Message, Step
+from rlctl.envs.environment import Ask, Message, Step
 
 
 class Counting:
@@ -107,3 +107,29 @@ class Even(Counting):
             await asyncio.sleep(0.05)
         found = await super().step(message)
         return Step(found.messages, float(len(message["content"]) % 2 == 0), found.done, metrics=found.metrics)
+
+
+class Calling:
+    """Says that the model has called a tool, whatever it wrote: the conversation goes on with results of the tool, with
+    words of the user, and to its end."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Step:
+        self.said: list[Message] = [{"role": "user", "content": f"Find {seed % 10}."}]
+        return self._asks(0)
+
+    def step(self, message: Message) -> Step:
+        turn = sum(one["role"] == "assistant" for one in self.said)
+        call = {"id": "call_000000", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+        answer = {"role": "assistant", "content": message["content"]} | ({"tool_calls": [call]} if turn != 1 else {})
+        self.said.append(answer)
+        known = len(self.said)
+        if turn == 1:
+            self.said.append({"role": "user", "content": "Next?"})
+        else:
+            self.said.append({"role": "tool", "name": "find", "tool_call_id": "call_000000", "content": "is 12"})
+        return Step(reward=0.25, done=True) if turn == 3 else self._asks(known)
+
+    def _asks(self, known: int) -> Step:
+        about = {"name": "find", "description": "F", "parameters": {"type": "object", "properties": {}}}
+        ask = Ask(list(self.said), known, tools=[{"type": "function", "function": about}])
+        return Step(reward=0.25 * bool(known), ask=ask)

@@ -212,10 +212,12 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
     answered = render([user, {"role": "assistant", "content": "#"}])
     begin = next((i for i, (a, b) in enumerate(zip(written, answered, strict=False)) if a != b), 0)
     text = written[max(0, begin - 1) :] if written[begin - 1 : begin] in ("<", "[", "{") else written[begin:]
-    for end in ends:
-        text = text.partition(end)[0] if text.rstrip().endswith(end) else text
+    texts = [text]
+    while ended := next((end for end in ends if texts[-1].rstrip().endswith(end)), None):
+        texts.append(texts[-1].rstrip().removesuffix(ended))
     for name in FORMATS:
-        with contextlib.suppress(BrokenCallError):  # it is not this one
-            if read_calls(text, name) == [Call("look_up", {"number": 7})]:
-                return name
+        for text in texts:
+            with contextlib.suppress(BrokenCallError):  # it is not this one
+                if read_calls(text, name) == [Call("look_up", {"number": 7})]:
+                    return name
     return None

@@ -1,0 +1,107 @@
+"""The forms in which published families write a conversation, as short templates with their special tokens: who
+speaks, what ends an answer, and how the result of a tool is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.tiny_models import write_tiny_llama
+
+
+def chat(*, user: str, assistant: str, begin: str, tool: str | None, first: str = "", tools: str = "") -> str:
+    """A template of one text for each role; `tool` None: there is no such role. A system message is as a user's."""
+    told = "{{ raise_exception('Only users and assistants speak.') }}" if tool is None else tool
+    return (
+        first
+        + ("{% if tools %}" + tools + "{{ tools | tojson }}{% endif %}" if tools else "")
+        + "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + assistant
+        + "{% elif m.role == 'tool' %}"
+        + told
+        + "{% else %}"
+        + user
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + begin
+        + "{% endif %}"
+    )
+
+
+SAID = "{{ m.content }}"
+HERMES = "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+CHATML: dict[str, Any] = {
+    "user": "<|im_start|>{{ m.role }}\n" + SAID + "<|im_end|>\n",
+    "begin": "<|im_start|>assistant\n",
+    "tool": "<|im_start|>user\n<tool_response>\n" + SAID + "\n</tool_response><|im_end|>\n",
+    "tools": "<|im_start|>system\n",
+}
+BAR = "\uff5c"
+"""The fullwidth bar of DeepSeek's special tokens."""
+FORMATS = {
+    "llama3": chat(
+        first="<|begin_of_text|>",
+        user="<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n" + SAID + "<|eot_id|>",
+        assistant="<|start_header_id|>assistant<|end_header_id|>\n\n{% if m.tool_calls %}"
+        "{% set c = m.tool_calls[0].function %}"
+        '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}{% else %}' + SAID + "{% endif %}<|eot_id|>",
+        begin="<|start_header_id|>assistant<|end_header_id|>\n\n",
+        tool="<|start_header_id|>ipython<|end_header_id|>\n\n" + SAID + "<|eot_id|>",
+        tools="<|start_header_id|>system<|end_header_id|>\n\n",
+    ),
+    "qwen2.5": chat(**CHATML, assistant="<|im_start|>assistant\n" + SAID + HERMES + "<|im_end|>\n"),
+    "qwen3": chat(
+        **CHATML | {"begin": "<|im_start|>assistant\n<think>\n\n</think>\n\n"},
+        assistant="<|im_start|>assistant\n{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+        + HERMES
+        + "<|im_end|>\n",
+    ),
+    "smollm2": chat(
+        **CHATML | {"tools": "", "tool": CHATML["user"]}, assistant="<|im_start|>assistant\n" + SAID + "<|im_end|>\n"
+    ),
+    "gemma3": chat(
+        first="<bos>",
+        user="<start_of_turn>user\n" + SAID + "<end_of_turn>\n",
+        assistant="<start_of_turn>model\n" + SAID + "<end_of_turn>\n",
+        begin="<start_of_turn>model\n",
+        tool=None,
+    ),
+    "deepseek": chat(
+        first=f"<{BAR}begin▁of▁sentence{BAR}>",
+        user=f"<{BAR}User{BAR}>" + SAID,
+        assistant=f"<{BAR}Assistant{BAR}>" + SAID + "{% for c in m.tool_calls or [] %}"
+        f"<{BAR}tool▁call▁begin{BAR}>" + "{{ c.function.name }}" + f"<{BAR}tool▁sep{BAR}>"
+        "{{ c.function.arguments | tojson }}" + f"<{BAR}tool▁call▁end{BAR}>" + "{% endfor %}"
+        f"<{BAR}end▁of▁sentence{BAR}>",
+        begin=f"<{BAR}Assistant{BAR}>",
+        tool=f"<{BAR}tool▁output▁begin{BAR}>" + SAID + f"<{BAR}tool▁output▁end{BAR}>",
+        tools=f"<{BAR}User{BAR}>",
+    ),
+    "gpt-oss": chat(
+        user="<|start|>{{ m.role }}<|message|>" + SAID + "<|end|>",
+        assistant="{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
+        "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}"
+        "<|call|>{% else %}<|start|>assistant<|channel|>final<|message|>" + SAID + "<|end|>{% endif %}",
+        begin="<|start|>assistant",
+        tool="<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>" + SAID + "<|end|>",
+        tools="<|start|>developer<|message|>",
+    ),
+}
+SPECIAL = (
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>",
+    "<end_of_turn>", *(f"<{BAR}{name}{BAR}>" for name in (
+        "begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁call▁begin", "tool▁sep", "tool▁call▁end",
+        "tool▁output▁begin", "tool▁output▁end",
+    )), "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>",
+)  # fmt: skip
+"""The special tokens of these families beside those of the tiny models' tokenizer."""
+
+
+def write_of_formats(directory: Path, special: tuple[str, ...] = SPECIAL) -> Path:
+    """Write a tiny Llama whose tokenizer has the special tokens of all these families."""
+    from transformers import AutoTokenizer
+
+    write_tiny_llama(directory, vocab_size=512 + len(special))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.save_pretrained(directory)
+    return directory
