@@ -355,7 +355,6 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
         ("env__llm_judge__num_workers", 2),
         ("grpo__adv_estimator__name", "gdpo"),
-        ("loss_fn__use_on_policy_kl_approximation", True),
         ("policy__train_global_batch_size", 500),
         ("policy__hf_config_overrides__rope_scaling__factor", 4.0),
         ("loss_fn__ratio_clip_min", 1.5),
@@ -784,6 +783,22 @@ def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_p
     assert made.training is not None
     assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
     assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        ({"use_on_policy_kl_approximation": False}, None),  # recipes of before NeMo-RL 0.4
+        ({"use_on_policy_kl_approximation": False, "reference_policy_kl_type": "k3"}, "policy"),
+        ({"use_on_policy_kl_approximation": True, "reference_policy_kl_type": "k3"}, "importance"),
+        ({"use_on_policy_kl_approximation": True, "reference_policy_kl_penalty": 0}, None),
+    ],
+)
+def test_the_weight_of_the_kl_penalty_is_that_of_the_recipe_s_time(
+    tmp_path: Path, loss: dict[str, Any], weight: str | None
+) -> None:
+    result = recipe(tmp_path, loss_fn={"reference_policy_kl_penalty": 0.01} | loss)
+    assert result.values.get("loss.kl_weight") == weight
 
 
 MEGATRON_FORM = {

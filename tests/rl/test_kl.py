@@ -6,11 +6,13 @@ Source: J. Schulman, "Approximating KL divergence" (2020).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rlctl.rl.losses import LOG_RATIO_LIMIT, kl_penalty, score_term
+from rlctl.rl.losses import LOG_RATIO_LIMIT, kl_penalty, kl_weights, score_term
+from support.token_batches import token_batch
 
 
 def exact_kl(q_V: list[float], p_V: list[float]) -> float:
@@ -85,6 +87,52 @@ def test_a_capped_penalty_has_the_cap_and_no_gradient_beyond_it(estimator: str) 
     torch.testing.assert_close(penalty_R, plain_R.clamp(-3.0, 3.0))
     (gradient_R,) = torch.autograd.grad(penalty_R.sum(), logprobs_R)
     assert [bool(g) for g in gradient_R] == [False, True, False]
+
+
+LOGITS_MU = [0.1, -0.9, 0.5, 0.4, 1.6]
+MU = softmax(LOGITS_MU)
+
+
+@pytest.mark.parametrize("weight", ["policy", "importance"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_weighted_penalty_has_the_value_and_the_gradient_of_its_expectation(estimator: str, weight: str) -> None:
+    """Tokens of the engine's distribution, weighted by the ratio of the two, have the expectation under the policy; with
+    the weight `policy` the engine is the policy."""
+    sampled = Q if weight == "policy" else MU
+
+    def expectation(logits: list[float]) -> float:
+        """E over x ~ q of the estimator, in plain Python."""
+        q_V, total = softmax(logits), 0.0
+        for q, p in zip(q_V, P, strict=True):
+            d = math.log(p / q)
+            total += q * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[estimator]
+        return total
+
+    logits_V = torch.tensor(LOGITS_Q, dtype=torch.float64, requires_grad=True)
+    batch = replace(
+        token_batch(tokens=5), logprobs_R=logits_V.log_softmax(-1),
+        rollout_logprobs_R=torch.tensor(sampled, dtype=torch.float64).log(),
+    )  # fmt: skip
+    weights_R = kl_weights(batch, weight)
+    penalty_R = kl_penalty(batch.logprobs_R, torch.tensor(P, dtype=torch.float64).log(), estimator, weights_R=weights_R)
+    found = (torch.tensor(sampled, dtype=torch.float64) * penalty_R).sum()
+    found.backward()
+    assert math.isclose(found.item(), expectation(LOGITS_Q), rel_tol=1e-12)
+    if estimator != "k2":
+        assert math.isclose(found.item(), exact_kl(Q, P), rel_tol=1e-12)
+    torch.testing.assert_close(logits_V.grad, finite_difference_gradient(expectation, LOGITS_Q), rtol=1e-7, atol=1e-9)
+
+
+def test_a_weighted_penalty_beyond_the_limit_has_no_gradient_and_the_cap_holds_for_the_product() -> None:
+    logprobs_R = torch.tensor([-30.0, -1.0], dtype=torch.float64, requires_grad=True)
+    batch = replace(token_batch(tokens=2), logprobs_R=logprobs_R, rollout_logprobs_R=logprobs_R.detach() - 1)
+    reference_R = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    weights_R = kl_weights(batch, "importance")
+    penalty_R = kl_penalty(logprobs_R, reference_R, "k1", weights_R=weights_R)
+    torch.testing.assert_close(penalty_R.detach(), math.e * torch.tensor([-20.0, 1.0], dtype=torch.float64))
+    (gradient_R,) = torch.autograd.grad(penalty_R.sum(), logprobs_R, retain_graph=True)
+    torch.testing.assert_close(gradient_R, torch.tensor([0.0, 2 * math.e], dtype=torch.float64))
+    assert kl_penalty(logprobs_R, reference_R, "k1", 2.0, weights_R).tolist() == [-2.0, 2.0]
 
 
 TREE_Q = [[0.2, -0.4, 0.9], [1.0, 0.0, -1.0], [-0.3, 0.5, 0.1], [0.7, 0.7, -2.0]]

@@ -419,6 +419,11 @@ class LossConfig(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL penalty: a term of the loss, or of the reward, where the advantage of a token loses the penalty
     of that token and of all that follow it."""
+    kl_weight: Literal["off", "policy", "importance"] = "off"
+    """With `kl_in=loss`, the weight of each token's penalty, which has a gradient: the probability of the token under
+    the policy, divided by itself without gradient (`policy`: the value stays, and the token is held to account for its
+    own penalty), or by that under the engine (`importance`). NeMo-RL has `policy`, and with
+    `use_on_policy_kl_approximation` `importance`."""
     kl_score_term: bool = False
     """With `kl_in=loss`, also hold each token to account for the penalty of the tokens that follow it: the gradient of
     the estimator alone leaves that out, and is not the gradient of the KL divergence."""

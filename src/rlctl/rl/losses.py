@@ -15,7 +15,9 @@ k1 and k3 are unbiased in value, k1 with the larger variance. The gradient of th
 E[grad log q] = 0. Differentiating k1 itself gives only that last term, noise without a mean. k1 is therefore used as
 the classical RLHF penalty in the reward: its value k1, its gradient k1 * grad log q, which is also that of k2.
 k3 is differentiated as it stands, as in GRPO (arXiv 2402.03300, equation 4): low variance, never negative, and near
-p = q the same gradient to first order.
+p = q the same gradient to first order. A weight q / q without gradient below, or q / mu for tokens of another
+distribution mu (`kl_weights`), gives an estimate the gradient of its expectation: k1 and k3 then have the gradient of
+the KL, of the next token.
 
 All statements hold for tokens sampled from q itself, that is for the first optimizer step after sampling, and for the
 next token alone. The KL divergence of whole completions also changes because a token changes what follows it, which no
@@ -86,16 +88,35 @@ def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
     return torch.expm1(clamped_R) - clamped_R
 
 
+def kl_weights(batch: TokenBatch, weight: Literal["off", "policy", "importance"]) -> torch.Tensor | None:
+    """Return the weights of the penalties of tokens [R], with gradient, or None where each counts once."""
+    if weight == "off":
+        return None
+    below_R = batch.logprobs_R if weight == "policy" else batch.rollout_logprobs_R
+    return (batch.logprobs_R - below_R.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
 def kl_penalty(
-    logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator, cap: float | None = None
+    logprobs_R: torch.Tensor,
+    reference_logprobs_R: torch.Tensor,
+    estimator: KlEstimator,
+    cap: float | None = None,
+    weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the penalty of each token towards the reference [R]; differentiable in `logprobs_R`, see the table above.
 
     `logprobs_R` are the current policy's (q), with gradient; `reference_logprobs_R` the reference's (p), without. A
-    token whose penalty is beyond +-`cap` has the cap and no gradient.
+    token whose penalty is beyond +-`cap` has the cap and no gradient. With weights, the penalty is the weight times the
+    estimator as the table has it, and where the log-ratio is beyond its limit, neither has a gradient.
     """
     log_ratio_R = reference_logprobs_R.detach() - logprobs_R
+    if weights_R is not None:
+        limited_R = log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        weights_R = torch.where(limited_R == log_ratio_R, weights_R, weights_R.detach())
+        log_ratio_R = limited_R
     match estimator:
+        case "k1" if weights_R is not None:
+            penalty_R = -log_ratio_R
         case "k1":
             value_R = -log_ratio_R.detach()
             penalty_R = value_R + value_R * (logprobs_R - logprobs_R.detach())
@@ -103,6 +124,8 @@ def kl_penalty(
             penalty_R = 0.5 * log_ratio_R.square()
         case "k3":
             penalty_R = k3(log_ratio_R)
+    if weights_R is not None:
+        penalty_R = weights_R * penalty_R
     return penalty_R if cap is None else penalty_R.clamp(-cap, cap)
 
 

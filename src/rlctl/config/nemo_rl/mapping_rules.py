@@ -378,6 +378,16 @@ def kl_type(found: Found) -> None:
         found.map_all({"distillation.loss": "top-k", "distillation.forward_share": share})
 
 
+def kl_weight(found: Found) -> None:
+    """Map the weight of each token's KL penalty. NeMo-RL has one in each case since its estimator has a choice."""
+    if found.value:
+        found.map("loss.kl_weight", "importance")
+    elif "loss_fn.reference_policy_kl_type" in found.leaves:
+        found.map("loss.kl_weight", "policy")
+    else:
+        found.skip("what rlctl does")
+
+
 def sequence_ratios(found: Found) -> None:
     """Map ratios of sequences; NeMo-RL then also corrects for the engine by the product over a sequence."""
     if found.get("loss_fn.use_importance_sampling_correction"):

@@ -210,9 +210,7 @@ _GRPO: dict[str, Rule] = {
         f"loss_fn.truncated_importance_sampling_{name}": without("read with use_importance_sampling_correction")
         for name in ("ratio", "type", "ratio_min")
     },
-    "loss_fn.use_on_policy_kl_approximation": penalized(
-        only(None, False, why="the KL is the plain estimator, without weights")
-    ),
+    "loss_fn.use_on_policy_kl_approximation": penalized(rules.kl_weight),
     "loss_fn.use_cispo": if_on(to("run.algorithm", {True: "cispo"})),
     **each("loss_fn", "positive_example_nll_weight positive_example_nll_loss_weight",
            only(None, 0, 0.0, why="the loss is PPO's alone")),

@@ -87,12 +87,13 @@ class PolicyGradient(Algorithm):
         """Return the corrected surrogate with the KL penalty and the entropy bonus."""
         import torch
 
-        from rlctl.rl.losses import correction, kl_penalty, score_term
+        from rlctl.rl.losses import correction, kl_penalty, kl_weights, score_term
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio_to_anchor(batch), batch)
         if o.kl_coefficient and o.kl_in == "loss":
-            penalty_R = kl_penalty(batch.logprobs_R, _reference(batch), o.kl_estimator, o.kl_cap)
+            weights_R = kl_weights(batch, o.kl_weight)
+            penalty_R = kl_penalty(batch.logprobs_R, _reference(batch), o.kl_estimator, o.kl_cap, weights_R)
             if o.kl_score_term:  # a sum over the tokens that follow passes on what is in tokens that are left out
                 reference_R = torch.where(batch.counted_R, _reference(batch), batch.logprobs_R.detach())
                 penalty_R = penalty_R + score_term(
