@@ -39,6 +39,7 @@ one of them changes, the planner decides the others again."""
 
 RECIPE_LAYOUT = (
     "training.packing",
+    "training.dynamic_batching",
     *(
         key
         for key in LAYOUT

@@ -79,9 +79,8 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
         why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
         found.append(Problem("training.ep", why))
-    if facts.unpacked:
-        divided = [key for key in ("cp", "ep") if getattr(parallel, key) > 1]
-        found += [Problem(f"training.{key}", unpacked_rule(facts)) for key in divided]
+    if facts.unpacked and parallel.cp > 1:
+        found.append(Problem("training.cp", unpacked_rule(facts)))
     if tp > 1 and facts.listed:
         why = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
         found.append(Problem("training.tp", why))

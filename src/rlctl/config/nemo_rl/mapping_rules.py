@@ -648,6 +648,24 @@ def engine(found: Found) -> None:
         only("vllm", None, why="rlctl generates with vLLM", settled_by="generation.backend")(found)
 
 
+def prediction_heads(found: Found) -> None:
+    """Leave out the training of heads that predict several tokens. The policy is the same without it where their loss
+    has no gradient in the layers below."""
+    detached = found.get(f"{MEGATRON}.mtp_detach_heads") or found.get(f"{MEGATRON}.mtp_loss_scaling_factor") == 0
+    why = "multi-token prediction is not trained"
+    rule = differs(None, 0, why=f"{why}, of which the policy is independent") if detached else only(None, 0, why=why)
+    rule(found)
+
+
+def drafting(found: Found) -> None:
+    """Hand on the settings of speculative decoding that need no weights; engines get none but the policy's."""
+    if found.get("policy.generation.vllm_kwargs.speculative_config.method") in ("ngram", "suffix"):
+        passes()(found)
+    else:
+        why = "engines have the policy's weights alone, and so no model that drafts; samples have the same distribution"
+        found.say("changed", why)
+
+
 def engine_precision(found: Found) -> None:
     """Map float8 in the engines: weights in blocks of 128 x 128, or in MX blocks, quantized at each refit."""
     if found.value == "fp8":
