@@ -12,6 +12,7 @@ import pytest
 import yaml
 from jinja2 import Template
 
+from rlctl.apps.open_model import published_facts
 from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
@@ -356,7 +357,7 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
         ("env__llm_judge__num_workers", 2),
         ("grpo__adv_estimator__name", "gdpo"),
         ("policy__train_global_batch_size", 500),
-        ("policy__hf_config_overrides__rope_scaling__factor", 4.0),
+        ("policy__hf_config_overrides__num_hidden_layers", 4),
         ("loss_fn__ratio_clip_min", 1.5),
         ("data__prompt_file", "absent.txt"),
         ("policy__generation__max_new_tokens", "many"),
@@ -783,6 +784,37 @@ def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_p
     assert made.training is not None
     assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
     assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
+
+
+def test_positions_that_a_recipe_gives_its_model_are_the_model_s(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1000000, "factor": 2.0, "original_max_position_embeddings": 32768}
+    path = written(tmp_path, {
+        "policy": {"hf_config_overrides": {"rope_scaling": yarn}, "max_total_sequence_length": 65536,
+                   "model_name": "Qwen/Qwen3-0.6B"},
+    })  # fmt: skip
+    config = resolve(files=[path], environment={}).config
+    assert config.model.rope_scaling == yarn
+    facts = published_facts(config.model)
+    assert (facts.max_length, facts.rope.kind, facts.rope.theta) == (65536, "yarn", 1e6)
+    assert facts.rope.scaling == {"factor": 2.0, "original_max_position_embeddings": 32768.0}
+    most = recipe(tmp_path, policy__hf_config_overrides={"max_position_embeddings": 16384})
+    assert most.values["model.max_position_embeddings"] == 16384
+
+
+def test_what_drafts_tokens_is_left_out_where_the_policy_does_not_depend_on_it(tmp_path: Path) -> None:
+    speculative = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}}
+    heads = {"mtp_num_layers": 5, "mtp_loss_scaling_factor": 0.3}
+    own = {"policy__generation__vllm_kwargs": speculative, "policy__draft": {"enabled": True, "model_name": "a/b"}}
+    result = recipe(tmp_path, **own, policy__megatron_cfg=heads | {"mtp_detach_heads": True})
+    told = ("policy.draft.enabled", "policy.megatron_cfg.mtp_num_layers",
+            "policy.generation.vllm_kwargs.speculative_config.method")  # fmt: skip
+    assert [status(result, key) for key in told] == ["changed"] * 3
+    assert not any(key.startswith("vllm.speculative") for key in result.values)
+    assert not result.unsupported
+    attached = recipe(tmp_path, policy__megatron_cfg=heads | {"mtp_detach_heads": False})
+    assert status(attached, "policy.megatron_cfg.mtp_num_layers") == "not yet"
+    assert status(recipe(tmp_path, policy__megatron_cfg=heads | {"mtp_loss_scaling_factor": 0}),
+                  "policy.megatron_cfg.mtp_num_layers") == "changed"  # fmt: skip
 
 
 @pytest.mark.parametrize(

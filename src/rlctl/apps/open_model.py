@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
-from rlctl.checkpoints.conversion.prepared_model import planned_text_part, text_part_of
+from rlctl.checkpoints.conversion.prepared_model import planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -18,6 +18,7 @@ from rlctl.errors import InputError, RlctlError
 from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES
+from rlctl.models.hf_config import most_positions, rope_of
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
 
@@ -76,6 +77,7 @@ def open_model(
     )
     if source.megatron is None and not engines_alone:
         refuse_quantized(source.directory)
+    source = repositioned(source, model.max_position_embeddings, model.rope_scaling)
     return NamedModel(source, facts_in(source.directory))
 
 
@@ -93,7 +95,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
         assert facts is not None
         if known.text_part:
             tell(planned_text_part(model.name, facts, "bfloat16"))
-        return facts
+        return _repositioned(facts, model)
     try:
         source = find_model(model.name, model.revision, weights=False, tell=tell)
     except InputError as error:
@@ -105,7 +107,14 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
         refuse_quantized(source.directory)
     if source.note:
         tell(source.note)
-    return facts_in(source.directory)
+    return _repositioned(facts_in(source.directory), model)
+
+
+def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
+    """Return the facts with the positions that the configuration gives the model."""
+    most = most_positions(model.max_position_embeddings, model.rope_scaling)
+    rope = rope_of(model.rope_scaling, facts.rope.theta) if model.rope_scaling else facts.rope
+    return replace(facts, max_length=most or facts.max_length, rope=replace(rope, interleaved=facts.rope.interleaved))
 
 
 def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:

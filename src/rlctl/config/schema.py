@@ -77,6 +77,11 @@ class ModelConfig(Section):
     from its own files, as dtensor always does."""
     max_length: Positive | None = None
     """Largest number of tokens of prompt and completion together."""
+    max_position_embeddings: Positive | None = None
+    """Number of positions of the model, where its config.json says another: what is trained keeps this one."""
+    rope_scaling: dict[str, Any] = {}
+    """Rotary embedding instead of the model's own, by the names of a config.json (rope_type, factor, rope_theta and
+    others of its type). With yarn and no `max_position_embeddings`, the model has `factor` times the original ones."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
 

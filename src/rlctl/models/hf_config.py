@@ -60,6 +60,27 @@ def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
     return RopeFacts(theta=theta, kind=known, scaling=scaling if kind != "default" else {})
 
 
+def replaced_positions(config: dict[str, Any], most: int | None, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with another number of positions, unless it is None, and another rotary embedding, unless
+    `scaling` is empty."""
+    own = {}
+    if most := most_positions(most, scaling):
+        own["max_position_embeddings"] = most
+    if not scaling:
+        return config | own
+    theta = scaling.get("rope_theta") or rope_facts(config).theta
+    kept = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    return kept | own | {"rope_theta": theta, "rope_scaling": scaling | {"rope_theta": theta}}
+
+
+def most_positions(most: int | None, scaling: dict[str, Any]) -> int | None:
+    """Return the positions that are asked for: those of yarn follow from its factor. None: the model's own."""
+    original = scaling.get("original_max_position_embeddings")
+    if most is None and scaling.get("rope_type") == "yarn" and original and scaling.get("factor"):
+        return round(scaling["factor"] * original)
+    return most
+
+
 def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
     """Facts from the keys that decoder-only models share; `more` overrides and adds."""
     heads, hidden = required(config, "num_attention_heads"), required(config, "hidden_size")

@@ -24,12 +24,20 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> T
     return all_to_all_single(out, x.contiguous(), received, sent, group=group)
 
 
+def experts_of(inner: Any, world: DTensorWorld) -> dict[str, nn.Module]:
+    """Return the modules that hold all experts of a layer, by name."""
+    return {
+        path: module
+        for path, module in inner.named_modules()
+        if any(world.is_expert(f"{path}.{name}") for name in module._parameters)
+    }
+
+
 def spread(inner: Any, world: DTensorWorld, group: Any) -> None:
     """Have tokens sent to the ranks of `group` among which `divide` has divided the experts."""
-    for path, module in inner.named_modules():
-        if any(world.is_expert(f"{path}.{name}") for name in module._parameters):
-            module.num_experts //= group.size()
-            module.forward = partial(_on_the_experts_ranks, module.forward, group, module.num_experts)
+    for module in experts_of(inner, world).values():
+        module.num_experts //= group.size()
+        module.forward = partial(_on_the_experts_ranks, module.forward, group, module.num_experts)
 
 
 def _on_the_experts_ranks(

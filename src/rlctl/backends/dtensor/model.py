@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part
-from rlctl.backends.dtensor.experts import Replay, install_replay, spread
+from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
@@ -227,7 +227,7 @@ def build_model(
         _compute_narrowly(model.inner, world, compute, spec.optimizer.rounding)
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
-        _shard(model, groups, spec)
+        _shard(model, world, groups, spec)
     computed = computed_buffers(model.inner)
     model.to_empty(device=device)
     _widen_buffers(model.inner, world)
@@ -304,15 +304,15 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     )
 
 
-def _shard(model: PolicyModel, groups: Groups, spec: PolicySpec) -> None:
+def _shard(model: PolicyModel, world: DTensorWorld, groups: Groups, spec: PolicySpec) -> None:
     """A group of parameters for each layer; embedding, last norm and head are the root's, which is gathered once for
     a pass however many chunks of log-probs it has. Gradients are summed over the ranks, never averaged."""
     policy = mixed_precision(COMPUTE[spec.dtype], spec.optimizer.rounding)
     mesh = _fsdp(groups.sharding)
+    if groups.experts is not None:
+        for experts in experts_of(model.inner, world).values():
+            fully_shard(experts, mesh=_fsdp(groups.experts), mp_policy=policy)
     for layer in layers_of(model.inner):
-        if groups.experts is not None:
-            for experts in [module for module in layer.modules() if "gate_up_proj" in module._parameters]:
-                fully_shard(experts, mesh=_fsdp(groups.experts), mp_policy=policy)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):

@@ -6,12 +6,17 @@ four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlctl.checkpoints import locations
 from rlctl.checkpoints.conversion import record
@@ -28,6 +33,7 @@ from rlctl.child import call_in_child
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
+from rlctl.models.hf_config import replaced_positions
 from rlctl.weights.layout import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -132,6 +138,32 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
         _convert(source, place, TEXT, f"The text part of {source.label} could not be taken out")
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
     return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", whole=source.directory)
+
+
+def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any]) -> ModelSource:
+    """Return a model whose config.json has other positions than it was published with, and every other as it is.
+
+    It lies where conversions do: a config.json of its own, and links to all other files.
+    """
+    if most is None and not scaling:
+        return source
+    if source.megatron is not None:
+        why = "is a Megatron checkpoint, which keeps the positions that it was made with"
+        raise InputError(
+            f"model.rope_scaling and model.max_position_embeddings: {source.label} {why}.", "Leave both out."
+        )
+    config = json.dumps(replaced_positions(read_config(source.directory), most, scaling), indent=2, sort_keys=True)
+    digest = hashlib.sha256(config.encode()).hexdigest()[:DIGITS]
+    place = conversion_directory(source.directory, f"positions-{digest}")
+    place.mkdir(parents=True, exist_ok=True)
+    for path in source.directory.iterdir():
+        if path.name != "config.json" and not (place / path.name).is_symlink():
+            with suppress(FileExistsError):  # another run makes the same one
+                (place / path.name).symlink_to(path.resolve())
+    aside = place / f".config-{os.getpid()}.json"
+    aside.write_text(config, encoding="utf-8")
+    aside.replace(place / "config.json")
+    return replace(source, directory=place)
 
 
 def require_seen(source: ModelSource, nodes: int) -> None:

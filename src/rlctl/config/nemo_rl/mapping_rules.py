@@ -681,6 +681,11 @@ def without_begin(found: Found) -> bool:
     return "{" in template and "bos_token" not in template
 
 
+def rope_scaling(found: Found) -> None:
+    """Map a key of the rotary embedding, by its name in a config.json."""
+    found.map(f"model.rope_scaling.{found.name.rpartition('.')[2]}", found.value)
+
+
 def template_variables(found: Found) -> None:
     """Map a variable of the chat template."""
     found.map(f"model.chat_template_kwargs.{found.name.rpartition('.')[2]}", found.value)

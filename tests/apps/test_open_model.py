@@ -1,0 +1,49 @@
+"""A model is trained with the positions that the configuration gives it, whatever its own config.json says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlctl.apps.open_model import open_model, published_facts
+from rlctl.config.schema import ModelConfig
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5000.0}
+
+
+@pytest.fixture(autouse=True)
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "converted"))
+
+
+def test_another_rotary_embedding_is_that_of_transformers_with_the_same_parameters(tiny_llama: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    wanted = ModelConfig(name=str(tiny_llama), rope_scaling=YARN)
+    found = open_model(wanted)
+    assert found.facts == published_facts(wanted)
+    assert (found.facts.max_length, found.facts.rope.theta) == (256, 5000.0)
+    config = AutoConfig.from_pretrained(tiny_llama)
+    config.rope_parameters = dict(YARN)
+    tokens = torch.arange(100)[None] % config.vocab_size
+    expected = AutoModelForCausalLM.from_pretrained(tiny_llama, config=config, dtype=torch.float64)
+    opened = AutoModelForCausalLM.from_pretrained(found.source.directory, dtype=torch.float64)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    with torch.no_grad():
+        logits, own, other = (model(tokens).logits for model in (expected, opened, plain))
+    torch.testing.assert_close(own, logits, rtol=0, atol=0)
+    assert (other - logits).abs().max() > 1e-4
+    assert open_model(wanted).source.directory == found.source.directory  # made once
+    assert "rope_scaling" not in json.loads((tiny_llama / "config.json").read_text())
+
+
+def test_a_larger_number_of_positions_leaves_all_else_as_it_is(tiny_llama: Path) -> None:
+    plain, longer = (
+        open_model(ModelConfig(name=str(tiny_llama), max_position_embeddings=most)) for most in (None, 1 << 16)
+    )
+    assert longer.facts.max_length == 1 << 16
+    assert longer.facts.rope == plain.facts.rope
+    assert plain.source.directory == tiny_llama
