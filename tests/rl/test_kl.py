@@ -96,8 +96,8 @@ MU = softmax(LOGITS_MU)
 @pytest.mark.parametrize("weight", ["policy", "importance"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_weighted_penalty_has_the_value_and_the_gradient_of_its_expectation(estimator: str, weight: str) -> None:
-    """Tokens of the engine's distribution, weighted by the ratio of the two, have the expectation under the policy; with
-    the weight `policy` the engine is the policy."""
+    """Tokens of the engine's distribution, weighted by the ratio of the two, have the expectation under the policy;
+    with the weight `policy` the engine is the policy."""
     sampled = Q if weight == "policy" else MU
 
     def expectation(logits: list[float]) -> float:

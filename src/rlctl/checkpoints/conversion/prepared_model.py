@@ -148,10 +148,8 @@ def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any])
     if most is None and not scaling:
         return source
     if source.megatron is not None:
-        why = "is a Megatron checkpoint, which keeps the positions that it was made with"
-        raise InputError(
-            f"model.rope_scaling and model.max_position_embeddings: {source.label} {why}.", "Leave both out."
-        )
+        why = f"{source.label} is a Megatron checkpoint, which keeps the positions that it was made with"
+        raise InputError(f"model.rope_scaling and model.max_position_embeddings: {why}.", "Leave both out.")
     config = json.dumps(replaced_positions(read_config(source.directory), most, scaling), indent=2, sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:DIGITS]
     place = conversion_directory(source.directory, f"positions-{digest}")

@@ -250,7 +250,7 @@ _POLICY: dict[str, Rule] = {
     "policy.hf_config_overrides.rope_scaling.*": rules.rope_scaling,
     **each("policy.hf_config_overrides", "router_aux_loss_coef text_config.router_aux_loss_coef", NO_BALANCING),
     "policy.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
-    "policy.draft.enabled": differs(None, False, why="no draft model is trained along, whose loss the policy is not in"),
+    "policy.draft.enabled": differs(None, False, why="no draft model is trained along; the policy is not in its loss"),
     "policy.draft.*": without("read with policy.draft.enabled"),
     "policy.router_replay.enabled": to("training.router_replay"),
     "policy.quant_cfg": only(None, why="training is not quantization-aware"),
