@@ -169,6 +169,11 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
         ({"policy__megatron_cfg__peft": PEFT},
          {"training.lora.rank": 8, "training.lora.alpha": 16, "training.lora.targets": ["attention"]}, {}),
         ({"policy__megatron_cfg__peft": PEFT | {"enabled": False}}, {"training.lora.rank": ABSENT}, {}),
+        ({"policy__megatron_cfg__peft": PEFT | {"exclude_modules": ["*out_proj*"]}},
+         {"training.lora.exclude": ["*out_proj*"]}, {}),
+        ({"policy__megatron_cfg__enabled": False, "policy__dtensor_cfg": {"enabled": True, "lora_cfg": {
+            "enabled": True, "dim": 8, "match_all_linear": False, "exclude_modules": ["*out_proj*"]}}},
+         {"training.lora.rank": 8, "training.lora.exclude": ["*out_proj*"]}, {}),
         ({"policy__megatron_cfg__fp8_cfg": FP8},
          {"megatron.fp8": "hybrid", "megatron.fp8_recipe": "blockwise", "megatron.fp8_amax_history_len": 4}, {}),
         ({"policy__megatron_cfg__fp8_cfg": FP8 | {"enabled": False, "fp8_param": True}}, {"megatron.fp8": ABSENT}, {}),
@@ -1155,11 +1160,9 @@ def test_a_misspelt_argument_of_a_scheduler_stops_a_run(tmp_path: Path) -> None:
 
 
 def test_lines_with_one_reason_are_one_line(tmp_path: Path) -> None:
-    scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}
-    lines = recipe(tmp_path, policy__hf_config_overrides__rope_scaling=scaling).unsupported
-    assert [line.partition(":")[0] for line in lines] == [
-        "policy.hf_config_overrides.rope_scaling.rope_type and 2 more"
-    ]
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    lines = recipe(tmp_path, policy__hf_config_overrides=shape).unsupported
+    assert [line.partition(":")[0] for line in lines] == ["policy.hf_config_overrides.num_hidden_layers and 2 more"]
 
 
 def test_dapo_of_a_recipe_is_dynamic_sampling_and_its_penalty(tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ def test_a_family_without_a_file_takes_adapters_and_is_exported(
         assert {layer.search(name)[1] for name in adapted_layers(adapted)} == set(targets[target].split())
 
 
+def test_excluded_layers_have_no_adapters(tmp_path: Path) -> None:
+    family_model("bamba").save_pretrained(tmp_path)
+    names = []
+    for exclude in ((), ("*out_proj*",)):
+        with torch.device("meta"):
+            inner = copy.deepcopy(family_model("bamba")).to("meta")
+        adapt(inner, DTensorWorld(facts_in(tmp_path), ParallelSpec()), LoraConfig(rank=2, exclude=exclude))
+        names.append(set(adapted_layers(inner)))
+    assert names[0] - names[1] == {name for name in names[0] if name.endswith("mamba.out_proj")} != set()
+
+
 def test_weights_that_are_published_in_one_tensor_take_no_adapters(tmp_path: Path) -> None:
     """HRM's: queries, keys, values and gates, and gates and up-projections."""
     family_model("hrm").save_pretrained(tmp_path)

@@ -41,7 +41,9 @@ CHANGEABLE = (
 
 
 # Changes with which no checkpoint can be loaded, whatever is allowed: it holds other adapters, or no critic.
-UNLOADABLE = ("`training.lora.rank`", "`training.lora.targets`", "`advantage.baseline` = 'critic'")
+UNLOADABLE = (
+    "`training.lora.rank`", "`training.lora.targets`", "`training.lora.exclude`", "`advantage.baseline` = 'critic'",
+)  # fmt: skip
 
 
 def train_grpo(

@@ -15,6 +15,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class Adapter:
 def takes_adapter(layer: str, lora: LoraConfig) -> bool:
     """Whether a layer has adapters, by the last word of Megatron's name."""
     return any(layer in LAYERS[target] for target in lora.targets)
+
+
+def is_excluded(module: str, lora: LoraConfig) -> bool:
+    """Whether a module of the targets has no adapters all the same, by its name in the backend's model."""
+    return any(fnmatchcase(module, pattern) for pattern in lora.exclude)
 
 
 def require_kind(name: str, module: nn.Module, known: Iterable[type]) -> None:

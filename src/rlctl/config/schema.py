@@ -607,6 +607,9 @@ class LoraConfig(Section):
     """Scale of the adapters, as alpha / rank."""
     targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1)] = ("attention", "mlp")
     """Layers with adapters: projections of attention, and of MLPs (dense and shared experts, not routed experts)."""
+    exclude: tuple[str, ...] = ()
+    """Layers of the targets without adapters, as patterns (`*.out_proj`) of their names in the modules of the backend:
+    transformers' for dtensor, Megatron-Core's for megatron."""
 
 
 class TrainingConfig(Section):

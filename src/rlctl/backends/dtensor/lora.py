@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
-from rlctl.backends.lora import Adapted, Adapter, first_a, require_kind, takes_adapter
+from rlctl.backends.lora import Adapted, Adapter, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_path
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
@@ -80,6 +80,8 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
         if found is None or world.is_expert(name):
             continue
         module = name.removesuffix(".weight")
+        if is_excluded(module, lora):
+            continue
         if facts.listed:
             if role is Role.OTHER and EXPERT not in name and _is_wanted(inner, module, lora):
                 if name in together:

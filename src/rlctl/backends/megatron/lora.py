@@ -18,7 +18,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.lora import Adapted, first_a, require_kind, takes_adapter
+from rlctl.backends.lora import Adapted, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.backends.megatron.modules import normed_output
 from rlctl.config.schema import LoraConfig
 
@@ -93,6 +93,8 @@ def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if not takes_adapter(name.rpartition(".")[2], lora) or getattr(module, "is_expert", False):
+            continue
+        if is_excluded(global_name(model, name), lora):
             continue
         require_kind(name, module, ADAPTED)
         module.__class__ = ADAPTED[type(module)]  # whatever layer spec built it

@@ -623,9 +623,9 @@ def states_on_host(found: Found) -> None:
 
 
 def dtensor_adapters(found: Found) -> None:
-    """Map the rank of adapters on all layers; others are named as the model names them."""
-    named = [found.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("exclude_modules", "target_modules")]
-    if any(named) or found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False:
+    """Map the rank of adapters on all layers but those that are excluded; targets are named as the model names them."""
+    named, excluded = (found.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("target_modules", "exclude_modules"))
+    if named or (found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False and not excluded):
         found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
     else:
         found.map("training.lora.rank", found.value)
