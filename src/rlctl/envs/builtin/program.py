@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,7 +156,7 @@ class Program:
         read, written = len(found["prompt_tokens"]), len(found["tokens"])
         whole = {
             "id": f"chatcmpl-{len(self.said)}",
-            "created": int(time.time()),
+            "created": 0,
             "model": MODEL,
             "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
             "prompt_token_ids": list(found["prompt_tokens"]),
