@@ -1,13 +1,18 @@
 """Measures rollouts of several turns: dealt turn by turn in lockstep, and as episodes that go on by themselves.
 
-    python benchmarks/turns.py [--model DIR --episodes 24 --turns 3 --delay 1.0 --tail 10]
+    python benchmarks/turns.py [--model DIR --episodes 24 --turns 3 --delay 1.0 --tail 10 --steps 8]
 
 Both ways play the same episodes on one real engine, with the same seeds: up to `--turns` turns each, and a tool that
 takes `--delay` seconds on average (exponentially distributed), in one call of ten `--tail` times as long (1: no tail).
 In lockstep nobody begins a turn before everybody has ended the one before, as where a batch of environments is stepped
 together. Prints one JSON object: seconds of each way and their ratio (above 1: episodes by themselves are faster), and
 the tokens that the engine's cache of prefixes saved as a share of those that it could save, which are the whole blocks
-of what an episode had read and written in the turn before. Run it on an idle machine.
+of what an episode had read and written in the turn before.
+
+With `--steps` it also trains on batches of as many episodes, and prints the seconds of a step that deals them in
+lockstep (the rollouts above, and what else a synchronous step does) over those of a step of asynchronous rollouts.
+
+Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,10 +22,14 @@ import asyncio
 import json
 import os
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rlctl.apps.crew import start_engines
@@ -37,6 +46,10 @@ from rlctl.envs.environment import Message, Step
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player
 from rlctl.rollouts.episodes import Episode
 from rlctl.rollouts.source import sample_seed
+from rlctl.telemetry.metrics import read_metrics
+
+STALENESS = 1
+"""Number of steps that asynchronous rollouts may be ahead."""
 
 
 class Slow:
@@ -141,6 +154,39 @@ def seconds(job: EpisodesJob, kind: type[Play], logs: Path) -> tuple[float, floa
     return taken, sum(one["cached"] for one in counts) / sum(one["could"] for one in counts)
 
 
+def steps(model: str, asked: argparse.Namespace, *more: str) -> list[dict[str, Any]]:
+    """Train on batches of the episodes; return the metrics of the steps."""
+    sets = {
+        "environment.params.turns": asked.turns, "environment.params.delay": asked.delay,
+        "environment.params.tail": asked.tail, "environment.turns": 16, "environment.turn_timeout_s": 300,
+        "batch.prompts": asked.episodes, "batch.generations": 1, "advantage.baseline": "none", "filter.skip": "false",
+        "advantage.normalize_std": "false", "run.save_final": "false", "run.loggers": "[]",
+        "generation.max_concurrent": asked.episodes * (1 + STALENESS),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        command = [
+            str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", model, "--gpu", "cpu", "--nodes",
+            "1", "--gpus-per-node", "0", "--env", f"{Path(__file__).resolve()}:Slow", "--max-new-tokens", "16",
+            "--steps", str(asked.steps), "--run-dir", f"{place}/run", "-q", *more,
+            *(part for name, value in sets.items() for part in ("--set", f"{name}={value}")),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        return read_metrics(Path(place) / "run" / "metrics.jsonl")
+
+
+def trained(model: str, asked: argparse.Namespace, lockstep_s: float) -> dict[str, float]:
+    """Return the seconds of a step in lockstep, and of one that trains while others are played, and their ratio."""
+    plain = steps(model, asked)[1:]  # the first of a process is slow
+    besides = fmean(one["seconds"]["total"] - one["seconds"]["generation"] for one in plain)
+    kept = ("--async", "--max-staleness", str(STALENESS), "--set", "refit.in_flight=keep")
+    ahead = steps(model, asked, *kept, "--set", "rollouts.order=arrival")[1 + STALENESS : -STALENESS]
+    found = fmean(one["seconds"]["total"] for one in ahead)
+    return {
+        "lockstep_step_s": round(lockstep_s + besides, 2), "asynchronous_step_s": round(found, 2),
+        "asynchronous_ratio": round((lockstep_s + besides) / found, 2),
+    }  # fmt: skip
+
+
 def quiet(what: str) -> None:
     """Hear what is done, and say nothing."""
 
@@ -152,6 +198,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--delay", type=float, default=1.0)
     parser.add_argument("--tail", type=float, default=10.0)
+    parser.add_argument("--steps", type=int, default=0)
     asked = parser.parse_args()
     model = asked.model or fetch(quiet)
     params = {"turns": asked.turns, "delay": asked.delay, "tail": asked.tail}
@@ -171,6 +218,8 @@ def main() -> None:
         "lockstep_s": round(lockstep, 2), "by_themselves_s": round(alone, 2), "ratio": round(lockstep / alone, 2),
         "prefix_cache_saved": round(saved, 3), "load": os.getloadavg()[0],
     }  # fmt: skip
+    if asked.steps:
+        found |= trained(str(model), asked, lockstep)
     print(json.dumps(found))
 
 
