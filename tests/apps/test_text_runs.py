@@ -76,13 +76,27 @@ def test_a_model_is_trained_on_texts_and_resumed_as_if_it_had_not_stopped(
 
 @pytest.mark.slow
 @pytest.mark.guard
-def test_preferences_are_learned(run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path) -> None:
+def test_preferences_are_learned_and_answers_shown(
+    run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
     done = run_here(
         "train", "dpo", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--lr", "1e-3", "--epochs", "2",
-        "--batch-size", "3", "--beta", "0.2", "--run-dir", str(tmp_path / "run"), "--set", "training.dp=1",
+        "--batch-size", "3", "--beta", "0.2", "--run-dir", str(whole), "--set", "training.dp=1",
+        "--set", "run.checkpoint_every=3", "--set", f"validation.data.name={pairs}", "--set", "validation.every=3",
+        "--set", "validation.answers=2", "--set", "generation.max_new_tokens=8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = lines_of(tmp_path / "run")
+    part, lines = cut_after(3, whole, tmp_path / "part"), lines_of(whole)
+    assert "tensors compared, all equal" in done.stderr  # the engine's weights are those of the third step
+    kept = [json.loads(line) for line in (whole / "validation" / "step_3.jsonl").read_text().splitlines()]
+    assert [(one["reward"], one["tokens"] > 0) for one in kept] == [(None, True)] * 2
+    assert all(line["seconds"]["generation"] == line["seconds"]["refit"] == 0 for line in lines)
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
+    last = [(run / "validation" / "step_6.jsonl").read_text() for run in (whole, part)]
+    assert last[0] == last[1] != (whole / "validation" / "step_3.jsonl").read_text()
     assert len(lines) == 6
     assert lines[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference: log 2
     assert lines[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)

@@ -164,7 +164,9 @@ def _train(
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = agreement = None
         if crew.engines is not None:
-            sync = _weight_sync(job, crew, None if resume_from else job.source, display, stack)
+            trained = resume_from is not None or not job.config.makes_rollouts
+            sync = _weight_sync(job, crew, None if trained else job.source, display, stack)
+        if sync is not None and job.config.makes_rollouts:
             agreement = Agreement.from_config(job.config, precision_of(job.config, job.dtype))
             if agreement.note:
                 display.say(agreement.note)
@@ -173,9 +175,11 @@ def _train(
         timer = StepTimer()
         timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
         rollouts = stack.enter_context(_rollouts(job, crew, sync, timer, display))
+        journal = RunJournal(job, run, display, loggers, Machine(crew))
         validation = None
         if isinstance(job.validation, HeldOutTexts):
-            validation = TextValidation(job.config, job.validation, policy, job.algorithm)
+            told = journal.refitted
+            validation = TextValidation(job.config, job.validation, policy, job.algorithm, sync, told)
         elif job.validation is not None and sync is not None:
             validation = SampledValidation(job.config, job.validation, sync.engines, crew.validation, sync)
         begun = {"step": 0, "version": 0}
@@ -188,9 +192,9 @@ def _train(
             source=rollouts,
             algorithm=job.algorithm,
             policy=policy,
-            sync=sync,
+            sync=sync if job.config.makes_rollouts else None,
             saver=saver,
-            journal=RunJournal(job, run, display, loggers, Machine(crew)),
+            journal=journal,
             agreement=agreement,
             health=Health(job.config.checks),
             timer=timer,
@@ -394,7 +398,7 @@ class RunJournal:
         shown = [name for name in (*SHOWN_METRICS, LOSS) if name in found.metrics]
         metrics = ", ".join(f"{name} {Mean(found.metrics[name], found.metrics.get(error_of(name)))}" for name in shown)
         when = f"after step {step}" if step else "before step 1"
-        self.say(f"validation {when}: {metrics} ({len(found.groups)} {self._prompts.kind}s)")
+        self.say(f"validation {when}: {metrics} ({found.measured} {self._prompts.kind}s)")
         if not (sampled := _sampled(found.groups)):
             return
         pairs = chosen(sampled, max(self._kept, 2))

@@ -273,6 +273,9 @@ class ValidationConfig(Section):
     """Largest number of prompts of one validation; `run.seed` chooses them."""
     samples: Positive = 1
     """Number of samples of each prompt."""
+    answers: NonNegative = 0
+    """In a run on texts, the number of held-out texts whose prompts an engine answers at each validation; 0: none, and
+    no engine is started."""
     temperature: NonNegativeNumber = 0.0
     """Temperature of sampling; 0 takes the most likely token."""
     reward: tuple[RewardTerm, ...] = ()
@@ -290,6 +293,8 @@ class ValidationConfig(Section):
     def validate_what_can_be_stopped_by(self) -> ValidationConfig:
         if self.stop_after is not None and not self.every:
             raise ValueError("validation.stop_after needs validations: set validation.every")
+        if self.answers and not self.wanted:
+            raise ValueError("validation.answers needs validations: set validation.every or validation.at_end")
         return self
 
 
@@ -1057,6 +1062,13 @@ class RlctlConfig(Section):
     def trains_reward_model(self) -> bool:
         """Whether the model has a scalar head in place of logits."""
         return self.run.algorithm == "rm"
+
+    @model_validator(mode="after")
+    def validate_answers_of_validation(self) -> RlctlConfig:
+        if self.validation.answers and (self.makes_rollouts or self.trains_reward_model):
+            why = "a reward model answers nothing" if self.trains_reward_model else "its prompts are answered anyway"
+            raise ValueError(f"validation.answers = {self.validation.answers} has no effect: {why}")
+        return self
 
     @model_validator(mode="after")
     def validate_texts_are_not_sampled(self) -> RlctlConfig:

@@ -119,6 +119,9 @@ def texts_workload(config: RlctlConfig, facts: ModelFacts, mean_tokens: int | No
         prompts=config.batch.prompts,
         generations=1,
         rollouts=False,
+        answers=config.validation.answers,
+        max_new_tokens=min(config.generation.max_new_tokens, length),
+        mean_new_tokens=min(config.mean_new_tokens, length),
         valued=config.trains_reward_model,
         max_length=size * length,
         mean_tokens=float(size * (mean_tokens or max(1, length // 2))),
@@ -275,7 +278,7 @@ def plan_from_config(
             f"refit.directory = {config.refit.directory} has no effect: only refit.mover = disk uses one.",
             "Remove it, or add --set refit.mover=disk.",
         )
-    if not workload.rollouts:
+    if not workload.engines:
         pins = {key: value for key, value in pins.items() if not key.startswith(("generation.", "refit."))}
     if not workload.trains:
         of_training = ("training.", "teacher.", "generation.colocated", "generation.devices", "refit.mover")

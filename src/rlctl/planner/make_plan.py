@@ -193,7 +193,7 @@ def _check_devices(request: Request) -> None:
     own, total, on_cpu = request.pin("generation.devices"), request.cluster.devices, request.cluster.is_cpu
     alone, kind = total < 2 and not on_cpu, "cores" if on_cpu else "GPUs"  # two sides share one core, and never a GPU
     if own is None:
-        if alone and request.pin("generation.colocated") is False and request.workload.rollouts:
+        if alone and request.pin("generation.colocated") is False and request.workload.engines:
             why = "generation.colocated = false gives the engines GPUs of their own, and there is one GPU."
             raise ConfigError(why, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
     elif request.pin("generation.colocated"):
@@ -215,7 +215,7 @@ def _check_mover(request: Request) -> None:
     if apart and mover in shared:
         why = f"but with generation.colocated = false engines have {shared[mover]} of their own."
         raise ConfigError(f"refit.mover = {mover}, {why}", "Use auto or collective.")
-    if mover == "collective" and not apart and not cluster.is_cpu and request.workload.rollouts:
+    if mover == "collective" and not apart and not cluster.is_cpu and request.workload.engines:
         why = "but engines share GPUs with the policy, and NCCL takes one process of each GPU."
         hint = "Use auto or cuda-ipc, or give the engines GPUs: --set generation.colocated=false."
         raise ConfigError(f"refit.mover = collective, {why}", hint)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.backends.messages import GroupRequest
 from rlctl.cluster.objects import put
 from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
 from rlctl.data.chat import PromptEncoder
@@ -20,11 +21,11 @@ from rlctl.data.holdout import open_validation
 from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
-from rlctl.data.texts import MARGIN, TrainedText, trained_texts, whole_text
+from rlctl.data.texts import MARGIN, TrainedText, trained_texts, whole_text, with_tools
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import OpenedSource, PromptOrder, PromptStream
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.telemetry.metrics import LOSS
 
@@ -97,6 +98,8 @@ class HeldOutTexts:
     stream: TextStream
     rows: tuple[PromptRow, ...]
     fingerprint: dict[str, Any]
+    answers: int = 0
+    """The number of prompts that engines answer."""
     rewards: None = None
     """Texts are not scored."""
 
@@ -118,7 +121,7 @@ class HeldOutTexts:
         opened = OpenedSource("", source, data, encoder, config.reward, order)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
         stream = type(texts)([opened], Mixing([1.0]), len(rows))
-        return cls(source.label, stream, rows, source.fingerprint())
+        return cls(source.label, stream, rows, source.fingerprint(), wanted.answers)
 
     def require_fit(self, limit: int) -> None:
         """Raise InputError for a text of more than `limit` tokens, unless such texts are left out."""
@@ -126,11 +129,27 @@ class HeldOutTexts:
         fitting = [row for row in self.rows if self.stream.texts(row)]
         if not fitting:
             raise InputError("validation: every text is longer than --max-length.", "Raise it, or name other texts.")
+        if self.answers and all(row.answer == () for row in fitting):
+            why = f"validation.answers = {self.answers}: no text that is validated on has a prompt."
+            raise InputError(why, "Leave it out.")
 
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, and when."""
         held = " held out of the data" if config.validation.data.name is None and config.validation.holdout else ""
-        return f"validation: {times_of(config.validation)}: {len(self.rows)} texts{held or f' of {self.label}'}"
+        answers = f", an engine answers {self.answers} of their prompts" if self.answers else ""
+        where = held or f" of {self.label}"
+        return f"validation: {times_of(config.validation)}: {len(self.rows)} texts{where}{answers}"
+
+    def asked(self, seed: int) -> tuple[list[GroupRequest], dict[int, PromptRow]]:
+        """Return what engines are asked at a validation, the prompts of the first texts that have one, and the rows by
+        the groups' numbers."""
+        with_prompts = [row for row in self.rows if row.answer != () and self.stream.texts(row)]
+        rows = dict(enumerate(with_prompts[: self.answers], FIRST_POSITION))
+        requests = []
+        for position, row in rows.items():
+            seeds = (sample_seed(seed, position, 0),)
+            requests.append(GroupRequest(position, tuple(with_tools(self.stream.encoder, row).encode(row)), seeds))
+        return requests, rows
 
     def groups(self) -> tuple[RolloutGroup, ...]:
         """Return the texts with their columns in the object store."""

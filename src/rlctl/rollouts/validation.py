@@ -75,10 +75,6 @@ class ValidationSet:
         reward = config.reward.model_copy(update={"terms": wanted.reward}) if wanted.reward else config.reward
         order = PromptOrder(len(source), config.run.seed)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
-        sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
-        sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
-        if wanted.temperature == 0:
-            sampling = replace(sampling, top_p=1.0, top_k=-1)
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
         rewards = None if alone else prepare_rewards(reward, source)
         judged = rewards is not None and rewards.accuracy_by
@@ -93,7 +89,7 @@ class ValidationSet:
             rows=rows,
             tokens=tuple(encoder.encode(row) if row.prompt else () for row in rows),
             encoder=encoder if environment is not None else None,
-            sampling=replace(sampling, temperature=wanted.temperature),
+            sampling=validation_sampling(config, encoder),
             rewards=rewards,
             fingerprint=source.fingerprint(),
         )
@@ -119,6 +115,14 @@ class ValidationSet:
         )
 
 
+def validation_sampling(config: RlctlConfig, encoder: PromptEncoder) -> Sampling:
+    """Return how the tokens of a validation's answers are drawn."""
+    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    temperature = config.validation.temperature
+    sampling = replace(sampling, timeout_s=config.rollout_timeout_s, temperature=temperature)
+    return replace(sampling, top_p=1.0, top_k=-1) if temperature == 0 else sampling
+
+
 def times_of(wanted: ValidationConfig) -> str:
     """Return in words when a run validates."""
     every = f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"
@@ -131,7 +135,10 @@ class Validated:
     """The outcome of one validation."""
 
     metrics: dict[str, float]
+    measured: int
+    """Number of prompts or texts."""
     groups: tuple[RolloutGroup, ...]
+    """What engines answered."""
 
 
 class Validation(ABC):
@@ -232,7 +239,7 @@ class SampledValidation(Validation):
         if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples):
             said = f"validation: a reward function failed on {len(why)} of {samples} completions. {why[0]}"
             raise InputError(said, "Mend it, or set reward.on_error=zero, which gives 0 there.")
-        found = Validated(metrics_of(groups, failures), tuple(groups))
+        found = Validated(metrics_of(groups, failures), len(groups), tuple(groups))
         self._compare(found.metrics[self.metric])
         return found
 

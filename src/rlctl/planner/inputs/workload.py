@@ -39,6 +39,8 @@ class Workload:
     """A value model of the policy's size is trained next to it."""
     rollouts: bool = True
     """False: supervised training or pretraining; `prompts` sequences, nothing is generated."""
+    answers: int = 0
+    """Without rollouts, the prompts that engines answer at a validation; 0: there are no engines."""
     mean_tokens: float | None = None
     """Without rollouts, the mean length of a sequence; None: all have `max_length`, as in pretraining."""
     trains: bool = True
@@ -58,6 +60,11 @@ class Workload:
     """Whether `prompt_tokens` is the mean of the data's own prompts."""
 
     @property
+    def engines(self) -> bool:
+        """Whether anything is sampled."""
+        return self.rollouts or self.answers > 0
+
+    @property
     def overlaps(self) -> bool:
         """Whether rollouts are made while the policy trains."""
         return bool(self.staleness)
@@ -74,7 +81,8 @@ class Workload:
     def share(self, engines: int, replicas: int = 1) -> int:
         """Rollouts of the busiest of `replicas` replicas of an engine: the prompts are dealt to the engines, and all
         rollouts of a prompt are made by one of them."""
-        return -(-(-(-self.prompts // engines) * self.generations) // replicas)
+        prompts, samples = (self.prompts, self.generations) if self.rollouts else (self.answers, 1)
+        return -(-(-(-prompts // engines) * samples) // replicas)
 
     @property
     def new_tokens_limit(self) -> int:

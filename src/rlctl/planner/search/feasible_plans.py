@@ -43,7 +43,7 @@ def _modes(request: Request) -> list[bool]:
     colocated, cluster = request.pin("generation.colocated"), request.cluster
     if colocated is None and request.pin("generation.devices") is not None:
         colocated = False
-    if not request.workload.rollouts or request.pin("refit.mover") == "cuda-ipc":
+    if not request.workload.engines or request.pin("refit.mover") == "cuda-ipc":
         return [True]
     if colocated is not None:
         return [bool(colocated)]
@@ -84,12 +84,12 @@ KEEP, KEEP_SPLIT = 6, 2
 def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     cluster = request.cluster
     devices, budget = cluster.devices, request.budget
-    if cluster.is_cpu and request.workload.rollouts:
+    if cluster.is_cpu and request.workload.engines:
         budget = cluster.nodes and budget - _least_cpu_engine(request)
     trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
     trainings = with_teachers(request, trainings, devices, budget, log.add("training"))
     log.fitted |= {"training"} if trainings else set()
-    if not request.workload.rollouts:
+    if not request.workload.engines:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
     for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster)):
@@ -304,13 +304,13 @@ def _seconds(
     mover: str | None,
 ) -> dict[Phase, float]:
     seconds, workload = dict.fromkeys(Phase, 0.0), request.workload
-    if generation is not None and (training is None or workload.staleness is None):
+    if generation is not None and workload.rollouts and (training is None or workload.staleness is None):
         seconds[Phase.GENERATION] = _generation_seconds(request, generation)
     if training is None:
         return seconds
     seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs, Phase.CRITIC: training.critic}
     seconds[Phase.OTHER] = 0.1 if request.cluster.is_cpu else request.constants.other_s
-    if generation is not None:
+    if generation is not None and workload.rollouts:
         if workload.staleness is None:
             seconds[Phase.REWARD] = _reward_seconds(request)
         else:

@@ -174,7 +174,7 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
 
 def asleep_bytes(request: Request, colocated: bool) -> float:
     """Return the bytes that the sleeping engine keeps on the policy's device."""
-    shared = colocated and request.workload.rollouts and not request.cluster.is_cpu
+    shared = colocated and request.workload.engines and not request.cluster.is_cpu
     return mem.engine_asleep_bytes(request) if shared else 0.0
 
 
