@@ -170,9 +170,12 @@ def test_a_teacher_is_learned_from_on_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.guard), "dtensor"])
+@pytest.mark.parametrize(
+    ("backend", "adapters"),
+    [pytest.param("megatron", 0, marks=pytest.mark.guard), ("dtensor", 0), ("megatron", 4), ("dtensor", 4)],
+)
 def test_a_reward_model_is_trained_exported_and_scores_as_in_transformers(
-    run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path, backend: str
+    run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path, backend: str, adapters: int
 ) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -182,6 +185,7 @@ def test_a_reward_model_is_trained_exported_and_scores_as_in_transformers(
         "train", "rm", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--lr", "1e-3", "--backend",
         backend, "--batch-size", "3", "--run-dir", str(whole), "--steps", "4", "--set", "run.checkpoint_every=2",
         "--set", "training.dp=1", "--set", "validation.holdout=2", "--set", "validation.at_end=true",
+        "--lora", str(adapters),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     part, lines = cut_after(2, whole, tmp_path / "part"), lines_of(whole)

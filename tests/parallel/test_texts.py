@@ -23,6 +23,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rl.algorithms.kto import Kto
 from rlctl.rl.loop import make_batch
 from rlctl.rollouts.dataset import columns_of, group_of
 from support.parallel_cases import Case, make_worker, wholes
@@ -61,41 +62,59 @@ def algorithm_of(name: str) -> Algorithm:
 def batch_of(name: str) -> TrainBatch:
     groups = []
     for position in range(5):
-        texts = texts_of(position, pairs=name != "sft")
+        texts, fields = texts_of(position, pairs=name != "sft"), {"label": position % 2 == 0}
         extra = {}
         if name == "rm":
             texts = [text.scored() for text in texts]
             tokens = sum(len(text.tokens_T) for text in texts)
             extra = {"margin": np.full(tokens, MARGINS[position], np.float32)} if position in MARGINS else {}
-        groups.append(group_of(position, PromptRow(0, "", "", None), texts, columns_of(texts, extra)))
+        groups.append(group_of(position, PromptRow(0, "", "", None, fields), texts, columns_of(texts, extra)))
     return make_batch(groups, algorithm_of(name), 1)
 
 
-def run_texts(rank: int, case: Case, model: Path, name: str) -> tuple[MinibatchResult | None, Any]:
-    """The result and the gradient of a step that changes nothing."""
+def divergence() -> float:
+    """The estimate of the divergence before a step of kto."""
+    return SHIFT * float(np.mean([texts_of(position, pairs=True)[1].mask_T.sum() for position in range(5)]))
+
+
+def run_texts(
+    rank: int, case: Case, model: Path, name: str
+) -> tuple[MinibatchResult | None, Any, MinibatchResult | None]:
+    """The result and the gradient of a step that changes nothing, and what is measured before it."""
     algorithm, batch = algorithm_of(name), batch_of(name)
     worker = make_worker(rank, case, model, optimizer=OptimizerConfig(clip_grad=0), valued=name == "rm")
     if name == "rm":
         set_head(worker)
-    plan = plan_batch(
-        batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=ROW, whole_groups=name != "sft",
-        share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
-        micro_batch_multiple=case.parallel.micro_batch_multiple,
-    )  # fmt: skip
-    assert plan.stats.micro_batches > 1
-    assert any(len(micro) > 2 for shard in plan.shards for micro in shard.minibatches[0])
     worker.hold_reference()
-    worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
-    for column in sorted(algorithm.needs):
-        worker.add_logprobs(column)
-        for row in worker._rows[0]:
-            row.columns_R[column] = row.columns_R[column] - SHIFT
+    estimate = None
+    if isinstance(algorithm, Kto):
+        other, estimate_loss, _ = algorithm.before_training(batch)
+        load(worker, case, rank, other, name)
+        estimate = worker.evaluate_minibatch(0, estimate_loss)
+        algorithm.z0 = divergence()
+    load(worker, case, rank, batch, name)
     evaluated = worker.evaluate_minibatch(0, RunLoss(algorithm))
     result = worker.train_minibatch(0, RunLoss(algorithm), 0.0, 0.0)
     if result is not None:
         assert evaluated.loss == pytest.approx(result.loss, rel=1e-6)
         assert evaluated.sums == pytest.approx(result.sums, rel=1e-6)
-    return result, wholes(worker, "grad") if case.backend == "dtensor" else None
+    return result, wholes(worker, "grad") if case.backend == "dtensor" else None, estimate
+
+
+def load(worker: Any, case: Case, rank: int, batch: TrainBatch, name: str) -> None:
+    plan = plan_batch(
+        batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=ROW,
+        whole_groups=name in ("dpo", "rm"), share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
+        micro_batch_multiple=case.parallel.micro_batch_multiple,
+    )  # fmt: skip
+    assert plan.stats.micro_batches * case.parallel.dp > 1
+    assert any(len(micro) > 1 + (name != "kto") for shard in plan.shards for micro in shard.minibatches[0])
+    worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
+    for column in sorted(algorithm_of(name).needs):
+        worker.add_logprobs(column)
+        for row in worker._rows[0]:
+            if column in row.columns_R:  # the last pipeline stage has it
+                row.columns_R[column] = row.columns_R[column] - SHIFT
 
 
 def set_head(worker: Any) -> None:
@@ -141,6 +160,11 @@ def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
             tokens += int(text.mask_T.sum())
     if name == "sft":
         loss = -torch.cat(logps).sum() / tokens
+    elif name == "kto":
+        moved = [beta * ((one - (one.detach() - SHIFT)).sum() - divergence()) for one in logps]
+        loss = torch.stack(
+            [1 - (value if place % 2 == 0 else -value).sigmoid() for place, value in enumerate(moved)]
+        ).mean()
     else:
         rewards = [beta * (one - (one.detach() - SHIFT)).sum() for one in logps]
         margins = [good - bad for good, bad in zip(rewards[0::2], rewards[1::2], strict=True)]
@@ -150,12 +174,25 @@ def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 ALONE, HALVED = ParallelSpec(), ParallelSpec(tp=2)
+SIZES = {
+    "megatron": (ALONE, HALVED, ParallelSpec(pp=2), ParallelSpec(cp=2), ParallelSpec(dp=2)),
+    "dtensor": (ALONE, HALVED, ParallelSpec(cp=2), ParallelSpec(dp=2)),
+}
+OTHERS = [
+    (name, backend, parallel) for name in ("sft", "dpo", "kto") for backend, all_ in SIZES.items() for parallel in all_
+]
 
 
 @pytest.mark.parametrize(
     ("name", "backend", "parallel"),
     [
-        *((name, backend, ALONE) for name in ("sft", "dpo") for backend in ("megatron", "dtensor")),
+        ("sft", "megatron", ParallelSpec(cp=2)),
+        ("sft", "dtensor", ParallelSpec(dp=2)),
+        ("dpo", "megatron", ParallelSpec(pp=2)),
+        ("dpo", "dtensor", HALVED),
+        ("kto", "megatron", HALVED),
+        ("kto", "dtensor", ALONE),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS),
         ("rm", "megatron", HALVED),
         ("rm", "megatron", ParallelSpec(pp=2)),
         ("rm", "dtensor", ParallelSpec(dp=2)),
@@ -171,7 +208,12 @@ def test_packed_texts_have_the_gradient_of_unpacked_ones(
     norm = float(torch.stack([value.norm() for value in gradient.values()]).norm())
     case = Case("qwen3", parallel, backend=backend)
     ranks = pools(parallel.world_size).run(run_texts, case, published("qwen3"), name)
-    result, (_, found) = only_result([result for result, _ in ranks]), ranks[0]
+    result, found = only_result([result for result, *_ in ranks]), ranks[0][1]
+    if name == "kto":
+        algorithm = algorithm_of(name)
+        assert isinstance(algorithm, Kto)
+        algorithm.before_training(batch_of(name))[2]([only_result([estimate for *_, estimate in ranks])])
+        assert algorithm.z0 == pytest.approx(divergence(), rel=1e-5)
     assert result.loss == pytest.approx(loss, rel=1e-5)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     if backend == "dtensor":

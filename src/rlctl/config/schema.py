@@ -1039,8 +1039,6 @@ class RlctlConfig(Section):
             what = "a reward model has scores of its own"
             what = what if self.trains_reward_model else f"data.rows = {data.rows} has no preferences"
             raise ValueError(f"{odd} has no effect: {what}")
-        if self.trains_reward_model and self.training.lora.rank:
-            raise ValueError("training.lora.rank > 0 trains adapters, and `train rm` trains all weights: set it to 0")
         return self
 
     @model_validator(mode="after")

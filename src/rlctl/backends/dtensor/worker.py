@@ -98,11 +98,9 @@ class DTensorWorker(PolicyRank):
         return parameters | {name: inner.get_buffer(name) for name in self._buffers}
 
     def saved(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint by name: all weights, or the adapters alone."""
-        if self.spec.lora.rank:
-            return adapter_parameters(self.model.inner)
+        """The tensors of a checkpoint by name: all weights, or adapters and the head of values alone."""
         head = {HEAD: self.model.get_parameter("head.weight")} if self.spec.valued else {}
-        return self._named() | head
+        return (adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()) | head
 
     def _reshard(self) -> None:
         """After a forward pass without a backward one, the root's parameters are still gathered."""
@@ -117,8 +115,7 @@ class DTensorWorker(PolicyRank):
         valued = saved and self.spec.valued
         load_rank(directory, world, self.rank, self.parameters(), world.facts, valued=valued, masters=saved)
         if valued:
-            head = local_part(self.model.get_parameter("head.weight").detach())
-            head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
+            self._load_head(directory)
         if world.facts.unpacked:
             from rlctl.backends.dtensor.model import require_causal
 
@@ -129,6 +126,10 @@ class DTensorWorker(PolicyRank):
             self.optimizer.state.clear()
         self._states_away = None
         self._state_memory.rewind()
+
+    def _load_head(self, directory: Path) -> None:
+        head = local_part(self.model.get_parameter("head.weight").detach())
+        head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
 
     @contextlib.contextmanager
     def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
@@ -240,7 +241,9 @@ class DTensorWorker(PolicyRank):
         world = self.layouts()
         stored = load_adapters(directory, world.facts)
         tensors = {param: tensor for tensor, param in param_names(world.facts).items()}
-        for name, value in self.saved().items():
+        if self.spec.valued:
+            self._load_head(directory)
+        for name, value in adapter_parameters(self.model.inner).items():
             module, _, which = name.rpartition(".")
             if f"{module}.weight" not in tensors:
                 raise InputError(f"{directory} holds no adapter of {module}.", "Is it a checkpoint of this run?")

@@ -112,9 +112,12 @@ def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _trained_part(core: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """A chunk's weights; of a model with adapters these alone, the others are those that the run began with."""
+    """A chunk's weights; of a model with adapters what is trained alone, the others are those that the run began with."""
     state = core.sharded_state_dict(metadata=metadata)
-    return {key: value for key, value in state.items() if is_adapter(key)} if _has_adapters(core) else state
+    if not _has_adapters(core):
+        return state
+    trained = {name for name, value in core.named_parameters() if value.requires_grad}
+    return {key: value for key, value in state.items() if is_adapter(key) or key in trained}
 
 
 def _has_adapters(core: Any) -> bool:

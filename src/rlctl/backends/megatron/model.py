@@ -161,6 +161,8 @@ def build_model(
             param.requires_grad_(False)
     if spec.lora.rank:
         adapt(model, spec.lora, spec.seed)
+        if kind is ValueModel and model.post_process:
+            model.output_layer.requires_grad_(True)  # a new head has nothing that an adapter could add to
     return model.to(spec.device)
 
 

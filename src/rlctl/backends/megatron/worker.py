@@ -263,6 +263,8 @@ class MegatronWorker(PolicyRank):
             a, b = (torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b))
             fill_layer(stored, [piece for piece in pieces if piece.param == name], a, b)
             masters |= {layer.lora_a: a, layer.lora_b: b}
+        if self.spec.valued and (head := dict(self._named()).get(HEAD)) is not None:
+            masters[head] = load_value_head(directory)
         self._take_masters(masters)
 
 

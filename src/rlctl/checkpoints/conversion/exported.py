@@ -88,13 +88,23 @@ def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
     model = open_megatron_model(found, facts_in(companions), valued=head is not None)
     blocks, (dtype, rounding) = Blocks(model.reader, model.blocks), computed_in(found)
     made = Exported(companions, config, model.facts, model.world, blocks, dtype or model.dtype, rounding)
+    return _scoring(made, model.reader)
+
+
+def _scoring(made: Exported, reader: TorchDistReader) -> Exported:
+    """Return the weights with the head of a reward model, where the checkpoint has one."""
+    head = value_head(reader)
     if head is None:
         return made
-    score = ParamSpec(model.reader.shapes[head].shape, made.dtype)
-    held = replace(score, dtype=model.reader.shapes[head].dtype)
-    world = SingleWorld(with_score(model.world.layout(0), held))
-    source = _Beside(blocks, _Whole(model.reader, head), (SCORE,))
-    return replace(made, config=scorer_config(companions, config), world=world, source=source, score=score)
+    score = ParamSpec(reader.shapes[head].shape, made.dtype)
+    held = replace(score, dtype=reader.shapes[head].dtype)
+    return replace(
+        made,
+        config=scorer_config(made.companions, made.config),
+        world=SingleWorld(with_score(made.world.layout(0), held)),
+        source=_Beside(made.source, _Whole(reader, head), (SCORE,)),
+        score=score,
+    )
 
 
 def _of_base(base: Base, dtype: str) -> Exported:
@@ -111,7 +121,18 @@ def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path
     adapters = read_adapters(reader, under.facts, scale_of(base)).computed_in(dtype, rounding)
     world = SingleWorld(adapters.onto(under.world.layout(0)))
     source = _Beside(under.source, adapters, adapters.params)
-    return replace(under, world=world, source=source, dtype=dtype, rounding=rounding)
+    made = replace(under, world=world, source=source, dtype=dtype, rounding=rounding)
+    return _scoring(made if value_head(reader) is None else _headless(made), reader)
+
+
+def _headless(made: Exported) -> Exported:
+    """Return the weights without those of the output layer."""
+    facts, layout = replace(made.facts, tied_embeddings=True), made.world.layout(0)
+    kept = weights_of(facts).tensors.keys()
+    pieces = tuple(piece for piece in layout.pieces if piece.tensor in kept)
+    held = {name for one in pieces for name in (one.param, *(n for t in one.transforms for n in t.reads))}
+    params = {name: spec for name, spec in layout.params.items() if name in held}
+    return replace(made, facts=facts, world=SingleWorld(replace(layout, params=params, pieces=pieces)))
 
 
 @dataclass(frozen=True)
