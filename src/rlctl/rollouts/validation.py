@@ -138,7 +138,7 @@ class Validated:
     measured: int
     """Number of prompts or texts."""
     groups: tuple[RolloutGroup, ...]
-    """What engines answered."""
+    """The answers of engines, for people to read."""
 
 
 class Validation(ABC):
