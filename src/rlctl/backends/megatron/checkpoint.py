@@ -112,7 +112,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _trained_part(core: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """A chunk's weights; of a model with adapters what is trained alone, the others are those that the run began with."""
+    """A chunk's weights; of a model with adapters those that are trained, the others being as the run began."""
     state = core.sharded_state_dict(metadata=metadata)
     if not _has_adapters(core):
         return state
