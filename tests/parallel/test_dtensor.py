@@ -152,7 +152,7 @@ def test_no_rank_ever_holds_the_model(pools: Pools, published: Published, tmp_pa
         assert whole / 4 < grown < 0.5 * whole, grown / whole
 
 
-SPREAD = ("qwen2-moe", "phimoe", "nemotron-h", "qwen3-next", "granite-hybrid-mamba", "jamba")
+SPREAD = ("qwen2-moe", "gemma4-moe", "phimoe", "nemotron-h", "qwen3-next", "granite-hybrid-mamba", "jamba")
 """Families without a file whose experts are divided here; the last four are computed one sequence after the other."""
 UNKNOWN = {
     f"{family}-{'-'.join(sizes)}{sizes.get('dp', '') if family in SEPARATE else ''}": (family, sizes)
@@ -166,7 +166,8 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep", "gpt2-cp", "lfm2-dp2", "falcon-dp1")
+    ("family", "sizes"),
+    marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep", "gemma4-moe-dp-ep", "gpt2-cp", "lfm2-dp2", "falcon-dp1"),
 )
 def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
@@ -285,7 +286,7 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
     assert any(not torch.equal(model[name], value) for name, value in kept.items())  # of the step before
 
 
-SAVED_FAMILIES = ("apertus", "gemma4", "minimax", "deepseek-v4", "nemotron-h", "kimi-linear", "hrm")
+SAVED_FAMILIES = ("apertus", "gemma4", "gemma4-moe", "minimax", "deepseek-v4", "nemotron-h", "kimi-linear", "hrm")
 """Families with stored buffers of each kind, and with each way in which several tensors are one."""
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from rlctl.checkpoints.hf.model_facts import known_facts
 from rlctl.models.catalog import CatalogEntry, entries, facts_of, lookup, near
-from rlctl.planner.costs.parameters import count
+from rlctl.models.facts import MoeFacts
+from rlctl.planner.costs.parameters import count, layer_parameters
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
 PUBLISHED = {
@@ -192,3 +193,14 @@ def test_a_configuration_makes_a_model_of_the_published_size(name: str, billions
     }
     total = sum(prod(t.shape) * max(1, len(t.layers)) * copies[t.name] for t in facts.listed)
     assert total / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_experts_that_are_published_in_one_tensor_are_experts() -> None:
+    """Gemma 4 26B-A4B: 3.8 billion of its 25.2 are active, the table of embeddings among them."""
+    facts = known_facts("google/gemma-4-26B-A4B-it")
+    assert facts is not None
+    assert facts.moe == MoeFacts(128, 8, 704)
+    found, expert = count(facts), 3 * facts.hidden * 704
+    assert (found.experts, found.total) == (30 * 128 * expert, pytest.approx(25.23e9, rel=0.001))
+    assert found.active == found.total - 30 * (128 - 8) * expert == pytest.approx(3.8e9, rel=0.02)
+    assert layer_parameters(facts, True).experts == 128 * expert

@@ -174,6 +174,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 2.0, "rope_parameters": None,
         },
     ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            "sliding_window": WINDOW, "layer_types": WINDOWED[:2], "num_hidden_layers": 2,
+            "global_head_dim": 32, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+            "rope_parameters": None, "enable_moe_block": True, "num_experts": 4,
+            "top_k_experts": 2, "moe_intermediate_size": 48, "num_kv_shared_layers": 0, "final_logit_softcapping": 2.0,
+        },
+    ),
 }  # fmt: skip
 """Families without a file in `models/`, for which rollouts are packed."""
 SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {

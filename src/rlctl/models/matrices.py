@@ -63,6 +63,8 @@ class Role(StrEnum):
     MTP_HIDDEN_NORM = "mtp_hidden_norm"
     MTP_PROJECTION = "mtp_projection"
     MTP_FINAL_NORM = "mtp_final_norm"
+    EXPERT_STACK = "expert_stack"
+    """A matrix of every expert, or gates and ups of them, in one published tensor as transformers' modules hold it."""
     STORED = "stored"
     """Stored with the weights and never trained: a buffer of transformers' modules."""
     OTHER = "other"

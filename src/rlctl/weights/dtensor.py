@@ -33,7 +33,7 @@ ROW_ROLES = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN, Role.EXPERT_DOWN})
 ROW_BIASES = frozenset({Role.O_BIAS, Role.EXPERT_DOWN_BIAS})
 """Added to products of divided inputs, which are added up over the ranks."""
 EXPERT_ROLES = frozenset(
-    {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
+    {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN, Role.EXPERT_STACK}
     | {Role.EXPERT_GATE_BIAS, Role.EXPERT_UP_BIAS, Role.EXPERT_DOWN_BIAS}
 )
 """Stacked along their first axis, which expert parallelism divides before FSDP2 does."""

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -317,10 +318,12 @@ def _listed(inner: Any, directory: Path) -> tuple[ListedTensor, ...]:
 
 def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
     """Experts, where transformers stacks them."""
-    ups = [tensor for tensor in listed if tensor.role == Role.EXPERT_UP]
+    stacks = [tensor for tensor in listed if tensor.role == Role.EXPERT_STACK]
+    ups = [tensor for tensor in listed if tensor.role == Role.EXPERT_UP] or stacks
     if not ups:
         return None
-    counts = {tensor.module_shape[0] for tensor in listed if "{expert}" in tensor.name}
+    of_experts = (*stacks, *(tensor for tensor in listed if "{expert}" in tensor.name))
+    counts = {(tensor.module_shape or tensor.shape)[0] for tensor in of_experts}
     if len(counts) > 1:
         raise _refusal(type(inner).__name__, f"its parameters are of {min(counts)} experts and of {max(counts)}")
     with_experts = {layer for tensor in ups for layer in tensor.layers}
@@ -329,4 +332,9 @@ def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
     if chosen is None:
         raise _refusal(type(inner).__name__, f"its config.json does not say how many experts a token has ({CHOSEN[0]})")
     per_token = max(chosen) if isinstance(chosen, list | tuple) else int(chosen)
-    return MoeFacts(ups[0].module_shape[0], per_token, ups[0].shape[0], dense_layers=dense)
+    if ups is stacks:  # the smallest is that of the down-projections: gates and ups are often in one
+        matrices = [prod(tensor.shape[1:]) for tensor in stacks if len(tensor.shape) == 3]
+        width = min(matrices) // inner.config.hidden_size
+    else:
+        width = ups[0].shape[0]
+    return MoeFacts(min(counts), per_token, width, dense_layers=dense)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
     roles = {f"{path}.weight": Role.EMBEDDING for path, module in inner.named_modules() if module is table}
     roles |= {f"{head_path(inner)}.weight": Role.HEAD}
     roles |= {name: Role.EXPERT_BIAS if name.endswith(BIAS) else Role.STORED for name in buffers}
+    roles |= dict.fromkeys(_whole_stacks(inner) & names.keys(), Role.EXPERT_STACK)
     layers: dict[ListedTensor, list[int]] = {}
     for module, parameter in held.items():
         layer = _layer(module, own_path)
@@ -72,6 +74,17 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
             tensor = replace(tensor, role=tensor.role or role, dtype=dtype)
             layers.setdefault(tensor, []).extend([] if layer is None else [layer])
     return tuple(replace(tensor, layers=tuple(own)) for tensor, own in layers.items())
+
+
+def _whole_stacks(inner: Any) -> set[str]:
+    """Parameters of all experts of a layer, in modules that are told the experts of each token."""
+    return {
+        f"{path}.{name}"
+        for path, module in inner.named_modules()
+        if "top_k_index" in signature(type(module).forward).parameters
+        for name, value in module.named_parameters(recurse=False)
+        if value.shape[0] == getattr(module, "num_experts", None)
+    }
 
 
 def _layer(name: str, own_path: re.Pattern[str]) -> int | None:

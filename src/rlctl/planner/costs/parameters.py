@@ -8,7 +8,8 @@ from math import prod
 from statistics import fmean
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.models.facts import ModelFacts
+from rlctl.models.facts import ListedTensor, ModelFacts
+from rlctl.models.matrices import Role
 from rlctl.planner.choice import Adapters, TrainingChoice
 
 
@@ -39,7 +40,7 @@ def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     if facts.listed:  # the mean of the kind's layers: the tensors are known and not what they do
         totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
         for tensor in facts.listed:
-            for layer in totals.keys() & set(tensor.layers) if "{expert}" not in tensor.name else ():
+            for layer in totals.keys() & set(tensor.layers) if not _of_experts(tensor) else ():
                 totals[layer] += prod(tensor.shape)
         return LayerParameters(round(fmean(totals.values())) if totals else 0, 0, experts)
     h, heads, gpt_oss = facts.hidden, facts.heads, facts.family == "gpt_oss"
@@ -61,12 +62,17 @@ def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     return LayerParameters(split, whole, experts)
 
 
+def _of_experts(tensor: ListedTensor) -> bool:
+    return "{expert}" in tensor.name or tensor.role == Role.EXPERT_STACK
+
+
 def expert_parameters(facts: ModelFacts) -> int:
     """Parameters of one routed expert."""
     if facts.moe is None:
         return 0
     if facts.listed:
         sizes = {t.role: prod(t.shape) for t in facts.listed if "{expert}" in t.name}  # not every family's have a gate
+        sizes |= {t.name: prod(t.shape[1:]) for t in facts.listed if t.role == Role.EXPERT_STACK}
         return sum(sizes.values())
     width = facts.moe.expert_intermediate
     bias = 2 * width + facts.hidden if facts.family == "gpt_oss" else 0
