@@ -26,8 +26,8 @@ os.environ.update(
     }
 )
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.vector_math import warm_up
-from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 
@@ -88,17 +88,17 @@ def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with its own output embedding (see tiny_models)."""
-    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+    """A random Llama with its own output embedding."""
+    return write_tiny_family(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose output embedding is its input embedding."""
-    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama-tied", tied=True)
+    return write_tiny_family(tmp_path_factory.mktemp("models") / "tiny-llama-tied", "llama-tied")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE (see tiny_models)."""
-    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "tiny-qwen3-moe")
+    """A random Qwen3-MoE."""
+    return write_tiny_family(tmp_path_factory.mktemp("models") / "tiny-qwen3-moe", "qwen3_moe", num_experts=4)

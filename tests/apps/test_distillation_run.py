@@ -9,11 +9,11 @@ from statistics import fmean
 
 import pytest
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.errors import InputError
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
 from support.runs import cut_after
-from support.tiny_models import write_tiny_llama
 
 LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--set", "generation.threads=1", "--set", "training.tp=1")
 SHARED = ("--set", "teacher.tp=2", "--set", "training.dp=1", "--set", "batch.optimizer_steps=2")
@@ -25,7 +25,7 @@ LEARNS = ("--prompts", "4", "--generations", "8", "--max-new-tokens", "8", "--lr
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another random Llama than the student, wider and deeper, that reads the same tokens."""
     wider = {"hidden_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
-    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-teacher", seed=5, **wider)
+    return write_tiny_family(tmp_path_factory.mktemp("models") / "tiny-teacher", seed=5, **wider)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.apps.tiny_model import VOCAB_SIZE, write_tokenizer
+from rlctl.apps.tiny_model import VOCAB_SIZE, write_tiny_family, write_tokenizer
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from support.runs import STEPS, command, results, resume, same_run
-from support.tiny_models import write_tiny_llama
 
 
 @pytest.mark.slow
@@ -82,7 +81,7 @@ def test_a_critic_is_trained_and_gone_on_with_by_the_other_backend(here, tiny_ll
 
 @pytest.mark.slow
 def test_a_teacher_teaches_the_same_on_both_backends(here, tiny_llama, tmp_path) -> None:
-    teacher = write_tiny_llama(tmp_path / "teacher", seed=5, num_hidden_layers=3)
+    teacher = write_tiny_family(tmp_path / "teacher", seed=5, num_hidden_layers=3)
     form = ("--algorithm", "distillation", "--teacher", str(teacher), "--set", "distillation.loss=top-k")
     for name in ("megatron", "dtensor"):
         done = here(command(tiny_llama, tmp_path / name, *form, "--backend", name, "--steps", "2"))

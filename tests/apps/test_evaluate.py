@@ -12,6 +12,7 @@ import pytest
 
 import rlctl
 from rlctl.apps.evaluate import Encoded, Evaluation, candidates, evaluation, open_task
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.cli import run as cli
 from rlctl.config.load import Resolved, resolve
 from rlctl.data.prompts import open_prompts
@@ -22,7 +23,6 @@ from rlctl.telemetry.phases import Phase
 from support.commands import Run
 from support.metrics import without_timing
 from support.runs import command, resume
-from support.tiny_models import write_tiny_llama
 
 
 def resolver(**flags: object) -> Callable[[str | None], Resolved]:
@@ -122,7 +122,7 @@ def test_bad_input_is_named(run_here: Run, tiny_llama: Path, arguments: list[str
 
 @pytest.mark.usefixtures("untried")
 def test_a_dry_run_shows_tasks_and_engines_of_each_model(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
-    other = write_tiny_llama(tmp_path / "other", seed=1)
+    other = write_tiny_family(tmp_path / "other", seed=1)
     asked = ["eval", "--model", str(tiny_llama), "-m", str(other), "--task", "reasoning-gym:chain_sum",
              "-n", "4", "--limit", "5", "--gpu", "cpu", "--dry-run"]  # fmt: skip
     shown = run_here(*asked).stdout
@@ -142,7 +142,7 @@ def test_models_and_runs_keep_the_order_of_the_command_line(
     tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run says how prompts are put and sampled, wherever it stands."""
-    run, other = RunDirectory(tmp_path / "run"), write_tiny_llama(tmp_path / "other", seed=1)
+    run, other = RunDirectory(tmp_path / "run"), write_tiny_family(tmp_path / "other", seed=1)
     run.path.mkdir()
     stored = {"model.name": str(tiny_llama), "generation.max_new_tokens": 7}
     run.write_manifest({"config": {key: {"value": value, "origin": "--set"} for key, value in stored.items()}})

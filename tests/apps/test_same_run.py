@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlctl import cli
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
 from support.runs import (
     LIMIT_S,
@@ -29,7 +30,6 @@ from support.runs import (
     wait_until_gone,
     worker_name,
 )
-from support.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -243,7 +243,7 @@ def test_router_replay_leaves_a_run_as_it_is_where_both_sides_choose_alike(
 
 def test_uneven_stages_and_mini_batches_with_a_reference_compute_the_same_run(here, tmp_path):
     """Three layers on two stages, two optimizer steps a batch, the last stage's log-probs under two sets of weights."""
-    model = write_tiny_llama(tmp_path / "three-layers", tied=True, num_hidden_layers=3)
+    model = write_tiny_family(tmp_path / "three-layers", "llama-tied", num_hidden_layers=3)
     more = ("--steps", "2", "--set", "batch.optimizer_steps=2", "--set", "loss.kl_coefficient=0.01")
     runs = {}
     for name, sizes in {"one": (), "even": ("pp=2",), "named": ("pp=2", "first_stage_layers=1")}.items():

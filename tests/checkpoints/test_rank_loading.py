@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.checkpoints.hf.hf_model import read_config
 from rlctl.checkpoints.plan_execution import dtype_of
@@ -18,7 +19,6 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
 from rlctl.weights.megatron import MegatronWorld
-from support.tiny_models import write_tiny_llama
 
 BLOCK = (48, 80)  # divides neither the matrices nor a rank's part of them
 
@@ -57,7 +57,7 @@ def quantized(directory: Path, plain: Path) -> None:
 
 @pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(pp=2)], ids=str)
 def test_odd_float8_blocks_are_the_same_on_every_rank(parallel: ParallelSpec, tmp_path: Path) -> None:
-    scaled, plain = (write_tiny_llama(tmp_path / name, intermediate_size=200) for name in ("scaled", "plain"))
+    scaled, plain = (write_tiny_family(tmp_path / name, intermediate_size=200) for name in ("scaled", "plain"))
     quantized(scaled, plain)
     facts = facts_of(plain)
     for rank in range(parallel.world_size):
@@ -68,8 +68,8 @@ def test_odd_float8_blocks_are_the_same_on_every_rank(parallel: ParallelSpec, tm
 
 
 def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    model = write_tiny_llama(tmp_path / "model")
+    model = write_tiny_family(tmp_path / "model")
     hf_to_megatron(model, tmp_path / "ckpt")
-    other = facts_of(write_tiny_llama(tmp_path / "other", intermediate_size=200))
+    other = facts_of(write_tiny_family(tmp_path / "other", intermediate_size=200))
     with pytest.raises(InputError, match=r"linear_fc\d\.weight has shape"):
         loaded(tmp_path / "ckpt", other, ParallelSpec(), 0)

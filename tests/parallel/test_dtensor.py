@@ -26,9 +26,9 @@ from rlctl.errors import InputError
 from support.adapters import LORA
 from support.causal_types import TRAINED, causal_model
 from support.dtensor_cases import run_changed, run_memory
+from support.families import FAMILIES, OTHERS, SEPARATE
+from support.families import hf_model as family_model
 from support.parallel_cases import WEIGHT, Case, assemble, run_case, run_checkpoint, spec_of
-from support.parallel_families import FAMILIES, OTHERS, SEPARATE
-from support.parallel_families import hf_model as family_model
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
 from support.reference import (

@@ -26,8 +26,8 @@ from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
 from support.adapters import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
+from support.families import hf_model as family_model
 from support.parallel_cases import WEIGHT, Case, assemble, run_case
-from support.parallel_families import hf_model as family_model
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
 from support.reference import (

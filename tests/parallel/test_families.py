@@ -22,8 +22,9 @@ from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights.dtensor import module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import receive_plan
+from support.families import FAMILIES, VOCAB, hf_model
 from support.parallel_cases import assemble
-from support.parallel_families import FAMILIES, VOCAB, Cell, cotangent, hf_model, make_batch, run_cell
+from support.parallel_families import Cell, cotangent, make_batch, run_cell
 from support.pool import Pool
 
 Pools = Callable[[int], Pool]

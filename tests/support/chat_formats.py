@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support.tiny_models import write_tiny_llama
+from rlctl.apps.tiny_model import write_tiny_family
 
 
 def chat(*, user: str, assistant: str, begin: str, tool: str | None, first: str = "", tools: str = "") -> str:
@@ -100,7 +100,7 @@ def write_of_formats(directory: Path, special: tuple[str, ...] = SPECIAL) -> Pat
     """Write a tiny Llama whose tokenizer has the special tokens of all these families."""
     from transformers import AutoTokenizer
 
-    write_tiny_llama(directory, vocab_size=512 + len(special))
+    write_tiny_family(directory, vocab_size=512 + len(special))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.save_pretrained(directory)

@@ -57,7 +57,7 @@ def tiny_facts(*, tied: bool) -> Any:
 
 
 def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: str = "engine") -> HostedEngine:
-    """A running engine for a tiny model of `tiny_models`."""
+    """A running engine for a tiny Llama."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
     from rlctl.config.schema import RlctlConfig

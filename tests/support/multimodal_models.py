@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlctl.apps.tiny_model import VOCAB_SIZE, write_json, write_tokenizer
-from support.parallel_families import GEMMA_ROPE, MOE, WINDOW
+from support.families import GEMMA_ROPE, MOE, WINDOW
 
 TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,6 +9,7 @@ import unittest.mock
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,23 +17,20 @@ import torch
 from torch import Tensor
 
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
-from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts, RopeFacts
+from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
+from support.families import BASE, configuration
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB, EPS = 64, 4, 4, 2, 128, 256, 1e-6
-EXPERTS = 4
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-GEMMA = {
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": HIDDEN, "vocab_size": VOCAB,
-    "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": 16,
-    "num_key_value_heads": KV_HEADS, "max_position_embeddings": 512, "rms_norm_eps": EPS, "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 5,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}  # fmt: skip
+EXPERTS, VOCAB = 4, 256
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "llama-tied", "qwen2", "qwen3", "gemma3")},
+    "qwen3moe": ("qwen3-moe", {}),
+    "deepseek": (
+        "deepseek-v3",
+        {"n_shared_experts": 1, "num_nextn_predict_layers": 0, "rope_parameters": BASE["rope_parameters"]},
+    ),
+}
+"""Families, and what is set in them."""
 
 
 @dataclass(frozen=True)
@@ -61,113 +59,31 @@ class Reference:
     module_params: dict[str, Tensor] = field(default_factory=dict)  # as `params`, by transformers' names
 
 
+def kind_of(kind: str) -> tuple[str, Any]:
+    """transformers' class of models and the configuration of a kind."""
+    family, more = KINDS[kind]
+    return configuration(family, VOCAB, **more)
+
+
+@cache
 def facts(kind: str) -> ModelFacts:
     """The same tiny model as `hf_model(kind)`."""
-    family, _, variant = kind.partition("-")
-    if family == "gemma3":
-        return facts_from_hf_config(GEMMA)
-    common = {
-        "layers": LAYERS,
-        "hidden": HIDDEN,
-        "heads": HEADS,
-        "kv_heads": KV_HEADS,
-        "head_dim": 16,
-        "intermediate": FFN,
-        "vocab": VOCAB,
-        "max_length": 512,
-        "norm_eps": EPS,
-        "rope": RopeFacts(theta=10000.0),
-        "tied_embeddings": variant == "tied",
-    }
-    if family == "qwen2":
-        common |= {"qkv_bias": True}
-    if family in ("qwen3", "qwen3moe"):
-        common |= {"head_dim": 32, "qk_norm": True}
-    if family == "qwen3moe":
-        common |= {"moe": MoeFacts(EXPERTS, 2, FFN // 2)}
-    if family == "deepseek":
-        moe = MoeFacts(
-            EXPERTS,
-            2,
-            FFN // 2,
-            shared_expert_intermediate=FFN // 2,
-            dense_layers=(0,),
-            score="sigmoid",
-            expert_bias=True,
-            scaling=2.5,
-        )
-        common |= {"kv_heads": HEADS, "head_dim": 24, "moe": moe, "mla": MlaFacts(32, 32, 16, 8, 16)}
-    return ModelFacts({"qwen3moe": "qwen3_moe", "deepseek": "deepseek_v3"}.get(family, family), **common)
+    name, config = kind_of(kind)
+    return facts_from_hf_config(config.to_dict() | {"architectures": [name]})
 
 
 def hf_model(kind: str, seed: int = 0) -> Any:
     """A random transformers model with norms and biases that matter; float32."""
-    import transformers as T
+    import transformers
 
-    family, _, variant = kind.partition("-")
+    name, config = kind_of(kind)
     torch.manual_seed(seed)
-    base = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": EPS,
-        "tie_word_embeddings": variant == "tied",
-        "rope_parameters": ROPE,
-        "attn_implementation": "eager",
-        "initializer_range": 0.1,
-    }
-    if family == "llama":
-        model = T.LlamaForCausalLM(T.LlamaConfig(**base))
-    elif family == "qwen2":
-        model = T.Qwen2ForCausalLM(T.Qwen2Config(**base))
-    elif family == "qwen3":
-        model = T.Qwen3ForCausalLM(T.Qwen3Config(**base, head_dim=32))
-    elif family == "qwen3moe":
-        moe = {
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": FFN // 2,
-            "norm_topk_prob": True,
-        }
-        model = T.Qwen3MoeForCausalLM(
-            T.Qwen3MoeConfig(**base, head_dim=32, mlp_only_layers=[], decoder_sparse_step=1, **moe)
-        )
-    elif family == "gemma3":
-        own = {key: value for key, value in GEMMA.items() if key not in ("architectures", "model_type")}
-        config = T.Gemma3TextConfig(**own, attn_implementation="eager", initializer_range=0.1)
-        model = T.Gemma3ForCausalLM(config)
-    else:
-        model = T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**(base | _deepseek())))
+    model = getattr(transformers, name)(config)
     with torch.no_grad():
-        for name, param in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or name.endswith(".bias") or "e_score_correction_bias" in name:
-                param.add_(torch.randn_like(param) * 0.1)
+        for parameter, value in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in parameter or parameter.endswith(".bias") or "e_score_correction_bias" in parameter:
+                value.add_(torch.randn_like(value) * 0.1)
     return model.float().eval()
-
-
-def _deepseek() -> dict[str, Any]:
-    return {
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_routed_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": FFN // 2,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
-    }
 
 
 def make_batch(groups: int = 4, generations: int = 3, seed: int = 3) -> dict[int, RolloutColumns]:

@@ -384,7 +384,8 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
         return
     plan = one.job.checked_plan([len(prompt) for prompts in one.prompts.values() for prompt in prompts])
     planned = replace(one.job, resolved=one.job.resolved.with_values(plan.config_values()))
-    with started_engines(planned, plan, lambda text: tell(f"{one.candidate.label}: {text}"), one.play) as engines:
+    started = started_engines(planned, plan, lambda text: tell(f"{one.candidate.label}: {text}"), one.play)
+    with started as (engines, _, turn), turn:
         at_once = len(engines) * (planned.config.generation.max_concurrent or FEWEST_A_CALL)
         for task in job.tasks:
             with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
 from rlctl.apps.open_model import NamedModel, open_model
 from rlctl.apps.planned_crew import device_of, planned_crew, planned_engines
 from rlctl.apps.prepare import require_devices
-from rlctl.backends.clients import EngineClient, generate_groups
+from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
 from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.checkpoints.conversion.prepared_model import require_seen
@@ -49,6 +49,8 @@ class CompletionJob:
     samples: int = 1
     checkpoint: Checkpoint | None = None
     """Weights of a run, in place of the model's own."""
+    compares: bool = False
+    """A policy computes the log-probs of what the engines sample, too."""
 
     @property
     def config(self) -> RlctlConfig:
@@ -58,14 +60,6 @@ class CompletionJob:
     def facts(self) -> ModelFacts:
         return self.model.facts
 
-    @property
-    def megatron(self) -> Path | None:
-        """The Megatron checkpoint with the weights; None: the engine reads them from the model directory itself."""
-        return self.checkpoint.policy if self.checkpoint else self.model.source.megatron
-
-    compares: bool = False
-    """A policy computes the log-probs of what the engines sample, too."""
-
     def plan(self, prompt_tokens: list[int], assume: str | None = None) -> Plan:
         """The engines for prompts of these lengths; where the weights are a Megatron checkpoint, the policy that reads
         it too, laid out as for training with the same prompts.
@@ -74,7 +68,7 @@ class CompletionJob:
         `plan_from_config` raises.
         """
         work = completions_workload(self.config, self.facts, prompt_tokens, self.samples)
-        if self.megatron is not None or self.compares:
+        if self.checkpoint or self.model.source.megatron or self.compares:
             step = self.config.batch
             prompts, generations = max(work.prompts, step.prompts), max(work.generations, step.generations)
             work = replace(work, trains=True, prompts=prompts, generations=generations)
@@ -212,7 +206,7 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
         GroupRequest(i, prompt, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)))
         for i, prompt in enumerate(prompts)
     ]
-    with started_engines(job, plan, tell) as engines:
+    with started_engines(job, plan, tell) as (engines, _, turn), turn:
         results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
         for row, result in zip(rows, results, strict=True):
             yield {"prompt": row.prompt, "completions": _completions(result)}
@@ -249,38 +243,26 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def started_engines(
     job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentPlay | None = None
-) -> Iterator[EngineClient]:
-    """Engines with the weights asked for, which play episodes as `play` says (None: of one answer)."""
-    spec = playing(job.engines(plan), play)
-    address = job.config.cluster.ray_address
+) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
+    """Engines with the weights asked for, which play episodes as `play` says (None: of one answer), the policy on the
+    same devices that they are refitted from if there is one, and the engines' turn on these devices."""
+    spec, address = job.engines(plan), job.config.cluster.ray_address
+    if play is not None:
+        spec = replace(spec, episode=replace(play, max_length=spec.engine.max_length))
     with temporary_folder("generate", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
-        if job.megatron is None:
-            started = start_engines(spec, job.config.cluster, logs)
-        else:
-            crew = job.crew(plan)
-            started = _refitted(job, replace(crew, engines=spec), job.megatron, logs, tell)
-        with started as engines:
-            yield engines
-
-
-def playing(spec: EnginesSpec, play: EnvironmentPlay | None) -> EnginesSpec:
-    """Return engines that play episodes as `play` says."""
-    return spec if play is None else replace(spec, episode=replace(play, max_length=spec.engine.max_length))
-
-
-@contextlib.contextmanager
-def _refitted(job: CompletionJob, spec: CrewSpec, weights: Path, logs: Path, tell: Tell) -> Iterator[EngineClient]:
-    """Engines refitted from a Megatron checkpoint, which a policy on the same devices reads."""
-    with start_crew(spec, logs) as crew:
-        if job.checkpoint and job.config.training.lora.rank:  # the checkpoint holds the adapters alone
-            crew.policy.load_model(job.model.source.weights)
-            crew.policy.load_saved(job.checkpoint.policy)
-        else:
-            crew.policy.load_model(weights)
-        source, limit = None if job.checkpoint else job.model.source, error_limit(job.config, spec.policy.dtype)
-        with crew.weight_sync(job.config.refit, source, decode_limit=limit) as sync:
-            for share in sync.refit(job.checkpoint.step if job.checkpoint else 0).shares:
-                tell(f"weights: {share}")
-            with sync.generating():
-                yield sync.engines
+        if plan.training is None:
+            with start_engines(spec, job.config.cluster, logs) as engines:
+                yield engines, None, contextlib.nullcontext()
+            return
+        with start_crew(replace(job.crew(plan), engines=spec), logs) as crew:
+            saved, adapters = job.checkpoint, job.config.training.lora.rank > 0
+            if saved is None or adapters:  # a checkpoint of adapters holds these alone
+                crew.policy.load_model(job.model.source.weights)
+            if saved is not None:
+                (crew.policy.load_saved if adapters else crew.policy.load_model)(saved.policy)
+            source, limit = None if saved else job.model.source, error_limit(job.config, crew.spec.policy.dtype)
+            with crew.weight_sync(job.config.refit, source, decode_limit=limit) as sync:
+                for share in sync.refit(saved.step if saved else 0).shares:
+                    tell(f"weights: {share}")
+                yield sync.engines, crew.policy, sync.generating()

@@ -10,21 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlctl.apps.crew import CrewSpec, start_crew, start_engines
-from rlctl.apps.generate import CompletionJob, completion_job, playing
-from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
+from rlctl.apps.generate import CompletionJob, completion_job, started_engines
+from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.objects import fetch
-from rlctl.cluster.ray_session import ray_session
-from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import any_reward, mixed_rewards
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import InputError
-from rlctl.planner.result import Plan
 from rlctl.refit.decoding import LogprobDifference, policy_difference
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import groups_of
@@ -77,44 +73,16 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
     requests = [prompts.request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]
     encoder = prompts.encoder
     sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
-    with _started(job, plan, tell) as (engines, policy, turns):
-        with turns:
+    with started_engines(job.completions, plan, tell, prompts.environment) as (engines, policy, turn):
+        with turn:
             results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
-        differences = [None if policy is None else policy_difference(policy, [result]) for result in results]
+        differences = [
+            policy_difference(policy, [result]) if policy and job.completions.compares else None for result in results
+        ]
         answers = _scores(job.rewards, results, [rows[result.group] for result in results])
         groups, _ = groups_of(results, rows, seeds, answers, "drop")
         for group, difference in zip(groups, differences, strict=True):
             yield _record(group, difference)
-
-
-@contextlib.contextmanager
-def _started(
-    job: EpisodesJob, plan: Plan, tell: Tell
-) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
-    """Engines with the weights asked for, the policy that compares, and the engines' turn on the devices."""
-    completions, limits = job.completions, job.completions.config.cluster
-    with temporary_folder("rollout", tell) as logs, ray_session(limits.ray_address, logs=logs, tell=tell):
-        tell("starting the engines")
-        if plan.training is None:
-            with start_engines(playing(completions.engines(plan), job.prompts.environment), limits, logs) as engines:
-                yield engines, None, contextlib.nullcontext()
-            return
-        spec = completions.crew(plan)
-        assert spec.engines is not None  # episodes are sampled
-        with start_crew(replace(spec, engines=playing(spec.engines, job.prompts.environment)), logs) as crew:
-            _load(completions, spec, crew.policy)
-            source = None if completions.checkpoint else completions.model.source
-            with crew.weight_sync(completions.config.refit, source) as sync:
-                sync.refit(completions.checkpoint.step if completions.checkpoint else 0)
-                yield sync.engines, crew.policy if completions.compares else None, sync.generating()
-
-
-def _load(job: CompletionJob, spec: CrewSpec, policy: PolicyClient) -> None:
-    """Load the model, or the checkpoint of a run, into the policy."""
-    if job.checkpoint is None or spec.policy.lora.rank:
-        policy.load_model(job.model.source.weights)
-    if job.checkpoint is not None:
-        policy.load_saved(job.checkpoint.policy) if spec.policy.lora.rank else policy.load_model(job.checkpoint.policy)
 
 
 def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Sequence[Any]) -> list[GroupScores | None]:

@@ -85,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_tiny_family(directory: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
+def write_tiny_family(directory: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
     """Write config, fp32 weights and tokenizer of a random model of `family` into `directory` and return it."""
     write_tiny_model(directory, llama_config(tied=False) | FAMILIES[family] | overrides, seed=seed)
     write_tokenizer(directory)

@@ -55,7 +55,6 @@ Step = Annotated[
 )
 def generate(
     context: typer.Context,
-    run_dir: str | None,
     dry_run: bool,
     explain: bool,
     prompt: Prompt = None,
@@ -70,15 +69,8 @@ def generate(
     yourself with --set generation.<key>=<value>. With --json the command prints one JSON object for each
     prompt (JSON Lines).
     """
-    if step is not None and run_dir is None:
-        raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    from rlctl.apps.generate import of_run, read_prompts
-
-    resolved = options.resolve_config(**context.params | {"run_dir": None})
-    refuse_training_keys(resolved)
-    checkpoint = None
-    if run_dir is not None:
-        resolved, checkpoint = of_run(Path(run_dir), step, resolved)
+    resolved, checkpoint = model_or_checkpoint(context, TRAINING_KEYS, "completions")
+    from rlctl.apps.generate import read_prompts
     from rlctl.config.schema import MOST_ROLLOUTS
 
     rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
@@ -95,7 +87,22 @@ def generate(
         sample(resolved, checkpoint, rows, n, json_)
 
 
-def refuse_training_keys(resolved: Resolved, keys: tuple[str, ...] = TRAINING_KEYS, what: str = "completions") -> None:
+def model_or_checkpoint(
+    context: typer.Context, unread: tuple[str, ...], what: str
+) -> tuple[Resolved, Checkpoint | None]:
+    """Return the configuration of a command that takes a model or a run (--run-dir), and the run's checkpoint. Raises
+    InputError for a --set of an `unread` key, which has no effect on `what` the command makes."""
+    run_dir, step = context.params["run_dir"], context.params["step"]
+    if step is not None and run_dir is None:
+        raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
+    from rlctl.apps.generate import of_run
+
+    resolved = options.resolve_config(**context.params | {"run_dir": None})
+    refuse_training_keys(resolved, unread, what)
+    return (resolved, None) if run_dir is None else of_run(Path(run_dir), step, resolved)
+
+
+def refuse_training_keys(resolved: Resolved, keys: tuple[str, ...], what: str) -> None:
     """Raises InputError for a --set that only a training run reads. Presets and files are shared between commands."""
     for key, value in resolved.leaves():
         if resolved.origin[key] == "--set" and key.startswith(keys):

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.generate import Step, refuse_training_keys
+from rlctl.commands.generate import Step, model_or_checkpoint
 from rlctl.commands.output import command_app, examples, message, print_json
-from rlctl.errors import InputError
 
 app = command_app()
 
 Episodes = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of episodes.")]
 Check = Annotated[bool, typer.Option("--check", help="Compare the log-probs of each episode with those of a policy.")]
 UNREAD_KEYS = (
-    "batch.",
-    "advantage.",
-    "loss.",
-    "checks.",
-    "optimizer.",
-    "scheduler.",
-    "ddp.",
-    "run.steps",
-    "validation.",
-)
+    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "ddp.", "run.steps", "validation.",
+)  # fmt: skip
 
 
 @app.command(
@@ -44,7 +34,6 @@ UNREAD_KEYS = (
 )
 def rollout(
     context: typer.Context,
-    run_dir: str | None,
     n: Episodes = 4,
     step: Step = None,
     check: Check = False,
@@ -55,16 +44,9 @@ def rollout(
     Nothing is trained. With --check a policy computes the log-probs of what the engine sampled, over all turns, and the
     difference is shown. With --json the command prints one JSON object for each episode (JSON Lines).
     """
-    if step is not None and run_dir is None:
-        raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    from rlctl.apps.generate import of_run
     from rlctl.apps.rollout import episodes_job, play
 
-    resolved = options.resolve_config(**context.params | {"run_dir": None})
-    refuse_training_keys(resolved, UNREAD_KEYS, "episodes")
-    checkpoint = None
-    if run_dir is not None:
-        resolved, checkpoint = of_run(Path(run_dir), step, resolved)
+    resolved, checkpoint = model_or_checkpoint(context, UNREAD_KEYS, "episodes")
     job = episodes_job(resolved, checkpoint, n, check, message)
     for line in job.describe():
         message(line)

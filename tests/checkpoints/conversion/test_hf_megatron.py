@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints import staging
 from rlctl.checkpoints.conversion import hf_megatron as convert
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
@@ -29,7 +30,6 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError, MachineError, VerificationError
-from support.tiny_models import write_tiny_llama
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def change(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_tiny_llama(tmp_path / "model")
+    return write_tiny_family(tmp_path / "model")
 
 
 # --- round trips ---
@@ -64,7 +64,7 @@ def model(tmp_path: Path) -> Path:
 def test_round_trip_is_bit_exact_and_transformers_agrees(tied: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = write_tiny_llama(tmp_path / "model", tied=tied)
+    model = write_tiny_family(tmp_path / "model", "llama-tied" if tied else "llama")
     (model / "tokenization_own.py").write_text("# named by auto_map, and read with model.trust_remote_code\n")
     there = hf_to_megatron(model, tmp_path / "megatron")
     back = megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options=Options(shard_bytes=400_000))
@@ -109,7 +109,7 @@ def test_nans_are_reported_and_kept(model: Path, tmp_path: Path) -> None:
 
 
 def test_block_scaled_float8_is_dequantized(tmp_path: Path) -> None:
-    model = write_tiny_llama(tmp_path / "model", quantization_config={"weight_block_size": [48, 64]})
+    model = write_tiny_family(tmp_path / "model", quantization_config={"weight_block_size": [48, 64]})
     expected: dict[str, torch.Tensor] = {}
 
     def quantize(held: dict[str, torch.Tensor]) -> None:
@@ -340,7 +340,7 @@ def test_inspect_names_the_problem(model: Path) -> None:
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_by_its_reader(tmp_path: Path) -> None:
-    model = write_tiny_llama(tmp_path / "model", vocab_size=509)
+    model = write_tiny_family(tmp_path / "model", vocab_size=509)
     hf_to_megatron(model, tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     same(model, tmp_path / "back")
@@ -516,7 +516,7 @@ def test_of_two_conversions_one_works_and_the_other_reuses(model: Path, tmp_path
 @pytest.mark.slow
 def test_memory_is_that_of_a_block_and_not_of_the_model(tmp_path: Path) -> None:
     """Peak memory above start-up stays far below the model's size."""
-    model = write_tiny_llama(tmp_path / "model", num_hidden_layers=60, hidden_size=512, intermediate_size=2048)
+    model = write_tiny_family(tmp_path / "model", num_hidden_layers=60, hidden_size=512, intermediate_size=2048)
     size = open_hf_model(model).files.bytes
     code = "import sys, resource, pathlib, torch; from rlctl.checkpoints.conversion import hf_megatron\n"
     code += "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

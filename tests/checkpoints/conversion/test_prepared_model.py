@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints.conversion import prepared_model
 from rlctl.checkpoints.conversion.prepared_model import (
     _unseen,
@@ -28,12 +29,11 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, MachineError
-from support.tiny_models import write_tiny_llama
 
 
 def block_scaled(directory: Path) -> Path:
     """A tiny model whose projections are float8 with a scale for each block of 64 x 64."""
-    held = load_file(write_tiny_llama(directory) / "model.safetensors")
+    held = load_file(write_tiny_family(directory) / "model.safetensors")
     for name in [n for n in held if n.endswith("_proj.weight")]:
         rows, columns = held[name].shape
         held[name] = held[name].to(torch.float8_e4m3fn)
@@ -217,7 +217,7 @@ with StopRequest(print):
 def test_a_signal_to_the_run_alone_leaves_no_part_of_a_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_tiny_llama(tmp_path / "model", vocab_size=500_000)  # 0.5 GB: longer than to see that it has begun
+    model = write_tiny_family(tmp_path / "model", vocab_size=500_000)  # 0.5 GB: longer than to see that it has begun
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
     place = tmp_path / "shared" / "rlctl"
     for number, said in ((signal.SIGTERM, "KeyboardInterrupt"), (signal.SIGKILL, "")):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
@@ -16,12 +17,11 @@ from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.errors import InputError
-from support.tiny_models import write_tiny_llama
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_tiny_llama(tmp_path / "model")
+    return write_tiny_family(tmp_path / "model")
 
 
 def test_force_takes_nothing_away_that_is_no_model(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -126,7 +126,7 @@ def test_what_was_trained_from_a_conversion_is_not_taken_for_it(model: Path, tmp
     """Megatron-LM saves its iterations beside what it began with, where it loads and saves in one directory."""
     converted, trained = tmp_path / "megatron", tmp_path / "other" / "model"
     hf_to_megatron(model, converted)
-    held = load_file(write_tiny_llama(trained) / "model.safetensors")
+    held = load_file(write_tiny_family(trained) / "model.safetensors")
     save_file({name: value + 1 for name, value in held.items()}, trained / "model.safetensors")
     hf_to_megatron(trained, tmp_path / "trained")
     (tmp_path / "trained" / "release").rename(converted / "iter_0000100")

@@ -30,7 +30,7 @@ from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import completions_workload, plan_from_config
 from rlctl.planner.make_plan import Plan
 from rlctl.weights.dtensor import DTensorWorld
-from support.parallel_families import FAMILIES, OTHERS, SEPARATE, hf_model
+from support.families import FAMILIES, OTHERS, SEPARATE, hf_model
 
 TRAINED = [*OTHERS, *SEPARATE]
 QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite", "minicpm3", "gptj")
