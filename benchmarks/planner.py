@@ -37,8 +37,7 @@ from rlctl.planner.costs.generation import (
 )
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, make_cluster
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase

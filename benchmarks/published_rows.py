@@ -16,7 +16,7 @@ from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 
 PROVEN = ("published", "CI-tested", "documented recommended", "documented minimum (runs)")
 PHASES = {"training": "train_s", "generation": "gen_s", "refit": "refit_s", "logprobs": "logprob_s"}

@@ -38,7 +38,7 @@ from rlctl.apps.rollout import EpisodesJob, episodes_job
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.args import CPU_BLOCK_TOKENS
-from rlctl.cluster.objects import fetch as fetched
+from rlctl.cluster.ray_session import fetch as fetched
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import resolve

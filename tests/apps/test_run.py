@@ -17,7 +17,7 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.planner.inputs.cluster import GIB, make_cluster
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.refit.records import RefitReport
 from rlctl.rollouts.source import RolloutBatch

@@ -29,7 +29,7 @@ SPLIT = ("--split", "--nodes", "2", "--set", "generation.devices=1", "--set", "t
 KEEP = """
 import sys
 import numpy, ray
-from rlctl.cluster.objects import fetch, keep_here
+from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.ray_session import ray_session
 from rlctl.errors import WorkerError
 with ray_session(sys.argv[1]):

@@ -14,8 +14,8 @@ from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError
 
 from rlctl.cluster import workers
-from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
+from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.checkpoints.locations import converted_directory, nearest_existing
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import profile_path

@@ -20,8 +20,7 @@ from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Goal, Workload
+from rlctl.planner.inputs.request import Goal, Request, Workload
 from rlctl.planner.make_plan import make_plan, refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
@@ -487,7 +486,7 @@ def test_a_preset_has_the_gpus_of_its_nodes(
 def test_planning_imports_no_engine() -> None:
     code = (
         "import sys; from rlctl.models.catalog import lookup; from rlctl.planner.inputs.cluster import make_cluster;"
-        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.inputs.workload import Workload;"
+        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.inputs.request import Workload;"
         "make_plan(lookup('Qwen3-8B'), make_cluster('h100'), Workload());"
         "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
     )

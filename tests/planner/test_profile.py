@@ -26,7 +26,7 @@ from rlctl.planner.inputs.cluster import (
     save_profile,
     with_profile,
 )
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.telemetry.phases import Phase
 

@@ -14,7 +14,7 @@ from rlctl.errors import ConfigError, NoPlanError
 from rlctl.models.catalog import entries
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.inputs.cluster import DEVICES, GIB, ClusterFacts, cpu_device, make_cluster
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json

@@ -17,7 +17,7 @@ from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.engine import VllmEngine
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster import workers
-from rlctl.cluster.objects import fetch
+from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import WorkerDiedError, WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WorkerError

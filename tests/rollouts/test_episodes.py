@@ -16,7 +16,7 @@ from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.messages import GroupRequest, Sampling, joined
 from rlctl.backends.rows import build_row
-from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.ray_session import fetch, put
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlctl.backends.batch import TokenBatch
-from rlctl.cluster.objects import put
+from rlctl.cluster.ray_session import put
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LOSS_WEIGHTS
 from rlctl.data.texts import TrainedText

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlctl.apps.run import RunSummary
-from rlctl.telemetry.conditions import CONDITIONS, findings, marks
 from rlctl.telemetry.display import step_line
+from rlctl.telemetry.headline import CONDITIONS, findings, marks
 from rlctl.telemetry.page import page
 from rlctl.telemetry.reported_run import ReportedRun
 

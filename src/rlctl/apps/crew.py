@@ -12,8 +12,8 @@ from rlctl.backends.base import Device, EngineSpec, EngineWorker, EpisodeWorker,
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.lookup import EngineBackend, PolicyBackend
 from rlctl.checkpoints.model_source import ModelSource
-from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Bundle, Placement
+from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import ClusterConfig, RefitConfig, TrainingConfig
 from rlctl.envs.reward_worker import RewardWorker

@@ -17,8 +17,8 @@ from rlctl.apps.refit_test import RefitTestJob
 from rlctl.backends.lookup import POLICY
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
+from rlctl.config.files import user_path
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
-from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
 from rlctl.envs.scorers import Trial
 from rlctl.errors import InputError

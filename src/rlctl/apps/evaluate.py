@@ -21,7 +21,7 @@ from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import Tell
-from rlctl.cluster.objects import fetch
+from rlctl.cluster.ray_session import fetch
 from rlctl.config.load import DEFAULT, Resolved, from_sources
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm, RlctlConfig
 from rlctl.config.sources import Source, Value

@@ -20,8 +20,7 @@ from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.checkpoints.conversion.prepared_model import require_seen
 from rlctl.checkpoints.model_source import Tell
-from rlctl.cluster.objects import fetch
-from rlctl.cluster.ray_session import ray_session
+from rlctl.cluster.ray_session import fetch, ray_session
 from rlctl.config.files import read_text, temporary_folder
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values

@@ -10,7 +10,7 @@ from rlctl.checkpoints.conversion.prepared_model import planned_text_part, repos
 from rlctl.checkpoints.hf.hf_files import refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.config.presets import preset_names, read_preset
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer

@@ -14,7 +14,7 @@ from rlctl.apps.generate import CompletionJob, completion_job, started_engines
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
-from rlctl.cluster.objects import fetch
+from rlctl.cluster.ray_session import fetch
 from rlctl.config.load import Resolved
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest

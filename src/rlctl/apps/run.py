@@ -16,8 +16,7 @@ from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
-from rlctl.cluster.objects import fetch
-from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
+from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import telling_waits
 from rlctl.config.algorithm_settings import command_of
@@ -42,9 +41,8 @@ from rlctl.rollouts.validation import SampledValidation, Validated
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
-from rlctl.telemetry.conditions import findings
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.headline import Change, Mean, error_of, headline
+from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import LOSS, Metric, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer

@@ -15,10 +15,10 @@ from typing import Any
 from rlctl.apps.dry_run import DryRun, about
 from rlctl.apps.prepare import Job, content_changes, prepare_job, version_changes
 from rlctl.apps.run import RunSummary, run_training
+from rlctl.config.files import user_path
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
 from rlctl.config.parallel import SIZES
-from rlctl.config.paths import user_path
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.rl.loop import Loop

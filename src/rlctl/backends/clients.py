@@ -19,7 +19,7 @@ from rlctl.backends.batch import (
 )
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
 from rlctl.backends.packing import PackingStats, plan_batch
-from rlctl.cluster.objects import fetch, keep_here
+from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.config.schema import TrainingConfig
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.errors import InputError
 
 NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")

@@ -13,7 +13,7 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.errors import AbsentError, InputError, RlctlError
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")

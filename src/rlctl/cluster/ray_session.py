@@ -17,14 +17,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlctl.cluster.session_files import lasting_folder
-from rlctl.errors import ClusterError, MachineError, WaitTimeoutError
+from rlctl.errors import ClusterError, MachineError, WaitTimeoutError, WorkerError
 
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
@@ -414,3 +414,32 @@ def _ending_descendants() -> Iterator[None]:
                 child.kill()
         psutil.wait_procs(alive, timeout=5)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def fetch(handle: Any) -> Any:
+    """The value behind a handle, or the values behind a list of them. Arrays are mapped read-only, not copied, on the
+    node that holds them."""
+    import ray
+
+    require_processes(RAYLET)
+    return ray.get(handle)
+
+
+def keep_here(handles: Sequence[Any]) -> None:
+    """Copy the values behind `handles` to this node, so that they outlive the one that made them. Raises WorkerError
+    where one is lost with its node."""
+    import ray
+    from ray.exceptions import ObjectLostError
+
+    require_processes(RAYLET)
+    try:
+        ray.get(list(handles))
+    except ObjectLostError as error:
+        raise WorkerError(f"Rollouts were lost with the node that held them: {type(error).__name__}.") from None
+
+
+def put(value: Any) -> object:
+    """Put a value into the object store of this node; return its handle."""
+    import ray
+
+    return ray.put(value)

@@ -12,7 +12,7 @@ import typer
 
 from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.telemetry.terminal import Severity, colored
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import typer
 from rlctl.checkpoints.staging import require_absent
 from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json, shows_progress
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.terminal import colored

@@ -10,7 +10,7 @@ import typer
 
 from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.errors import MachineError
 from rlctl.telemetry.terminal import colored
 

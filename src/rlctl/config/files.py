@@ -121,3 +121,12 @@ def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> It
                     (made / KEPT).touch()
                     tell(f"the logs of the processes are kept in {made}")
             raise
+
+
+def user_path(name: str | os.PathLike[str]) -> Path:
+    """Return `name` with `~` and `~user` expanded, or unchanged where the user is unknown or has no home.
+
+    `Path.expanduser` raises a RuntimeError there. The unchanged path does not exist, which its reader reports in the
+    user's own words.
+    """
+    return Path(os.path.expanduser(name))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.config.yaml_values import read_mapping
 from rlctl.errors import ConfigError
 

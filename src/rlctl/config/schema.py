@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 
 MOST = 2**31 - 1
 Positive = Annotated[int, Field(gt=0, le=MOST)]

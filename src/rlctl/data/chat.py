@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_object
 from rlctl.checkpoints.model_source import tokenizer_directory
-from rlctl.config.files import read_text
-from rlctl.config.paths import user_path
+from rlctl.config.files import read_text, user_path
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.prompt_rows import Messages, PromptRow
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of

@@ -15,7 +15,7 @@ import psutil
 
 from rlctl.checkpoints.locations import converted_directory, nearest_existing, write_problem
 from rlctl.cluster.ray_session import MOST_BASE_BYTES, session_base
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.doctor.finding import GIB, Check, gib
 from rlctl.envs import sandbox
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.child import call_in_child
+from rlctl.config.files import user_path
 from rlctl.config.installed import installed_versions
-from rlctl.config.paths import user_path
 from rlctl.doctor.finding import Check, gib
 from rlctl.errors import RlctlError
 

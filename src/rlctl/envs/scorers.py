@@ -11,8 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from rlctl.config.schema import OnError, RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
-from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
-from rlctl.envs.minerva import ANSWER, answers_alike
+from rlctl.envs.extraction import ANSWER, DESCRIPTION, Extraction, answers_alike, as_number, extract, readable_math
 from rlctl.envs.reward_model import ModelScorer
 from rlctl.envs.user_function import MODEL, user_scorer
 from rlctl.errors import InputError, MachineError

@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.config.files import read_text
-from rlctl.config.paths import user_path
+from rlctl.config.files import read_text, user_path
 from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, suggest, suggest_file

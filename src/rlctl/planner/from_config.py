@@ -18,7 +18,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
 

@@ -12,8 +12,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import assemble, device_seconds, feasible_plans, preference, score

@@ -14,7 +14,7 @@ from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase

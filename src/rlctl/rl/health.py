@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.config.schema import ChecksConfig
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
-from rlctl.telemetry.conditions import NO_SIGNAL
+from rlctl.telemetry.headline import NO_SIGNAL
 
 LEAST_CARRIED = 0.5
 """Share of the optimizer's movement that the weights should have."""

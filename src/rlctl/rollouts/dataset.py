@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.cluster.objects import put
+from rlctl.cluster.ray_session import put
 from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.holdout import open_validation

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
-from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.ray_session import fetch, put
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import OnError, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow

@@ -23,7 +23,7 @@ from rich.progress import Progress as ProgressBar
 from rich.spinner import Spinner
 from rich.text import Text
 
-from rlctl.telemetry.conditions import marks
+from rlctl.telemetry.headline import marks
 from rlctl.telemetry.metrics import Metric, Metrics, flatten
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.terminal import Unbreakable

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rlctl.telemetry.conditions import findings
-from rlctl.telemetry.headline import VALIDATION, Change, Mean, change, columns
+from rlctl.telemetry.headline import VALIDATION, Change, Mean, change, columns, findings
 from rlctl.telemetry.metrics import Metrics
 
 SEED = "run.seed"

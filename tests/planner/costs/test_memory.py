@@ -22,8 +22,7 @@ from rlctl.planner.costs.parameters import count, rank_parameters, stages, train
 from rlctl.planner.costs.time import critic_time, training_time
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request, Workload
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.catalog import model
 

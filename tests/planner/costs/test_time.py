@@ -19,8 +19,7 @@ from rlctl.planner.costs.time import (
 )
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request, Workload
 from support.catalog import model
 
 

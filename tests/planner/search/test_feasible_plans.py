@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlctl.planner.inputs.cluster import make_cluster
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.search import feasible_plans
 from rlctl.planner.search.feasible_plans import score

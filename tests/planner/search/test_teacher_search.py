@@ -10,7 +10,7 @@ from rlctl.cli import run
 from rlctl.errors import NoPlanError
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain

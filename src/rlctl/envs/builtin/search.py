@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path
 from rlctl.envs.environment import Message, Step
 from rlctl.envs.extraction import as_number, extract
 from rlctl.errors import InputError

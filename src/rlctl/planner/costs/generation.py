@@ -10,8 +10,7 @@ from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
 from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Lengths
+from rlctl.planner.inputs.request import Lengths, Request
 from rlctl.weights.vllm import ENDS_EVERYWHERE
 
 CPU_DECODE_EFFICIENCY = 0.35

@@ -19,8 +19,7 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.files import written_text
-from rlctl.config.paths import user_path
+from rlctl.config.files import user_path, written_text
 from rlctl.errors import InputError
 
 GIB = 1024**3

@@ -1,16 +1,181 @@
-"""The request for a plan: model, machine, work, pinned values and the constants that costs are computed with."""
+"""The work of a step: prompts, rollouts, their lengths, and how many optimizer steps they are trained in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Any, Literal
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.inputs.workload import Workload
+
+Goal = Literal["fast", "safe", "frugal"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step. Lengths in tokens."""
+
+    prompts: int = 64
+    generations: int = 16
+    max_length: int = 4096
+    """Most tokens of prompt and completion together."""
+    max_new_tokens: int | None = None
+    """Most tokens of a completion; None: what `max_length` leaves."""
+    mean_new_tokens: float | None = None
+    """None: 40% of the most."""
+    prompt_tokens: int = 150
+    """Mean length of a prompt."""
+    optimizer_steps: int = 1
+    epochs: int = 1
+    """Times that the optimizer steps are taken."""
+    old_logprobs: bool = True
+    """Log-probs of the old policy are recomputed by the trainer."""
+    reference: bool = False
+    """Log-probs of a reference policy are needed."""
+    valued: bool = False
+    """A reward model is trained, which has no logits."""
+    critic: bool = False
+    """A value model of the policy's size is trained next to it."""
+    rollouts: bool = True
+    """False: supervised training or pretraining; `prompts` sequences, nothing is generated."""
+    answers: int = 0
+    """Without rollouts, the prompts that engines answer at a validation; 0: there are no engines."""
+    mean_tokens: float | None = None
+    """Without rollouts, the mean length of a sequence; None: all have `max_length`, as in pretraining."""
+    trains: bool = True
+    """False: completions alone; there are engines and no policy."""
+    packing: bool = True
+    dynamic: bool = False
+    """Rollouts of like length are padded to the longest, as many as fit a micro-batch."""
+    share_prompts: bool = False
+    """Rollouts of a group in one row stand behind a single copy of their prompt."""
+    goal: Goal = "fast"
+    staleness: int | None = None
+    """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """Rollouts that are being sampled when new weights come are waited for, kept or cut off."""
+    algorithm: str = ""
+    measured: bool = False
+    """Whether `prompt_tokens` is the mean of the data's own prompts."""
+
+    @property
+    def engines(self) -> bool:
+        """Whether anything is sampled."""
+        return self.rollouts or self.answers > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are made while the policy trains."""
+        return bool(self.staleness)
+
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether sequences have lengths of their own, and are packed into rows."""
+        return self.rollouts or self.mean_tokens is not None
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.generations
+
+    def share(self, engines: int, replicas: int = 1) -> int:
+        """Rollouts of the busiest of `replicas` replicas of an engine: the prompts are dealt to the engines, and all
+        rollouts of a prompt are made by one of them."""
+        prompts, samples = (self.prompts, self.generations) if self.rollouts else (self.answers, 1)
+        return -(-(-(-prompts // engines) * samples) // replicas)
+
+    @property
+    def new_tokens_limit(self) -> int:
+        return self.max_new_tokens or max(1, self.max_length - self.prompt_tokens)
+
+    def lengths(self, sigma: float) -> Lengths:
+        """Distribution of completion lengths."""
+        mean = self.mean_new_tokens or 0.4 * self.new_tokens_limit
+        return Lengths(min(mean, self.new_tokens_limit), self.new_tokens_limit, sigma, self.samples)
+
+    def tokens(self, sigma: float) -> float:
+        """Tokens that a step trains on."""
+        if not self.rollouts:
+            return float(self.samples * (self.mean_tokens or self.max_length))
+        return self.samples * (self.prompt_tokens + self.lengths(sigma).mean)
+
+    def trained_tokens(self, sigma: float) -> float:
+        """Tokens that go through the model in training: shared prompts counted once a group."""
+        shared = self.rollouts and self.packing and self.share_prompts
+        spared = self.prompts * (self.generations - 1) * self.prompt_tokens if shared else 0
+        return self.tokens(sigma) - spared
+
+    def mean_keys(self, sigma: float) -> float:
+        """Mean keys that a token attends to: half of E[S^2] / E[S] over the sequences."""
+        if not self.rollouts:
+            return (self.mean_tokens or self.max_length) / 2
+        lengths = self.lengths(sigma)
+        first = self.prompt_tokens + lengths.mean
+        second = self.prompt_tokens**2 + 2 * self.prompt_tokens * lengths.mean + lengths.second_moment
+        return second / first / 2
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal completion lengths, cut at `limit`, with the given mean after the cut; `count` samples are drawn."""
+
+    mean: float
+    limit: float
+    sigma: float
+    count: int
+
+    @property
+    def buckets(self) -> list[tuple[float, float]]:
+        """(length, share of the samples), lengths rising; the tail is split down to one sample."""
+        return _buckets(self.mean, self.limit, self.sigma, self.count)
+
+    @property
+    def second_moment(self) -> float:
+        return sum(share * length**2 for length, share in self.buckets)
+
+    @property
+    def longest(self) -> float:
+        return self.buckets[-1][0]
+
+
+@cache
+def _shares(count: int) -> tuple[tuple[float, float], ...]:
+    """(standard normal quantile, share): even slices up to 0.9, then halving slices down to one sample."""
+    edges = [i / 20 for i in range(19)]
+    rest = 0.1
+    while rest > 1 / count and rest > 1e-6:
+        rest /= 2
+        edges.append(1 - rest)
+    edges.append(1.0)
+    normal = NormalDist()
+    mids = [((low + high) / 2, high - low) for low, high in pairwise(edges)]
+    return tuple((normal.inv_cdf(mid), share) for mid, share in mids if share > 0)
+
+
+@cache
+def _buckets(mean: float, limit: float, sigma: float, count: int) -> list[tuple[float, float]]:
+    shares = _shares(max(count, 10))
+    if mean >= 0.999 * limit:
+        return [(limit, 1.0)]
+
+    def cut(location: float) -> list[tuple[float, float]]:
+        return [(min(limit, math.exp(location + sigma * z)), share) for z, share in shares]
+
+    low, high = math.log(mean) - 3 * sigma**2 - 1, math.log(limit) + 4 * sigma + 1
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(length * share for length, share in cut(middle)) < mean:
+            low = middle
+        else:
+            high = middle
+    return cut((low + high) / 2)
+
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""

@@ -19,8 +19,7 @@ from rlctl.models.constraints import (
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import ClusterFacts
-from rlctl.planner.inputs.request import Request
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Request, Workload
 
 
 def training_problems(request: Request, choice: TrainingChoice, world: int | None = None) -> list[Problem]:

@@ -12,7 +12,7 @@ from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.request import Workload
 from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
 
