@@ -244,7 +244,7 @@ def show_impossible() -> None:
         label = f"{model.rsplit('/', 1)[-1]} on {nodes} x {per_node} {gpu}, {length} tokens {pins or ''}"
         try:
             asked = pins | {"training.backend": "megatron"}  # whose layouts they are
-            plan = make_plan(facts, make_cluster(gpu, nodes, per_node), Workload(64, 16, length), asked)
+            plan = make_plan(Request(facts, make_cluster(gpu, nodes, per_node), Workload(64, 16, length), asked))
             print(f"   NOT refused: {label}: {plan.name()}")
         except RlctlError as error:
             refused += 1
@@ -358,7 +358,8 @@ def show_backends(rows: list[Row]) -> None:
             cells.append(f"{' and '.join(phases)} {predicted[1] / predicted[0]:.2f} / {seen[1] / seen[0]:.2f}")
             order.append((predicted[1] > predicted[0]) == (seen[1] > seen[0]))
         verdict = "the same order" if all(order) else "ANOTHER ORDER"
-        own = make_plan(pair["megatron"].facts, pair["megatron"].cluster, pair["megatron"].workload, gradient_bytes=2)
+        row = pair["megatron"]
+        own = make_plan(Request(row.facts, row.cluster, row.workload, gradient_bytes=2))
         print(f"   {model} on {gpus}: dtensor over megatron, predicted / published: {'; '.join(cells)}: {verdict}; "
               f"auto chooses {own.backend}")  # fmt: skip
 
@@ -535,7 +536,8 @@ def show_choices(rows: list[Row]) -> None:
             continue
         began = time.perf_counter()
         plan = make_plan(
-            row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes, prefer_runnable=False
+            Request(row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes),
+            prefer_runnable=False,
         )
         took = time.perf_counter() - began
         published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))["total"]
@@ -564,9 +566,9 @@ def show_divisions(rows: list[Row]) -> None:
         pins = {"generation.colocated": False}
         try:
             plan = make_plan(
-                row.facts, row.cluster, row.workload, pins, gradient_bytes=row.training.gradient_bytes,
+                Request(row.facts, row.cluster, row.workload, pins, gradient_bytes=row.training.gradient_bytes),
                 prefer_runnable=False,
-            )  # fmt: skip
+            )
         except RlctlError as error:
             print(f"   {row.name} no plan: {error.message[:90]}")
             continue
@@ -601,7 +603,7 @@ def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
         cluster = make_cluster(device_of(fields), size(fields, "num_nodes"), size(fields, "gpus_per_node"))
         facts, workload, cp = facts_of(fields), workload_of(fields), size(fields, "cp")
         own, pinned = (
-            make_plan(facts, cluster, workload, pins, gradient_bytes=2, prefer_runnable=False)
+            make_plan(Request(facts, cluster, workload, pins, gradient_bytes=2), prefer_runnable=False)
             for pins in ({}, {"training.cp": cp})
         )
         seconds = {phase.value: value for phase, value in pinned.seconds.items()}
@@ -630,7 +632,9 @@ def difference(row: Row, plan: Plan) -> str:
         chosen = replace(choice, grouped_experts=True)
         request = Request(row.facts, row.cluster, row.workload)
         time_, forward = timing.training_time(request, chosen), timing.logprobs_time(request, chosen)
-        memory = mem.training_memory(request, chosen, GATHERING.engine_asleep_bytes, time_.micro_batches)
+        memory = mem.training_memory(
+            request, chosen, GATHERING.engine_asleep_bytes, timing.micro_batches(request, chosen)[0]
+        )
         both.append(
             f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
             f"{1e3 * time_.forward.tensor:.0f} ms a micro-batch), log-probs {forward:.1f} s, "
@@ -645,7 +649,7 @@ def show_speed() -> None:
     assert facts is not None
     for nodes in (32, 1250):
         began = time.perf_counter()
-        plan = make_plan(facts, make_cluster("h100", nodes), Workload(512, 32, 16384, mean_new_tokens=4000))
+        plan = make_plan(Request(facts, make_cluster("h100", nodes), Workload(512, 32, 16384, mean_new_tokens=4000)))
         print(f"   {nodes * 8} GPUs: {time.perf_counter() - began:.2f} s: {plan.name()}")
 
 

@@ -18,12 +18,11 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.request import Workload
-from rlctl.planner.make_plan import make_plan
 from rlctl.refit.records import RefitReport
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
-from support.catalog import model
+from support.catalog import make_plan, model
 from support.groups import group
 
 STEP = {"seconds": {"total": 1.0}}

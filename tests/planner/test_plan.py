@@ -21,13 +21,13 @@ from rlctl.planner.from_config import cluster_from_config, pins_from_config, pla
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Goal, Request, Workload
-from rlctl.planner.make_plan import make_plan, refuse_unrunnable
+from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
 from rlctl.telemetry.phases import Phase
-from support.catalog import model
+from support.catalog import make_plan, model
 
 CPU = ClusterFacts(cpu_device(2, 24 * GIB), 1, 0)
 
@@ -274,7 +274,7 @@ def test_float8_takes_sides_that_are_multiples_of_16() -> None:
         choice = TrainingChoice(ParallelSpec(tp=tp, dp=8 // tp, etp=1), precision=precision)
         found = training_problems(Request(narrow, cluster, Workload(max_length=2048)), choice, 8)
         assert [problem.key for problem in found] == ["training.tp"] * broken
-    assert make_plan(narrow, cluster, Workload(), precision="fp8").training.parallel.tp < 8
+    assert make_plan(narrow, cluster, Workload(), training_precision="fp8").training.parallel.tp < 8
 
 
 def test_states_in_host_memory_are_a_last_resort() -> None:
@@ -486,8 +486,8 @@ def test_a_preset_has_the_gpus_of_its_nodes(
 def test_planning_imports_no_engine() -> None:
     code = (
         "import sys; from rlctl.models.catalog import lookup; from rlctl.planner.inputs.cluster import make_cluster;"
-        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.inputs.request import Workload;"
-        "make_plan(lookup('Qwen3-8B'), make_cluster('h100'), Workload());"
+        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.inputs.request import Request, Workload;"
+        "make_plan(Request(lookup('Qwen3-8B'), make_cluster('h100'), Workload()));"
         "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

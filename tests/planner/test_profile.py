@@ -27,8 +27,8 @@ from rlctl.planner.inputs.cluster import (
     with_profile,
 )
 from rlctl.planner.inputs.request import Workload
-from rlctl.planner.make_plan import make_plan
 from rlctl.telemetry.phases import Phase
+from support.catalog import make_plan
 
 
 def profile(

@@ -15,10 +15,10 @@ from rlctl.models.catalog import entries
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.inputs.cluster import DEVICES, GIB, ClusterFacts, cpu_device, make_cluster
 from rlctl.planner.inputs.request import Workload
-from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json
 from rlctl.telemetry.phases import Phase
+from support.catalog import make_plan
 
 MODELS = st.sampled_from([entry.facts for entry in entries() if entry.facts])
 GPUS = st.builds(

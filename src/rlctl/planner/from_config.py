@@ -18,7 +18,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.request import Workload
+from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
 
@@ -294,8 +294,8 @@ def plan_from_config(
     constants = DEFAULTS
     if config.refit.staging_mb is not None and not cluster.is_cpu:
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
-    return make_plan(
-        facts, cluster, workload, pins, precision=precision, adapters=adapters, engine=engine, grouped_experts=grouped,
-        gradient_bytes=gradient_bytes, moment_bytes=moment_bytes(config.optimizer.passed), top=top,
-        constants=constants, teacher=teacher, refusal=refusal,
+    request = Request(
+        facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
+        moment_bytes(config.optimizer.passed), teacher,
     )  # fmt: skip
+    return make_plan(request, top=top, refusal=refusal)

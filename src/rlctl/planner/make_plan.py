@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.errors import ConfigError
-from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
-from rlctl.planner.inputs.cluster import ClusterFacts
-from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.inputs.request import Request, Workload
+from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import assemble, device_seconds, feasible_plans, preference, score
@@ -33,44 +29,20 @@ Refusal = Callable[[Plan], str | None]
 
 
 def make_plan(
-    facts: ModelFacts,
-    cluster: ClusterFacts,
-    workload: Workload,
-    pins: Mapping[str, Any] | None = None,
-    *,
-    constants: Constants = DEFAULTS,
-    precision: Precision | None = None,
-    adapters: Adapters | None = None,
-    engine: EngineNumbers = PLAIN_ENGINE,
-    grouped_experts: bool = True,
-    gradient_bytes: int = 4,
-    moment_bytes: int = 8,
-    top: int = 5,
-    prefer_runnable: bool = True,
-    teacher: ModelFacts | None = None,
-    refusal: Refusal = lambda _: None,
+    request: Request, *, top: int = 5, prefer_runnable: bool = True, refusal: Refusal = lambda _: None
 ) -> Plan:
-    """The best plan for a model on a cluster.
+    """The best plan for what is asked for, with the `top` others.
 
-    `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
-    given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. `adapters` are trained
-    instead of the weights, and `teacher` computes log-probs next to the policy. A plan that `train` can run comes
-    before a faster one that it cannot, unless `prefer_runnable` is off. Where `training.backend` is not pinned,
-    Megatron trains if it can, and else the other backend; `refusal` is asked about the best plan of each.
+    A plan that `train` can run comes before a faster one that it cannot, unless `prefer_runnable` is off. Where
+    `training.backend` is not pinned, Megatron trains if it can, and else the other backend; `refusal` is asked about
+    the best plan of each.
 
     Raises ConfigError for a pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing
     fits, naming the smallest machine that would do and the cheapest change that would make this one do.
     """
-    pins = {key: value for key, value in (pins or {}).items() if value is not None}
-    precision = precision or ("float32" if cluster.is_cpu else "bf16")
-    element = 4.0 if precision == "float32" else 2.0
-    request = Request(
-        facts, cluster, workload, pins, constants, precision, adapters, element, engine, grouped_experts,
-        gradient_bytes, moment_bytes, teacher,
-    )  # fmt: skip
     _check_mover(request)
     _check_devices(request)
-    if (asked := request.pin("training.backend")) or not workload.trains:
+    if (asked := request.pin("training.backend")) or not request.workload.trains:
         found, rule = _found(replace(request, backend=asked or request.backend), prefer_runnable), ""
     else:
         found, rule = _of_either(request, prefer_runnable, refusal)

@@ -6,10 +6,9 @@ import pytest
 
 from rlctl.planner.inputs.cluster import make_cluster
 from rlctl.planner.inputs.request import Workload
-from rlctl.planner.make_plan import make_plan
 from rlctl.planner.search import feasible_plans
 from rlctl.planner.search.feasible_plans import score
-from support.catalog import model
+from support.catalog import make_plan, model
 
 LARGE = Workload(256, 16, 8192)
 

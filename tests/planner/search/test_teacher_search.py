@@ -11,12 +11,11 @@ from rlctl.errors import NoPlanError
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
 from rlctl.planner.inputs.request import Workload
-from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.telemetry.phases import Phase
-from support.catalog import model
+from support.catalog import make_plan, model
 
 WORK = {"prompts": 64, "generations": 16, "old_logprobs": False}
 

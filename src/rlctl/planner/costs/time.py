@@ -63,8 +63,6 @@ class MicroBatchTime:
 class TrainingTime:
     """Seconds of a step's training."""
 
-    micro_batches: int
-    """Number for one optimizer step on one data-parallel rank."""
     forward: MicroBatchTime
     compute: float
     """All micro-batches of the step on one stage."""
@@ -235,9 +233,7 @@ def training_time(request: Request, choice: TrainingChoice, colocated: bool = Tr
     data, optimizer = _data_seconds(request, choice, micro, number)
     steps = request.workload.optimizer_steps * request.workload.epochs
     onload = offload_seconds(request, choice) if colocated and request.workload.rollouts else 0.0
-    return TrainingTime(
-        number, forward, steps * (number * micro), steps * bubble, steps * data, steps * optimizer, onload
-    )
+    return TrainingTime(forward, steps * (number * micro), steps * bubble, steps * data, steps * optimizer, onload)
 
 
 def _most_trained(request: Request, choice: TrainingChoice) -> RankParameters:

@@ -190,9 +190,10 @@ class Request:
     workload: Workload = field(default_factory=Workload)
     pins: Mapping[str, Any] = field(default_factory=dict)
     constants: Constants = DEFAULTS
-    precision: Precision = "bf16"
+    training_precision: Precision | None = None
+    """None: float32 on a CPU, and bfloat16 on a GPU."""
     adapters: Adapters | None = None
-    generation_bytes: float = 2.0
+    """They are trained instead of the weights."""
     engine: EngineNumbers = PLAIN_ENGINE
     grouped_experts: bool = True
     """Megatron computes the experts of a rank as one product."""
@@ -210,6 +211,15 @@ class Request:
         """The value of a key that is pinned, else `options`."""
         value = self.pins.get(key)
         return options if value is None else [value]
+
+    @property
+    def precision(self) -> Precision:
+        return self.training_precision or ("float32" if self.cluster.is_cpu else "bf16")
+
+    @property
+    def generation_bytes(self) -> float:
+        """Bytes of a weight in the engines."""
+        return 4.0 if self.precision == "float32" else 2.0
 
     @property
     def fsdp(self) -> bool:

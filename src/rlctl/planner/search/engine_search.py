@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import GenerationChoice
@@ -20,18 +20,6 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.search.policy_search import SIMPLICITY, Reject, powers
 from rlctl.planner.search.rules import generation_problems
-
-
-@dataclass(frozen=True)
-class GenerationCandidate:
-    choice: GenerationChoice
-    seconds: float
-    weights: float
-
-    @property
-    def score(self) -> float:
-        kinds = sum(v > 1 for v in (self.choice.tp, self.choice.pp, self.choice.dp, self.choice.ep))
-        return self.seconds * (1 + SIMPLICITY * kinds)
 
 
 def generation_choices(request: Request, devices: int) -> Iterator[GenerationChoice]:
@@ -99,9 +87,14 @@ def _fixed_bytes(request: Request, choice: GenerationChoice) -> float:
 
 def generation_candidates(
     request: Request, devices: int, colocated: bool, asleep: float, budget: float, rejected: Reject
-) -> list[GenerationCandidate]:
+) -> list[GenerationChoice]:
     """All engine layouts that are valid and fit, the best first. `asleep`: what the offloaded policy keeps."""
     found = []
+
+    def score(sized: GenerationChoice) -> float:
+        kinds = sum(size > 1 for size in (sized.tp, sized.pp, sized.dp, sized.ep))
+        return generation_time(request, sized).total * (1 + SIMPLICITY * kinds)
+
     for choice, problems in ruled_engines(request, devices):
         if problems:
             rejected(choice, problems[0].message)
@@ -110,9 +103,8 @@ def generation_candidates(
         if isinstance(sized, Problem):
             rejected(choice, sized.message, sized.over)
             continue
-        seconds = generation_time(request, sized).total
-        found.append(GenerationCandidate(sized, seconds, weight_bytes(request.facts, sized)))
-    return sorted(found, key=lambda c: c.score)
+        found.append(sized)
+    return sorted(found, key=score)
 
 
 def _with_cache(

@@ -16,7 +16,7 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.engine_search import GenerationCandidate, generation_candidates, generation_choices
+from rlctl.planner.search.engine_search import generation_candidates, generation_choices
 from rlctl.planner.search.rules import not_runnable, on_one_node
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
@@ -28,8 +28,8 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     if not request.workload.trains:  # completions: all devices are the engines'
         devices, budget = request.cluster.devices, request.budget
         engines = generation_candidates(request, devices, False, 0.0, budget, log.add("generation"))
-        able = _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster))
-        return sorted((assemble(request, None, e.choice, False) for e in able), key=score), log.listed()
+        able = _worth_combining(engines, lambda e: on_one_node(e, request.cluster))
+        return sorted((assemble(request, None, engine, False) for engine in able), key=score), log.listed()
     plans: list[Plan] = []
     for colocated in _modes(request):
         # Where the two sides take turns, one of them always idles on devices of its own: only if nothing else runs.
@@ -100,9 +100,10 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
             left -= _teacher_bytes(request, training)
         engines = generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster)):
-            if _fits(request, training, engine, log):
-                plans.append(assemble(request, training, engine.choice, True))
+        for engine in _worth_combining(engines, lambda e: on_one_node(e, request.cluster)):
+            plan = assemble(request, training, engine, True)
+            if _fits(plan, request.budget, log):
+                plans.append(plan)
     return sorted(plans, key=score)
 
 
@@ -169,10 +170,9 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
         if together:
             left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(policy, training)
         engines = generation_candidates(engine, engine_devices, False, 0.0, left, log.add("generation"))
-        for candidate in _worth_combining(engines, lambda e: on_one_node(e.choice, cluster), KEEP_SPLIT):
-            plan = assemble(request, training, candidate.choice, False, engine_devices)
-            fits = plan.memory["refit"].total <= cluster.device.memory
-            if cluster.is_cpu or (fits and plan.host_memory <= cluster.device.host_memory):
+        for choice in _worth_combining(engines, lambda e: on_one_node(e, cluster), KEEP_SPLIT):
+            plan = assemble(request, training, choice, False, engine_devices)
+            if _fits(plan, cluster.device.memory, log):
                 plans.append(plan)
     return plans
 
@@ -183,22 +183,16 @@ def _least_cpu_engine(request: Request) -> float:
     return min((generation_memory(request, one, 0.0).total for one in choices), default=0.0) + 256 * 1024**2
 
 
-def _fits(
-    request: Request, training: search.TrainingCandidate, engine: GenerationCandidate, log: _RejectionLog
-) -> bool:
-    """Return whether the weights of policy and engine fit a device together, and what is offloaded the host memory."""
-    cluster = request.cluster
-    if cluster.is_cpu:
-        return True
-    refit = mem.refit_memory(request, training.choice, engine.weights).total
-    host = _host_memory(request, training, engine.choice, True)
+def _fits(plan: Plan, budget: float, log: _RejectionLog) -> bool:
+    """Return whether a refit fits a device, and what is offloaded the host memory."""
+    device = plan.cluster.device
+    assert plan.generation is not None
     for need, have, what, where in (
-        (refit, request.budget, f"with {engine.choice.name()}: refit needs", "for the weights of policy and engine"),
-        (host, cluster.device.host_memory, "offloaded state needs", "of host memory a node"),
+        (plan.memory["refit"].total, budget, f"with {plan.generation.name()}: refit needs", "of a device"),
+        (plan.host_memory, device.host_memory, "offloaded state needs", "of host memory a node"),
     ):
-        if need > have:
-            why = f"{what} {need / GIB:.0f} GiB of {have / GIB:.0f} {where}"
-            log.add("training")(training.choice, why, need / have)
+        if need > have and not device.is_cpu:
+            log.add("training")(plan.training, f"{what} {need / GIB:.0f} GiB of {have / GIB:.0f} {where}", need / have)
             return False
     return True
 

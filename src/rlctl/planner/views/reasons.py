@@ -109,7 +109,7 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
     yield "training.dp", parallel.dp, divided
     sp = "It saves activations at no cost with TP." if parallel.tp > 1 else "It needs training.tp > 1."
     yield "training.sequence_parallel", parallel.sequence_parallel, sp
-    number = _count(plan.micro_batches, "micro-batch", "micro-batches")
+    number = f"{plan.micro_batches:,} micro-batch{'es' * (plan.micro_batches != 1)}"
     longest = "rollout" if request.workload.rollouts else "sequence"
     rows = f"Rows hold the longest {longest} ({request.workload.max_length:,} tokens), or more where that is faster; "
     yield "training.micro_batch_tokens", t.micro_batch_tokens, f"{rows}a rank has {number} in an optimizer step."
@@ -175,7 +175,8 @@ def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iter
         engines = "Each prompt has one: one engine makes all completions of a prompt."
     yield "generation.engines", g.engines, engines
     longest = workload.lengths(request.constants.length_sigma).longest
-    rollouts = _count(workload.share(g.engines, g.dp), "rollout", "rollouts")
+    share = workload.share(g.engines, g.dp)
+    rollouts = f"{share:,} rollout{'s' * (share != 1)}"
     best = "the fastest" if workload.goal == "fast" else f"the best for --goal {workload.goal}"
     yield "generation.tp", g.tp, f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
     for key in ("pp", "dp", "ep"):
@@ -190,7 +191,3 @@ def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iter
     if (full := g.kv_cache_tokens // workload.max_length) < g.max_concurrent:
         every += f" The KV cache holds {full:,} of full length; more run at once while they are shorter."
     yield "generation.max_concurrent", g.max_concurrent, every
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
