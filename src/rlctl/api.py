@@ -143,9 +143,9 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     from rlctl.telemetry import metrics
 
     file = RunDirectory(Path(run_dir)).metrics
-    if not file.is_file():
+    if not (lines := metrics.read_metrics(file)):
         raise InputError(f"{run_dir} has no {file.name}.", "Give the directory of a run that has finished a step.")
-    return metrics.read_metrics(file)
+    return lines
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.apps.crew import CrewSpec, engine_bundles, policy_environment
-from rlctl.apps.planned_crew import planned_crew
+from rlctl.apps.crew import CrewSpec, engine_bundles, planned_crew, policy_environment
 from rlctl.cluster.placement import Bundle
 from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.errors import MachineError

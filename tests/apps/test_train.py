@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlctl.apps.run_comparison import compare_memory, compare_run
 from rlctl.cluster.session_files import family_shared_memory
-from rlctl.planner.views.run_comparison import compare_memory, compare_run
 from rlctl.rl.agreement import LIMITS
 from rlctl.rl.algorithms.algorithm import NAMES_OF_A_STEP
 from rlctl.rl.algorithms.grpo import Grpo

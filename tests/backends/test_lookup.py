@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.apps.backend_arguments import BackendArguments
-from rlctl.apps.planned_crew import planned_crew
+from rlctl.apps.crew import planned_crew
 from rlctl.backends import lookup
 from rlctl.backends.base import EngineSpec, PolicySpec
 from rlctl.backends.lookup import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from rlctl.apps.crew import start_crew
-from rlctl.apps.planned_crew import planned_crew
+from rlctl.apps.crew import planned_crew, start_crew
 from rlctl.config.schema import RlctlConfig
 from rlctl.planner.from_config import plan_from_config
 from rlctl.rl.health import Health

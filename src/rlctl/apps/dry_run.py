@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlctl.apps.backend_arguments import BackendArguments, differences
+from rlctl.apps.crew import planned_crew, planned_teacher
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.open_model import NamedModel, find_model, published_facts, published_teacher
-from rlctl.apps.planned_crew import planned_crew, planned_teacher
 from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
 from rlctl.backends.lookup import POLICY

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.backend_arguments import BackendArguments
-from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
+from rlctl.apps.crew import CrewSpec, EnginesSpec, device_of, planned_crew, planned_engines, start_crew, start_engines
 from rlctl.apps.open_model import NamedModel, open_model
-from rlctl.apps.planned_crew import device_of, planned_crew, planned_engines
 from rlctl.apps.prepare import require_devices
 from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
 from rlctl.backends.lookup import engine_backend

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import __version__
-from rlctl.apps.crew import CrewSpec
+from rlctl.apps.crew import CrewSpec, converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.apps.open_model import (
     NamedModel,
     find_model,
@@ -26,7 +26,6 @@ from rlctl.apps.open_model import (
     require_same_tokens,
     what_there_is,
 )
-from rlctl.apps.planned_crew import converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.backends.base import Device, Dtype, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backends
 from rlctl.checkpoints.hf.hf_files import read_config

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlctl.apps import refit_report
-from rlctl.apps.crew import Crew, CrewSpec, start_crew
+from rlctl.apps.crew import Crew, CrewSpec, converts, device_of, planned_crew, start_crew
 from rlctl.apps.open_model import open_model
-from rlctl.apps.planned_crew import converts, device_of, planned_crew
 from rlctl.apps.prepare import require_devices, runnable_plan
 from rlctl.apps.refit_report import LogprobLimit, RefitTestReport
 from rlctl.backends.base import resolve_dtype

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.apps.run_comparison import compare_memory, compare_run
 from rlctl.config.files import problem_with, written_text
 from rlctl.config.load import DEFAULT, PLANNER
 from rlctl.errors import InputError
-from rlctl.planner.views.run_comparison import compare_memory, compare_run
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.page import write_page
@@ -54,7 +54,7 @@ class LiveReport:
 
 def write_report(run: RunDirectory, state: str) -> list[dict[str, Any]]:
     """Write the report of a run that has taken a step; return the lines of its metrics."""
-    lines = read_metrics(run.metrics) if run.metrics.exists() else []
+    lines = read_metrics(run.metrics)
     if lines:
         write_page(run.report, [reported(run, state, lines)])
     return lines
@@ -82,7 +82,7 @@ def state_of(run: RunDirectory) -> str:
     """Return `running`, `finished` or `stopped`."""
     if run.is_locked():
         return "running"
-    lines = read_metrics(run.metrics) if run.metrics.exists() else []
+    lines = read_metrics(run.metrics)
     return "finished" if lines and lines[-1]["step"] >= (_steps(run.manifest()) or 0) else "stopped"
 
 
@@ -92,7 +92,7 @@ def reported(
     """Return what the report shows of a run. Raises InputError where there is no run, and where it is to have `begun`
     one that took no step."""
     manifest = run.manifest()
-    lines = lines or (read_metrics(run.metrics) if run.metrics.exists() else [])
+    lines = lines or read_metrics(run.metrics)
     if begun and not lines:
         raise InputError(f"{run.path} has no finished step to report.", "Wait for its first step.")
     entries = {key: entry for key, entry in manifest["config"].items() if isinstance(entry, dict)}

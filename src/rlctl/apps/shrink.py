@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.planned_crew import training_of
+from rlctl.apps.crew import training_of
 from rlctl.backends.base import resolve_dtype
 from rlctl.config.keys import TEACHER_SIZES
 from rlctl.config.load import DEFAULT, PLANNER, Resolved

@@ -131,8 +131,7 @@ def resumed_job(
     """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
     InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` reports it."""
     stored = run.manifest()
-    if run.metrics.exists():
-        read_metrics(run.metrics)  # what is wrong with it is told before anything starts
+    read_metrics(run.metrics)  # what is wrong with it is told before anything starts
     edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
     merged, changes = continued(stored, resolved)
     changes = [*edited, *version_changes(stored, tell), *changes]

@@ -128,7 +128,7 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.apps.backend_arguments import BackendArguments, differences
-    from rlctl.apps.planned_crew import planned_crew
+    from rlctl.apps.crew import planned_crew
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
 
@@ -175,7 +175,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text
+    from rlctl.apps.run_comparison import compare_memory, compare_run, comparison_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 app = command_app()
 EXIT_MISMATCH = 5
 NAMED = 8  # tensors that are named at the terminal where they were not compared
-ONE_OF_THEM = "Leave one of them out."
 
 Receive = Annotated[
     Literal["auto", "loader", "direct"],
@@ -77,12 +76,10 @@ def refit_test(
     if synthetic is not None:
         from rlctl.apps.refit_synthetic import SyntheticJob, run_synthetic
 
-        if dry_run:
-            raise InputError("--dry-run shows a plan, and --synthetic has none.", ONE_OF_THEM)
-        if model is not None:
-            raise InputError(f"--synthetic {synthetic} has its own tensors, not those of --model {model}.", ONE_OF_THEM)
-        if receive == "loader":
-            raise InputError(f"--synthetic {synthetic} has no engine, and so no loader (--receive).", ONE_OF_THEM)
+        loader = "--receive loader" if receive == "loader" else None
+        if other := next(filter(None, ("--dry-run" if dry_run else None, model and f"--model {model}", loader)), None):
+            why = f"--synthetic {synthetic} has tensors of its own, no plan and no engine: {other} would do nothing."
+            raise InputError(why, "Leave one of them out.")
         _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_, explain)
     elif dry_run:
         from rlctl.apps.dry_run import dry_refit_test

@@ -42,11 +42,6 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace
             f"refit.mover = {asked}, but no policy rank is on the node of {away[0].name} ({away[0].node}).",
             "Use auto or collective.",
         )
-    if asked == "collective" and gpus and len(elsewhere) < len(needs):
-        raise ConfigError(
-            f"refit.mover = {asked}, but engines share GPUs with the policy, and NCCL takes one process of each GPU.",
-            "Use auto or cuda-ipc.",
-        )
     if asked == "disk" and directory is None:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",

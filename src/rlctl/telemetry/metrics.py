@@ -47,7 +47,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, finished: int) -> None:
         """Open `path`, dropping the lines of steps after step `finished` (a killed run is ahead of its checkpoint)."""
         self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= finished] if path.exists() else []
+        kept = [line for line in read_metrics(path) if line["step"] <= finished]
         aside = path.with_suffix(".partial")
         aside.write_text("".join(_to_line(line) for line in kept))
         aside.replace(path)
@@ -84,7 +84,10 @@ def nested(values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl` but a last one that was cut off. Raises InputError for other damage."""
+    """Return the lines of a `metrics.jsonl` but a last one that was cut off; none where no step has written one. Raises
+    InputError for other damage."""
+    if not path.exists():
+        return []
     try:
         lines = written_text(path, errors="replace").splitlines()
     except OSError as error:

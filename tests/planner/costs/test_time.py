@@ -12,6 +12,7 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.time import (
     critic_time,
     logprobs_time,
+    micro_batches,
     offload_seconds,
     remote_share,
     state_traffic,
@@ -48,11 +49,10 @@ def test_fsdp_takes_as_much_longer_than_megatron_as_was_published() -> None:
 def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
     request = Request(model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=790))
     data = {rows: training_time(request, choice(True, rows, dp=8)) for rows in (4096, 8192)}
-    assert data[4096].data / data[8192].data == pytest.approx(
-        data[4096].micro_batches / data[8192].micro_batches, rel=1e-6
-    )
+    numbers = [micro_batches(request, choice(True, rows, dp=8))[0] for rows in data]
+    assert data[4096].data / data[8192].data == pytest.approx(numbers[0] / numbers[1], rel=1e-6)
     # Of 8 parameters a rank receives 7: 2 bytes in front of each pass, half of the first hidden, and 4 of gradients.
-    moved = data[4096].micro_batches * (1 + 2 + 4) * 8.03e9 * 7 / 8
+    moved = numbers[0] * (1 + 2 + 4) * 8.03e9 * 7 / 8
     assert data[4096].data == pytest.approx(moved / (450e9 * 0.75), rel=0.01)
 
 
@@ -78,8 +78,8 @@ def test_over_nodes_a_ring_has_the_network_of_all_its_ranks_and_copies_spare_it(
     request = Request(model("Llama-3.1-70B"), make_cluster("h100", 8), Workload(64, 32, mean_new_tokens=396))
     whole, split = (training_time(request, choice(True, **sizes)).data
                     for sizes in ({"dp": 64}, {"tp": 8, "dp": 8}))  # fmt: skip
-    per_row = whole / training_time(request, choice(True, dp=64)).micro_batches
-    per_split_row = split / training_time(request, choice(True, tp=8, dp=8)).micro_batches
+    per_row = whole / micro_batches(request, choice(True, dp=64))[0]
+    per_split_row = split / micro_batches(request, choice(True, tp=8, dp=8))[0]
     assert per_row == pytest.approx(per_split_row, rel=0.15), "eight devices of a node move eight times as much"
     copies = training_time(request, choice(True, dp=64, replicate=8)).data
     assert copies < whole

@@ -11,6 +11,7 @@ from typing import Any
 from rlctl.config.files import written_text
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 
@@ -45,24 +46,16 @@ class Comparison:
 
 def recorded_plan(run: Path) -> dict[str, Any]:
     """The plan in the run's manifest."""
-    path = run / "manifest.json"
-    if not path.exists():
-        raise InputError(f"--run {run}: there is no manifest.json.", "Give the directory of a run.")
-    try:
-        plan = json.loads(written_text(path)).get("plan")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"--run {run}: manifest.json cannot be read: {error}.") from error
-    if not isinstance(plan, dict) or "seconds" not in plan:
+    plan = RunDirectory(run).manifest().get("plan") or {}
+    if "seconds" not in plan:
         raise InputError(f"--run {run}: its manifest holds no plan with predicted seconds.")
     return plan
 
 
 def compare_run(run: Path) -> list[Comparison]:
     """One row a phase, and the total; measured over the steps, the first left out where there are more."""
-    predicted, path, rows = recorded_plan(run)["seconds"], run / "metrics.jsonl", []
-    if not path.exists():
-        raise InputError(f"--run {run}: there is no metrics.jsonl.", "Give the directory of a run that took a step.")
-    steps = [line["seconds"] for line in read_metrics(path) if "seconds" in line]
+    predicted, rows = recorded_plan(run)["seconds"], []
+    steps = [line["seconds"] for line in read_metrics(RunDirectory(run).metrics) if "seconds" in line]
     if not steps:
         raise InputError(f"--run {run}: no step has finished.", "Give the directory of a run that took a step.")
     total = median(step.get("total", 0.0) for step in steps[1:] or steps)
