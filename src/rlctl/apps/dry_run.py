@@ -252,22 +252,18 @@ def _model_is_absent(model: ModelConfig) -> bool:
 
 def about(job: Job) -> list[str]:
     """Model, data and reward, and what there is to know about them."""
+    environment = job.prompts.environment
     return [
         f"model: {job.source.label}",
         *job.prompts.describe(),
-        *(job.prompts.environment.describe() if job.prompts.environment else []),
-        *(job.rewards.describe() if job.rewards is not None else _unscored(job)),
+        *(environment.describe() if environment else []),
+        *(job.rewards.describe() if job.rewards else [f"reward: {environment.plan.label if environment else 'none'}"]),
         *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),
     ]
-
-
-def _unscored(job: Job) -> list[str]:
-    environment = job.prompts.environment
-    return [f"reward: {environment.plan.label}" if environment else "reward: none"]
 
 
 def _other_backend(plan: Plan) -> list[str]:

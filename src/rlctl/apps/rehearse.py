@@ -132,7 +132,8 @@ def _rehearse(resolved: Resolved, plan: Plan, folder: Path, found: Rehearsal, te
     with environment(**_variables(folder)):
         job = _prepared(small, resolved.config, plan, tell)
         known = ("model: ", "note: ", *differences(job.resolved))
-        found.done += [_pair(line) for line in about(job) if not line.startswith(known)]
+        said = [line.partition(": ") for line in about(job) if not line.startswith(known)]
+        found.done += [(what, how) if colon else ("", what) for what, colon, how in said]
         found.done.append(("plan", job.plan.name()))
         found.notices += look_at_rows(job, resolved.config, plan.facts, {str(path) for _, path in stage.rows})
         run = RunDirectory(folder / "run")
@@ -170,12 +171,6 @@ def _stage(config: RlctlConfig, plan: Plan, folder: Path, found: Rehearsal) -> S
     letter = usual_letter([*map(str, tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))])
     keeps = config.model.tokenizer is not None and why is None
     return Stage(folder, folder / "model", teacher, keeps, letter, tuple(rows))
-
-
-def _pair(line: str) -> tuple[str, str]:
-    """Return the subject of a line about a run, and what it says."""
-    what, colon, how = line.partition(": ")
-    return (what, how) if colon else ("", line)
 
 
 def _prepared(small: Resolved, config: RlctlConfig, plan: Plan, tell: Tell) -> Job:
