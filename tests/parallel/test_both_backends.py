@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.available import OWN, algorithm_from_config
 from support.parallel_cases import Case, load_batch, make_worker
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import hf_model, make_batch, megatron_weights
 
-Pools = Callable[[int], Pool]
 PENALTY = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01")
 LAYOUTS = {"alone": (ParallelSpec(), ParallelSpec()), "cp2-dp2": (ParallelSpec(cp=2), ParallelSpec(dp=2))}
 """The layouts of transformers' modules and of Megatron."""

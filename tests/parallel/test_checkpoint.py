@@ -3,7 +3,6 @@ another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from support.parallel_cases import (
     run_checkpoint_memory,
     run_checkpoint_of_no_step,
 )
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import hf_model, make_batch, megatron_weights, reference_weights
 
-Pools = Callable[[int], Pool]
 SAME = {
     "alone": Case(),
     "tied-tp2": Case("llama-tied", ParallelSpec(tp=2)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import Case, assemble, make_worker, pieces
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import hf_model, megatron_weights
 
 CASES = {
@@ -52,7 +51,7 @@ def save_plainly(rank: int, case: Case, weights: dict[str, Tensor], shards: Path
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_megatron_loads_what_convert_writes(pools: Callable[[int], Pool], case: Case, tmp_path: Path) -> None:
+def test_megatron_loads_what_convert_writes(pools: Pools, case: Case, tmp_path: Path) -> None:
     model = hf_model(case.kind)
     model.save_pretrained(tmp_path / "hf")
     hf_to_megatron(tmp_path / "hf", tmp_path / "ckpt")
@@ -66,9 +65,7 @@ def test_megatron_loads_what_convert_writes(pools: Callable[[int], Pool], case: 
 
 @pytest.mark.parametrize("singleton", [False, True], ids=["stacked", "singleton"])
 @pytest.mark.parametrize("name", ["tied-tp2", "qwen2-pp2", "deepseek-ep2", "deepseek-tp2"])
-def test_convert_reads_what_megatron_writes(
-    pools: Callable[[int], Pool], name: str, singleton: bool, tmp_path: Path
-) -> None:
+def test_convert_reads_what_megatron_writes(pools: Pools, name: str, singleton: bool, tmp_path: Path) -> None:
     case = CASES[name]
     model = hf_model(case.kind)
     model.save_pretrained(tmp_path / "hf")

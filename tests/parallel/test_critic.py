@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -21,12 +20,10 @@ from support.critic_cases import (
     run_critic_checkpoint,
     run_loaded,
 )
-from support.parallel_cases import Case, Model, assemble
-from support.pool import Pool
+from support.parallel_cases import Case, assemble, model_of, of_modules
+from support.pool import Pools, Published, slowly
 from support.reference import Optim, close, hf_model, make_batch, reference_weights
 
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 TOLERANCE = 1e-6
 
 
@@ -57,10 +54,6 @@ MORE_CASES = {
 }
 
 
-def of_modules(kind: str = "llama", recompute: str = "none", **sizes: int) -> Case:
-    return Case(kind, ParallelSpec(**sizes), recompute=recompute, backend="dtensor")
-
-
 MODULES = {
     "fsdp-alone": of_modules("llama-tied"),
     "fsdp-dp2": of_modules("llama-tied", dp=2),
@@ -76,15 +69,11 @@ CASES |= {name: MODULES.pop(name) for name in ("fsdp-dp2", "fsdp-tp2")}
 MORE_CASES |= MODULES
 
 
-def model_of(case: Case, published: Published) -> Model:
-    return published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
-
-
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, id=name) for name, case in CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MORE_CASES.items()),
+        *slowly(CASES, *CASES),
+        *slowly(MORE_CASES),
     ],
 )
 def test_values_advantages_and_steps_equal_transformers(pools: Pools, published: Published, case: Case) -> None:

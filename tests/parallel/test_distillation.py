@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +18,10 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.distillation import Distillation
 from support.parallel_cases import WEIGHT, Case, Model, assemble
-from support.pool import Pool
+from support.pool import Pools, slowly
 from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
 from support.taught import run_student, run_teacher, together
 
-Pools = Callable[[int], Pool]
 TOP = 5
 TEACHER_SEED = 7
 
@@ -81,9 +79,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("form", ["sampled", "top-k"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slowly(CASES.keys(), *QUICK))
 def test_a_student_learns_what_its_teacher_says(pools: Pools, name: str, form: str) -> None:
     student, teacher = CASES[name]
     weights = [megatron_weights(case.kind, model.state_dict()) for case, model in of_both(student, teacher)]

@@ -3,7 +3,6 @@ against the Megatron backend, in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,9 +27,9 @@ from support.causal_types import TRAINED, causal_model
 from support.dtensor_cases import run_changed, run_memory
 from support.families import FAMILIES, OTHERS, SEPARATE
 from support.families import hf_model as family_model
-from support.parallel_cases import WEIGHT, Case, assemble, run_case, run_checkpoint, spec_of
+from support.parallel_cases import WEIGHT, Case, assemble, of_family, of_modules, run_case, run_checkpoint, spec_of
 from support.parallel_families import make_batch as family_batch
-from support.pool import Pool
+from support.pool import Pools, Published, slowly
 from support.reference import (
     Optim,
     Reference,
@@ -44,25 +43,11 @@ from support.reference import (
     token_loss,
 )
 
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 EVEN = 252
 """A vocabulary that two ranks divide."""
 WITHOUT_CONFIG = "no config.json next to it: `megatron-to-hf` needs --config-from"
 TOLERANCE = 1e-6
 """Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
-
-
-def slowly(names: Iterable[str], *quick: str) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
-def marked(table: dict[str, Any], *quick: str) -> list[Any]:
-    """The cases of a table; those that are not `quick` are slow tests."""
-    assert set(quick) <= set(table)
-    marks = {name: () if name in quick else pytest.mark.slow for name in table}
-    entries = {name: case if isinstance(case, tuple) else (case,) for name, case in table.items()}
-    return [pytest.param(*entries[name], id=name, marks=marks[name]) for name in table]
 
 
 @cache
@@ -100,8 +85,7 @@ def check_model(
     pools: Pools, directory: Path, parallel: ParallelSpec, wanted: Reference, share_prompts: bool = False
 ) -> None:
     facts = facts_in(directory)
-    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
-    case = of_modules(Case(parallel=parallel, share_prompts=share_prompts, micro_batch_tokens=48, **alone))
+    case = of_family(facts, parallel, share_prompts)
     ranks = pools(parallel.world_size).run(run_case, case, directory, family_batch(), None, facts)
     grads, _ = assemble([rank.grads for rank in ranks])
     for rank in ranks:
@@ -123,7 +107,7 @@ EXPERTS = ("mixtral", "moonlight", "gpt-oss")
 DENSE = ("llama3", "qwen2-yarn", "mistral-windowed", "gemma3")
 
 
-@pytest.mark.parametrize("family", marked(DIFFERENT, "qwen2-yarn", "gemma3", "gpt-oss"))
+@pytest.mark.parametrize("family", slowly(DIFFERENT, "qwen2-yarn", "gemma3", "gpt-oss"))
 def test_every_family_is_the_model_of_transformers(pools: Pools, family: str, tmp_path: Path) -> None:
     check_family(pools, tmp_path, family, ParallelSpec())
 
@@ -145,8 +129,8 @@ def test_no_rank_ever_holds_the_model(pools: Pools, published: Published, tmp_pa
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "initializer_range": 0.02}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, num_attention_heads=8, **sizes))
     model.save_pretrained(tmp_path)
-    whole, parallel = sum(4 * p.numel() for p in model.parameters()), ParallelSpec(dp=4)
-    case = of_modules(Case(parallel=parallel))
+    whole = sum(4 * p.numel() for p in model.parameters())
+    case = of_modules(dp=4)
     tiny, large = (case, published("llama")), (case, tmp_path, facts_in(tmp_path))
     for grown in pools(4).run(run_memory, tiny, large):
         assert whole / 4 < grown < 0.5 * whole, grown / whole
@@ -167,7 +151,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep", "gemma4-moe-dp-ep", "gpt2-cp", "lfm2-dp2", "falcon-dp1"),
+    slowly(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep", "gemma4-moe-dp-ep", "gpt2-cp", "lfm2-dp2", "falcon-dp1"),
 )
 def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
@@ -185,7 +169,7 @@ def test_every_type_of_transformers_is_trained_as_it_is_there(pools: Pools, mode
 
 @pytest.mark.parametrize("kind", [pytest.param("llama-tied", marks=pytest.mark.slow), "qwen3moe"])
 def test_bfloat16_is_computed_in_and_float32_is_kept(pools: Pools, published: Published, kind: str) -> None:
-    case = of_modules(Case(kind, ParallelSpec(dp=2), "bfloat16"))
+    case = Case(kind, ParallelSpec(dp=2), "bfloat16", backend="dtensor")
     ranks = pools(2).run(run_case, case, published(kind), make_batch())
     expected = run_reference(kind, make_batch(), WEIGHT)
     for key, value in ((key, value) for rank in ranks for key, value in rank.logprobs.items()):
@@ -204,10 +188,7 @@ def test_stored_buffers_are_computed_with_in_bfloat16_and_kept(pools: Pools, fam
     begun = family_model(family, EVEN)
     begun.save_pretrained(tmp_path)
     facts = facts_in(tmp_path)
-    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
-    case = of_modules(
-        Case("llama", ParallelSpec(dp=2), "bfloat16", share_prompts=False, micro_batch_tokens=48, **alone)
-    )
+    case = of_family(facts, ParallelSpec(dp=2), dtype="bfloat16")
     ranks = pools(2).run(run_case, case, tmp_path, family_batch(), None, facts)
     params, _ = assemble([rank.params for rank in ranks])
     expected = expected_of(family)
@@ -236,10 +217,6 @@ def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -
             assert abs(getattr(one, name) - getattr(other, name)) <= TOLERANCE * max(1, abs(getattr(other, name)))
 
 
-def of_modules(case: Case) -> Case:
-    return replace(case, backend="dtensor")
-
-
 def outcome(ranks: list[Any]) -> tuple[Any, ...]:
     """What `run_checkpoint` has found: the results of the two second steps, and the parameters, whole."""
     results = (only_result([result for rank in ranks for result in rank[i]]) for i in (0, 2))
@@ -247,28 +224,22 @@ def outcome(ranks: list[Any]) -> tuple[Any, ...]:
 
 
 SAVED = {
-    "same-dp2": (Case(parallel=ParallelSpec(dp=2)),) * 2,
-    "same-dp2-states-on-host": (Case(parallel=ParallelSpec(dp=2), optimizer_offload=True),) * 2,
-    "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
-    "moe-ep2-to-replicate2": (
-        Case("deepseek", ParallelSpec(dp=2, ep=2)), Case("deepseek", ParallelSpec(dp=2, replicate=2)),
-    ),
-    "moe-tp2-to-ep2": (Case("qwen3moe", ParallelSpec(tp=2)), Case("qwen3moe", ParallelSpec(dp=2, ep=2))),
-    "moe-ep2-tp2-to-shard4": (
-        Case("deepseek", ParallelSpec(tp=2, dp=2, ep=2)), Case("deepseek", ParallelSpec(dp=4)),
-    ),
-}  # fmt: skip
+    "same-dp2": (of_modules(dp=2),) * 2,
+    "same-dp2-states-on-host": (replace(of_modules(dp=2), optimizer_offload=True),) * 2,
+    "dp2-to-tp2": (of_modules("llama-tied", dp=2), of_modules("llama-tied", tp=2)),
+    "moe-ep2-to-replicate2": (of_modules("deepseek", dp=2, ep=2), of_modules("deepseek", dp=2, replicate=2)),
+    "moe-tp2-to-ep2": (of_modules("qwen3moe", tp=2), of_modules("qwen3moe", dp=2, ep=2)),
+    "moe-ep2-tp2-to-shard4": (of_modules("deepseek", tp=2, dp=2, ep=2), of_modules("deepseek", dp=4)),
+}
 
 
-@pytest.mark.parametrize(("before", "after"), marked(SAVED, "same-dp2-states-on-host", "dp2-to-tp2"))
+@pytest.mark.parametrize(("before", "after"), slowly(SAVED, "same-dp2-states-on-host", "dp2-to-tp2"))
 def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case, after: Case, tmp_path: Path) -> None:
     """Bitwise under the same sharding and within rounding under another; and a checkpoint is a model to load."""
     directory = tmp_path / "policy"
     directory.mkdir()
     pool = pools(before.parallel.world_size)
-    ranks = pool.run(
-        run_checkpoint, of_modules(before), of_modules(after), published(before.kind), make_batch(), directory
-    )
+    ranks = pool.run(run_checkpoint, before, after, published(before.kind), make_batch(), directory)
     straight, resumed, kept, loaded, model = outcome(ranks)
     assert kept.keys() == loaded.keys() == model.keys()
     if before == after:
@@ -297,8 +268,7 @@ def test_a_saved_policy_of_a_family_without_a_file_goes_on(pools: Pools, family:
     directory.mkdir()
     family_model(family, EVEN).save_pretrained(published)
     facts = facts_in(published)
-    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
-    case = of_modules(Case(parallel=ParallelSpec(dp=2), share_prompts=False, micro_batch_tokens=48, **alone))
+    case = of_family(facts, ParallelSpec(dp=2))
     ranks = pools(2).run(run_checkpoint, case, case, published, family_batch(), directory, False, facts)
     straight, resumed, kept, loaded, model = outcome(ranks)
     assert straight == resumed
@@ -326,7 +296,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("case", marked(CHANGED, "moe-dp2-ep2", "adapters-dp2-states-on-host"))
+@pytest.mark.parametrize("case", slowly(CHANGED, "moe-dp2-ep2", "adapters-dp2-states-on-host"))
 def test_a_run_may_change_its_backend_and_change_back(
     pools: Pools, published: Published, case: Case, tmp_path: Path
 ) -> None:

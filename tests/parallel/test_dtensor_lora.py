@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +26,9 @@ from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
 from support.adapters import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
 from support.families import hf_model as family_model
-from support.parallel_cases import WEIGHT, Case, assemble, run_case
+from support.parallel_cases import WEIGHT, assemble, of_family, of_modules, run_case
 from support.parallel_families import make_batch as family_batch
-from support.pool import Pool
+from support.pool import Pools, Published
 from support.reference import (
     advantage,
     close,
@@ -40,20 +39,14 @@ from support.reference import (
     token_loss,
 )
 
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 TOLERANCE = 1e-6
 """As in `test_dtensor.py`."""
-
-
-def case_of(kind: str, recompute: str = "none", **sizes: int) -> Case:
-    return Case(kind, ParallelSpec(**sizes), recompute=recompute, backend="dtensor")
 
 
 @pytest.mark.slow
 def test_both_backends_train_the_same_adapters(pools: Pools, published: Published) -> None:
     """They begin with the same A, and share it between the layers that Megatron fuses."""
-    case = replace(case_of("qwen3", dp=2), lora=LORA)
+    case = replace(of_modules("qwen3", dp=2), lora=LORA)
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
     ours = pools(2).run(run_case, case, published(case.kind), make_batch())
     theirs = pools(2).run(run_case, replace(case, backend="megatron"), weights, make_batch())
@@ -100,10 +93,9 @@ def test_a_family_without_a_file_takes_adapters_and_is_exported(
     facts, targets = facts_in(base), UNFILED[family]
     spec = PolicySpec(facts, ParallelSpec(dp=dp), optimizer=OptimizerConfig(), temperature=1.0, lora=LORA)
     policy_backend("dtensor").refuse(spec)
-    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
-    parallel = ParallelSpec(dp=dp)
-    case = Case(parallel=parallel, share_prompts=False, micro_batch_tokens=48, backend="dtensor", **alone)
-    ranks = pools(dp).run(run_family, case, base, facts, family_batch(), policy_of(run, base))
+    ranks = pools(dp).run(
+        run_family, of_family(facts, ParallelSpec(dp=dp)), base, facts, family_batch(), policy_of(run, base)
+    )
     losses = [only_result([rank["results"][step] for rank in ranks]).loss for step in range(3)]
     assert len(set(losses)) == 3
     if family != "phimoe":  # its routers choose anew after a step, and their gradients are estimates
@@ -160,7 +152,7 @@ def test_adapters_are_exported_merged_and_as_peft_names_them(
     import transformers
     from safetensors.torch import load_file
 
-    case, run, base = case_of("deepseek", dp=2, ep=2), tmp_path / "run", published("deepseek")
+    case, run, base = of_modules("deepseek", dp=2, ep=2), tmp_path / "run", published("deepseek")
     pools(2).run(run_saved, case, base, make_batch(), policy_of(run, base))
     found = inspect(run)
     assert (found.format, found.adapters) == ("dtensor torch_dist", True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +13,8 @@ from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
-from support.parallel_cases import WEIGHT, Case, assemble, run_case
-from support.pool import Pool
+from support.parallel_cases import WEIGHT, Case, assemble, model_of, run_case
+from support.pool import Pools, Published
 from support.reference import (
     Optim,
     advantage,
@@ -25,12 +23,9 @@ from support.reference import (
     make_batch,
     megatron_weights,
     prompt_tokens,
-    reference_weights,
     token_loss,
 )
 
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 CONTEXTS = 2
 
 
@@ -101,9 +96,8 @@ def expected() -> tuple[float, dict[str, torch.Tensor]]:
 )
 def test_gradients_of_episodes_are_those_of_their_contexts(pools: Pools, published: Published, case: Case) -> None:
     of_modules = case.backend == "dtensor"
-    model = published("llama") if of_modules else reference_weights("llama")
     columns, rows = as_episodes(of_contexts())
-    ranks = pools(case.parallel.world_size).run(run_case, case, model, columns, None, None, rows)
+    ranks = pools(case.parallel.world_size).run(run_case, case, model_of(case, published), columns, None, None, rows)
     loss, module_grads = expected()
     first = only_result([rank.results[0] for rank in ranks])
     assert abs(first.loss - loss) <= 1e-6 * max(1, abs(loss))

@@ -25,9 +25,8 @@ from rlctl.weights.transfer_plan import receive_plan
 from support.families import FAMILIES, VOCAB, hf_model
 from support.parallel_cases import assemble
 from support.parallel_families import Cell, cotangent, make_batch, run_cell
-from support.pool import Pool
+from support.pool import Pools
 
-Pools = Callable[[int], Pool]
 Convert = Callable[[str], tuple[Path, ModelFacts]]
 EXPERTS = [name for name in FAMILIES if name in ("qwen3-moe", "mixtral", "deepseek-v3", "moonlight", "gpt-oss")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig
 from support.host_states import run_counted, run_resumed, run_steps
 from support.parallel_cases import Case
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import make_batch, reference_weights
 
-Pools = Callable[[int], Pool]
 STEPS = {
     "float32": Case(),
     "bfloat16": Case(dtype="bfloat16"),

@@ -4,7 +4,6 @@ refits read those."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
 from support.adapters import LORA, expected, megatron_adapters, merge, policy_of, run_adapters, run_saved
-from support.parallel_cases import Case, assemble
-from support.pool import Pool
+from support.parallel_cases import Case, assemble, model_of, of_modules
+from support.pool import Pools, Published, slowly
 from support.reference import (
     Optim,
     close,
@@ -32,9 +31,6 @@ from support.reference import (
     reference_logprobs,
     reference_weights,
 )
-
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 
 CASES = {
     "one": Case(),
@@ -64,10 +60,6 @@ SAVED = {name: CASES[name] for name in ("recompute", "tp2-sp", "vpp2", "moe-ep2"
 """The second step comes after a save, and a load under this layout."""
 
 
-def of_modules(kind: str, recompute: str = "none", **sizes: int) -> Case:
-    return Case(kind, ParallelSpec(**sizes), recompute=recompute, backend="dtensor")
-
-
 CASES |= {
     "fsdp-one": of_modules("llama", "full"),
     "fsdp-dp2": of_modules("llama-tied", dp=2),
@@ -94,14 +86,13 @@ SAVED |= {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", slowly(CASES.keys(), *QUICK))
 def test_adapters_train_as_the_merged_model_does(pools: Pools, published: Published, name: str, tmp_path: Path) -> None:
     case, saved, wanted = CASES[name], None, expected(CASES[name].kind)
     if name in SAVED:
         saved = tmp_path / "saved"
         saved.mkdir()
-    model = published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
-    arguments = case, SAVED.get(name, case), model, make_batch(), wanted.merged, saved
+    arguments = case, SAVED.get(name, case), model_of(case, published), make_batch(), wanted.merged, saved
     ranks = pools(case.parallel.world_size).run(run_adapters, *arguments)
     for column, theirs in (("logprobs", wanted.logprobs), ("reference", wanted.base_logprobs)):
         found = {key: value for rank in ranks for key, value in rank[column].items()}

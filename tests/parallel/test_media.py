@@ -23,7 +23,7 @@ from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rl.loop import make_batch
 from support import parallel_cases
 from support.parallel_cases import Case, make_worker, wholes
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import hf_model
 from support.toy_images import ImageSource, ImageWorker, embedded, grid_positions, text
 
@@ -82,9 +82,7 @@ def reference() -> tuple[float, dict[str, torch.Tensor]]:
     ],
     ids=["shared", "dp", "cp", "unpacked"],
 )
-def test_images_are_packed_cut_and_spread(
-    case: Case, pools: Callable[[int], Pool], published: Callable[[str], Path]
-) -> None:
+def test_images_are_packed_cut_and_spread(case: Case, pools: Pools, published: Callable[[str], Path]) -> None:
     case = Case(**vars(case) | {"kind": "qwen3", "backend": "toy"})
     found = pools(case.parallel.world_size).run(run_images, case, published("qwen3"))
     result, (loss, gradient) = only_result([one for one, _ in found]), reference()

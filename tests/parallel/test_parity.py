@@ -3,18 +3,16 @@ float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
-from support.parallel_cases import WEIGHT, Case, Piece, assemble, run_case
-from support.pool import Pool
+from support.parallel_cases import WEIGHT, Case, Piece, assemble, model_of, run_case
+from support.pool import Pools, Published, slowly
 from support.reference import (
     Optim,
     Reference,
@@ -27,8 +25,6 @@ from support.reference import (
     run_reference,
 )
 
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 TOLERANCE = 1e-6
 """Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
 
@@ -44,7 +40,7 @@ def reference(kind: str, temperature: float, replay: bool) -> Reference:
 
 def check(pools: Pools, published: Published, case: Case) -> list[Piece]:
     of_modules = case.backend == "dtensor"
-    model = published(case.kind) if of_modules else megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    model = model_of(case, published)
     ranks = pools(case.parallel.world_size).run(run_case, case, model, batch_of(case))
     expected = reference(case.kind, case.temperature, case.replay)
     logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
@@ -79,14 +75,10 @@ def check(pools: Pools, published: Published, case: Case) -> list[Piece]:
     return ranks
 
 
-def slowly(table: dict[str, Case], *quick: str, backend: str = "megatron") -> list:
-    """The cases of a table; those that are not `quick` are slow tests."""
-    assert set(quick) <= set(table)
-    prefix = "fsdp-" if backend == "dtensor" else ""
-    return [
-        pytest.param(replace(case, backend=backend), id=prefix + name, marks=() if name in quick else pytest.mark.slow)
-        for name, case in table.items()
-    ]
+def modules(table: dict[str, Case], *quick: str) -> list:
+    """The cases of a table on transformers' modules."""
+    cases = {f"fsdp-{name}": replace(case, backend="dtensor") for name, case in table.items()}
+    return slowly(cases, *(f"fsdp-{name}" for name in quick))
 
 
 ALONE = {
@@ -155,7 +147,7 @@ MODULES_FOURS = {
 QUICK_MODULES = ("packed", "chunks", "recompute-selective", "mla", "replay")
 
 
-@pytest.mark.parametrize("case", [*slowly(ALONE, *ALONE), *slowly(MODULES_ALONE, *QUICK_MODULES, backend="dtensor")])
+@pytest.mark.parametrize("case", [*slowly(ALONE, *ALONE), *modules(MODULES_ALONE, *QUICK_MODULES)])
 def test_one_process_equals_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)
 
@@ -203,7 +195,7 @@ QUICK_PAIRS = (
 )
 
 
-@pytest.mark.parametrize("case", [*slowly(PAIRS, *PAIRS), *slowly(MODULES_PAIRS, *QUICK_PAIRS, backend="dtensor")])
+@pytest.mark.parametrize("case", [*slowly(PAIRS, *PAIRS), *modules(MODULES_PAIRS, *QUICK_PAIRS)])
 def test_two_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     ranks = check(pools, published, case)
     if case.backend == "dtensor" and case.parallel.replicate == 1:
@@ -273,7 +265,7 @@ QUICK_FOURS = ("tp2-pp2", "tp2-cp2", "vpp2-tp2", "ep2-tp2-etp2", "mla-ep2-tp2", 
     "case",
     [
         *slowly(FOURS, *QUICK_FOURS),
-        *slowly(MODULES_FOURS, "tp2-dp2", "moe-ep2-shard2", "mla-tp2-cp2-ep2-replay", backend="dtensor"),
+        *modules(MODULES_FOURS, "tp2-dp2", "moe-ep2-shard2", "mla-tp2-cp2-ep2-replay"),
     ],
 )
 def test_four_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:

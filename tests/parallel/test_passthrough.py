@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from rlctl.backends.base import PolicySpec
@@ -12,7 +10,7 @@ from rlctl.backends.megatron.compat import make_config
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from support.parallel_cases import run_built_configs
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import facts
 
 
@@ -27,7 +25,7 @@ def spec_with(*sets: str) -> PolicySpec:
     )
 
 
-def test_fields_reach_the_worker_and_others_stay(pools: Callable[[int], Pool]) -> None:
+def test_fields_reach_the_worker_and_others_stay(pools: Pools) -> None:
     plain = pools(1).run(run_built_configs, spec_with())[0]
     passed = pools(1).run(
         run_built_configs,

@@ -4,7 +4,6 @@ backends."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from safetensors.torch import load_file, save_file
 from rlctl.backends.base import Dtype
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig
-from support.parallel_cases import WEIGHT, Case
-from support.pool import Pool
+from support.parallel_cases import WEIGHT, Case, model_of
+from support.pool import Pools, Published, slowly
 from support.reference import make_batch, reference_weights, run_reference
 from support.rounding_cases import run_changed_backend, run_critic, run_export, run_float16, run_rounded
 
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
 MEGATRON = {
     "one": Case(),
     "host": Case(optimizer_offload=True),
@@ -43,16 +40,10 @@ DTENSOR = {
 }
 
 
-def cells(table: dict[str, Case], *quick: str) -> list:
-    return [
-        pytest.param(case, id=name, marks=() if name in quick else pytest.mark.slow) for name, case in table.items()
-    ]
-
-
-@pytest.mark.parametrize("case", [*cells(MEGATRON, "host", "dp2", "ep2"), *cells(DTENSOR, "fsdp-one", "fsdp-dp2")])
+@pytest.mark.parametrize("case", [*slowly(MEGATRON, "host", "dp2", "ep2"), *slowly(DTENSOR, "fsdp-one", "fsdp-dp2")])
 def test_a_policy_computes_with_the_rounded_weights(pools: Pools, published: Published, case: Case) -> None:
     case = replace(case, dtype="bfloat16")
-    model = published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
+    model = model_of(case, published)
     for before, *after in pools(case.parallel.world_size).run(run_rounded, case, model, make_batch()):
         assert before[0]
         for same, differing, values in after:
@@ -78,7 +69,7 @@ def test_another_backend_gives_the_same_bits(pools: Pools, published: Published,
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_critic_computes_with_the_rounded_weights(pools: Pools, published: Published, backend: str) -> None:
     case = Case("llama-tied", dtype="bfloat16", backend=backend)
-    model = published(case.kind) if backend == "dtensor" else reference_weights(case.kind)
+    model = model_of(case, published)
     ((result, (same, differing, values)),) = pools(1).run(run_critic, case, model, make_batch())
     assert same
     assert differing > 0.01 * values
@@ -113,8 +104,8 @@ def test_float16_trains_with_a_loss_scale_and_is_finer_than_bfloat16(
     expected = run_reference("llama", make_batch(), WEIGHT)
     errors = {}
     for dtype in ("bfloat16", "float16"):
-        model = published("llama") if backend == "dtensor" else reference_weights("llama")
-        (found,) = pools(1).run(run_float16, Case(dtype=dtype, backend=backend), model, make_batch())
+        case = Case(dtype=dtype, backend=backend)
+        (found,) = pools(1).run(run_float16, case, model_of(case, published), make_batch())
         logprobs, (first, broken, last) = found
         errors[dtype] = torch.cat([(value - expected.logprobs[key]).abs() for key, value in logprobs.items()]).mean()
         assert (first.skipped, broken.skipped, last.skipped) == (False, True, False)

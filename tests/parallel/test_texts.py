@@ -27,10 +27,9 @@ from rlctl.rl.algorithms.kto import Kto
 from rlctl.rl.loop import make_batch
 from rlctl.rollouts.dataset import columns_of, group_of
 from support.parallel_cases import Case, make_worker, wholes
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import facts, hf_model
 
-Pools = Callable[[int], Pool]
 SHIFT = 0.3
 """The reference is the policy, and its log-probs are made less by this."""
 ROW = 48

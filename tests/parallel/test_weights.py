@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import Case, assemble, run_held, run_load_hf
-from support.pool import Pool
+from support.pool import Pools
 from support.reference import hf_model, megatron_weights
 
 CASES = {
@@ -30,7 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", ["tied-pp2", "qwen2-tp2", "deepseek-ep2"])
-def test_load_a_megatron_checkpoint(pools: Callable[[int], Pool], name: str, tmp_path: Path) -> None:
+def test_load_a_megatron_checkpoint(pools: Pools, name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = hf_model(case.kind)
     model.save_pretrained(tmp_path / "hf")
@@ -41,7 +40,7 @@ def test_load_a_megatron_checkpoint(pools: Callable[[int], Pool], name: str, tmp
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_load_hf(pools: Callable[[int], Pool], case: Case, tmp_path: Path) -> None:
+def test_load_hf(pools: Pools, case: Case, tmp_path: Path) -> None:
     model = hf_model(case.kind)
     model.save_pretrained(tmp_path)
     params, spread = assemble(pools(case.parallel.world_size).run(run_load_hf, case, tmp_path))
@@ -52,7 +51,7 @@ def test_load_hf(pools: Callable[[int], Pool], case: Case, tmp_path: Path) -> No
         assert torch.equal(params[name], value), name
 
 
-def test_a_router_bias_is_not_rounded_in_bfloat16(pools: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_router_bias_is_not_rounded_in_bfloat16(pools: Pools, tmp_path: Path) -> None:
     model = hf_model("deepseek")
     biases = {name: value for name, value in model.state_dict().items() if name.endswith("e_score_correction_bias")}
     for value in biases.values():

@@ -4,8 +4,6 @@ stays."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +17,8 @@ from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.gspo import Gspo
 from support.parallel_cases import (
     Case,
-    Model,
     assemble,
+    model_of,
     plan_of,
     run_asleep,
     run_broken,
@@ -32,15 +30,8 @@ from support.parallel_cases import (
     run_tree_limits,
     run_without,
 )
-from support.pool import Pool
+from support.pool import Pools, Published
 from support.reference import Optim, hf_model, make_batch, reference_weights
-
-Pools = Callable[[int], Pool]
-Published = Callable[[str], Path]
-
-
-def model_of(case: Case, published: Published) -> Model:
-    return published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
 
 
 @pytest.mark.parametrize("share", [True, False])

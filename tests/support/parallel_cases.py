@@ -37,7 +37,8 @@ from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.facts import ModelFacts
 from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.grpo import Grpo
-from support.reference import Optim, advantage, facts, prompt_tokens, token_loss
+from support.pool import Published
+from support.reference import Optim, advantage, facts, prompt_tokens, reference_weights, token_loss
 
 WEIGHT = 0.01
 WORKERS: dict[str, Any] = {"megatron": MegatronWorker, "dtensor": DTensorWorker}
@@ -68,6 +69,22 @@ class Case:
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     backend: str = "megatron"
+
+
+def of_modules(kind: str = "llama", recompute: str = "none", **sizes: int) -> Case:
+    """A case on transformers' modules."""
+    return Case(kind, ParallelSpec(**sizes), recompute=recompute, backend="dtensor")
+
+
+def of_family(facts: ModelFacts, parallel: ParallelSpec, share_prompts: bool = False, **more: Any) -> Case:
+    """A case on the modules of a family, whose rollouts are packed where they can be."""
+    own = {"packing": False, "dynamic": True} if facts.unpacked else {}
+    return Case(parallel=parallel, share_prompts=share_prompts, micro_batch_tokens=48, backend="dtensor", **own, **more)
+
+
+def model_of(case: Case, published: Published) -> Model:
+    """The reference's model as the backend of a case takes it."""
+    return published(case.kind) if case.backend == "dtensor" else reference_weights(case.kind)
 
 
 @dataclass

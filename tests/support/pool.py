@@ -8,12 +8,13 @@ from __future__ import annotations
 import datetime
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
@@ -119,3 +120,19 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
         except BaseException:  # noqa: BLE001 - whatever it is, the test process reports it
             connection.send((False, f"[rank {rank}] {traceback.format_exc()}"))
     # Without taking the group down, which may wait for the other ranks: the process ends with all its threads.
+
+
+SLOW = pytest.mark.slow
+Pools = Callable[[int], Pool]
+Published = Callable[[str], Path]
+"""From the name of a model to its directory."""
+
+
+def slowly(cases: dict[str, Any] | Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters of a test, of a table by their names; those that are not `quick` are slow tests."""
+    named = cases if isinstance(cases, dict) else {name: name for name in cases}
+    assert set(quick) <= set(named)
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), id=name, marks=() if name in quick else SLOW)
+        for name, value in named.items()
+    ]

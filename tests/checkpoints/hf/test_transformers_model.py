@@ -31,13 +31,10 @@ from rlctl.planner.from_config import completions_workload, plan_from_config
 from rlctl.planner.make_plan import Plan
 from rlctl.weights.dtensor import DTensorWorld
 from support.families import FAMILIES, OTHERS, SEPARATE, hf_model
+from support.pool import slowly
 
 TRAINED = [*OTHERS, *SEPARATE]
 QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite", "minicpm3", "gptj")
-
-
-def slowly(families: list[str], *quick: str) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in families]
 
 
 @pytest.mark.parametrize("family", slowly([*FAMILIES, *TRAINED], *QUICK))
@@ -53,7 +50,7 @@ def test_buffers_that_no_file_holds_are_computed(family: str, tmp_path: Path) ->
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe", "granite-hybrid", "gpt-neox", "lfm2-moe"))
+@pytest.mark.parametrize("family", slowly([*TRAINED], "phi3", "qwen2-moe", "granite-hybrid", "gpt-neox", "lfm2-moe"))
 def test_a_family_without_a_file_is_loaded_by_its_modules(family: str, tmp_path: Path) -> None:
     """Every rank's part of what transformers itself loads, and nothing else; counted as transformers counts."""
     plain = hf_model(family)
