@@ -20,23 +20,32 @@ def on_nodes(**devices: int) -> tuple[Bundle, ...]:
 
 
 def test_engines_take_devices_in_turn() -> None:
-    shares = engine_bundles(on_nodes(one=4, two=4), 4, 1, 2)
-    assert [[(b.node, b.gpu) for b in share] for share in shares] == [
+    shares = engine_bundles(on_nodes(one=4, two=4), 4, 1, 2, most=1)
+    assert [[(b.node, b.gpu) for b in own] for own, others in shares if not others] == [
         [("one", "0"), ("one", "1")], [("one", "2"), ("one", "3")], [("two", "0"), ("two", "1")],
         [("two", "2"), ("two", "3")],
     ]  # fmt: skip
 
 
-def test_an_engine_across_nodes_is_refused() -> None:
-    with pytest.raises(MachineError, match=r"2 devices of engine 1 on 2 nodes \(one, two\)"):
-        engine_bundles(on_nodes(one=3, two=5), 4, 1, 2)
+def test_an_engine_across_nodes_is_refused_where_the_plan_has_it_on_one() -> None:
+    with pytest.raises(
+        MachineError, match=r"2 devices of engine 1 on 2 nodes \(1 on one, 1 on two\); it takes 2 on one"
+    ):
+        engine_bundles(on_nodes(one=3, two=5), 4, 1, 2, most=1)
 
 
-def test_the_replicas_of_an_engine_may_be_on_several_nodes_and_their_own_devices_may_not() -> None:
-    (share,) = engine_bundles(on_nodes(one=2, two=2), 1, 2, 2)
-    assert [bundle.node for bundle in share] == ["one", "one", "two", "two"]
+def test_each_process_of_an_engine_has_as_many_devices_of_one_node() -> None:
+    ((own, others),) = engine_bundles(on_nodes(one=2, two=2), 1, 2, 2, most=1)
+    assert [bundle.node for bundle in own + others] == ["one", "one", "two", "two"]
     with pytest.raises(MachineError, match=r"2 devices of a replica of engine 0 on 2 nodes"):
-        engine_bundles(on_nodes(one=3, two=1), 1, 2, 2)
+        engine_bundles(on_nodes(one=3, two=1), 1, 2, 2, most=1)
+    shares = engine_bundles(on_nodes(one=4, two=4, six=4, ten=4), 2, 1, 8, most=2)
+    assert [[{bundle.node for bundle in part} for part in share] for share in shares] == [
+        [{"one"}, {"two"}],
+        [{"six"}, {"ten"}],
+    ]
+    with pytest.raises(MachineError, match=r"engine 0 on 2 nodes \(3 on one, 5 on two\); it takes as many on each"):
+        engine_bundles(on_nodes(one=3, two=5), 1, 1, 8, most=2)
 
 
 def test_variables_of_the_user_reach_training_processes_and_win() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +38,8 @@ def plan(name: str, gpu: str = "h100", nodes: int = 1, per_node: int | None = No
 
 
 def test_a_plan_that_runs_comes_before_a_faster_one_that_does_not() -> None:
-    facts, cluster, workload = model("Qwen3-32B"), make_cluster("h100", 8, 1), Workload(64, 32, mean_new_tokens=795)
+    """On nodes of six GPUs vLLM's eight ranks of tensor parallelism would leave four unused."""
+    facts, cluster, workload = model("Qwen3-32B"), make_cluster("l40s", 8, 6), Workload(64, 32, mean_new_tokens=795)
     fastest = make_plan(facts, cluster, workload, prefer_runnable=False)
     made = make_plan(facts, cluster, workload)
     assert not fastest.runnable
@@ -598,14 +600,26 @@ def test_engines_on_devices_of_their_own_share_none_with_the_policy_in_a_refit()
     assert made.memory["refit"].total > refit["staging"] > 0
 
 
-def test_the_smallest_machine_whose_plan_runs_is_named_beside_the_smallest() -> None:
+def test_the_smallest_machine_is_named_with_what_keeps_its_plan_from_running() -> None:
     facts, constants = model("Qwen2.5-72B"), replace(DEFAULTS, engine_asleep_bytes=1.2 * GIB)
-    with pytest.raises(
-        NoPlanError, match=r"that fits is 4 x 8 A10G.*need several nodes.*with a plan that runs, 6 x 8 A10G"
-    ):
-        make_plan(facts, make_cluster("a10g", 1), Workload(), constants=constants)
-    assert not make_plan(facts, make_cluster("a10g", 4), Workload(), constants=constants).runnable
-    assert make_plan(facts, make_cluster("a10g", 6), Workload(), constants=constants).runnable
+    with pytest.raises(NoPlanError, match=r"that fits is 22 x 6 A10G.*do not fill nodes of 6 GPUs"):
+        make_plan(facts, make_cluster("a10g", 2, 6), Workload(), constants=constants)
+    assert not make_plan(facts, make_cluster("a10g", 22, 6), Workload(), constants=constants).runnable
+
+
+@pytest.mark.parametrize(("name", "nodes", "tp"), [("DeepSeek-V3", 32, 32), ("Qwen3-235B-A22B", 16, 16)])
+def test_an_engine_over_nodes_runs_and_pays_for_the_network(name: str, nodes: int, tp: int) -> None:
+    """The sizes of NeMo-RL's published runs."""
+    pins = {"generation.tp": tp, "generation.pp": 1, "generation.dp": 1, "generation.ep": 1}
+    made = make_plan(model(name), make_cluster("h100", nodes), Workload(64, 32, mean_new_tokens=795), pins)
+    assert made.runnable
+    (reason,) = [one for one in made.reasons if one.value.startswith("replica_nodes")]
+    assert reason.value == f"replica_nodes={tp // 8}"
+    exchange, step = map(float, re.findall(r"in ([\d.]+) of the ([\d.]+) ms", reason.rule)[0])
+    assert 0.2 * step < exchange < step
+    device = replace(made.cluster.device, network=made.cluster.device.network / 8)
+    slower = make_plan(model(name), replace(made.cluster, device=device), made.workload, pins)
+    assert slower.seconds[Phase.GENERATION] > 1.1 * made.seconds[Phase.GENERATION]
 
 
 def test_a_split_step_takes_the_sum_of_both_sides_and_an_asynchronous_one_the_longer_side() -> None:

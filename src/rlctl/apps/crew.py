@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,8 @@ class EnginesSpec:
     count: int
     ranks: int
     """Devices of one replica of an engine."""
+    nodes: int = 1
+    """Most nodes of one replica."""
     episode: str | PlaySpec = ONE_TURN
     """The course of an episode, or its name as `module:function`."""
 
@@ -264,12 +267,12 @@ class _Start:
         return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
     def engines(self, spec: EnginesSpec) -> WorkerGroup[EpisodeWorker]:
-        places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks)
-        env, first = spec.engine.environment, spec.ranks
+        places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks, spec.nodes)
+        env = spec.engine.environment
         shared = {"worker": spec.backend.worker, "episode": spec.episode, "spec": spec.engine}
         engines = [
-            WorkerSpec(shared | {"index": index}, own[:first], env, others=own[first:])
-            for index, own in enumerate(places)
+            WorkerSpec(shared | {"index": index}, first, env, others=others)
+            for index, (first, others) in enumerate(places)
         ]
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
         return self._group("engine", ENGINE_WORKER, engines, self.of_engines, concurrency=calls)
@@ -301,18 +304,26 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
     return env | training.env
 
 
-def engine_bundles(bundles: tuple[Bundle, ...], engines: int, replicas: int, ranks: int) -> list[tuple[Bundle, ...]]:
-    """The devices of each engine, those of a replica behind those of the other. Raises MachineError where those of one
-    replica are on several nodes: its processes are started by the first of them."""
+def engine_bundles(
+    bundles: tuple[Bundle, ...], engines: int, replicas: int, ranks: int, most: int
+) -> list[tuple[tuple[Bundle, ...], tuple[Bundle, ...]]]:
+    """The devices of each engine, those of a replica behind those of the other, in two parts: those of its first
+    process, and those of the others, which have as many each. Raises MachineError where those of one replica are on
+    more than `most` nodes, or not as many on each."""
     shares = [bundles[index * ranks : (index + 1) * ranks] for index in range(engines * replicas)]
-    for index, share in enumerate(shares):
-        if len(nodes := {bundle.node for bundle in share}) > 1:
+    counts = [Counter(bundle.node for bundle in share) for share in shares]
+    for index, nodes in enumerate(counts):
+        if len(nodes) > most or len(set(nodes.values())) > 1 or len(nodes) != len(counts[0]):
             whose = f"engine {index // replicas}" if replicas == 1 else f"a replica of engine {index // replicas}"
+            found = ", ".join(f"{count} on {node}" for node, count in sorted(nodes.items()))
+            wanted = f"{ranks} on one node" if most == 1 else f"as many on each of {most} nodes at most"
             raise MachineError(
-                f"Ray gave the {ranks} devices of {whose} on {len(nodes)} nodes ({', '.join(sorted(nodes))}).",
+                f"Ray gave the {ranks} devices of {whose} on {len(nodes)} nodes ({found}); it takes {wanted}.",
                 "Free devices so that each node has a multiple of generation.tp x generation.pp, or set smaller ones.",
             )
-    return [sum(shares[first : first + replicas], ()) for first in range(0, len(shares), replicas)]
+    of_engine = [sum(shares[first : first + replicas], ()) for first in range(0, len(shares), replicas)]
+    size = next(iter(counts[0].values()))
+    return [(own[:size], own[size:]) for own in of_engine]
 
 
 def device_of(plan: Plan) -> Device:
@@ -480,4 +491,6 @@ def planned_engines(
         colocated=colocated,
         dummy_weights=dummy_weights,
     )
-    return EnginesSpec(backend, spec, generation.engines, generation.replica_gpus)
+    ranks, cluster = generation.replica_gpus, plan.cluster
+    nodes = cluster.nodes if cluster.is_cpu else cluster.nodes_of(ranks)
+    return EnginesSpec(backend, spec, generation.engines, ranks, nodes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -264,6 +264,34 @@ def leave_replicas() -> None:
         os.environ.pop(name, None)
     envs.disable_envs_cache()
     envs.enable_envs_cache()
+
+
+def over_hosts(arguments: Mapping[str, Any], host: int, hosts: int, address: str, port: int, replicas: int) -> Any:
+    """The arguments of vLLM for those ranks of a replica that are on its host number `host`. All of them, with those of
+    other replicas, make one process group at that port."""
+    # For vLLM replicas that share a host have the same number of hosts between them; each of these has its own.
+    where = {"nnodes": hosts, "node_rank": host, "master_addr": address, "master_port": port}
+    return {**arguments, **where, "data_parallel_size_local": replicas}
+
+
+def start_ranks(arguments: Mapping[str, Any], ended: Callable[[], None]) -> Any:
+    """Start the ranks of a replica that are on a host after its first, which schedules for them; return their executor.
+    `ended` is called where one of them ends by itself."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    # By its context vLLM chooses how many tokens a step may have.
+    executor = MultiprocExecutor(EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True))
+    executor.register_failure_callback(ended)
+    return executor
+
+
+def give_up(llm_engine: Any) -> None:
+    """End the ranks of this host, and whoever waits for their answers."""
+    executor = llm_engine.engine_core.engine_core.model_executor
+    executor.is_failed = True
+    executor.shutdown()
 
 
 class StepTogether:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from rlctl.backends.base import EngineSpec
 from rlctl.backends.messages import SampleRequest, SampleResult
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock, Sample
-from rlctl.backends.vllm.replicas import started
+from rlctl.backends.vllm.replicas import LaterHosts, started
 from rlctl.backends.vllm.routing import Span, assembled, merged
 from rlctl.cluster.workers import WorkerPlaces
 from rlctl.data.rollouts import TIMEOUT
@@ -53,13 +53,14 @@ class VllmEngine:
         self._clock = AwakeClock()
         self._places = places
         self._engine: Any = None
+        self._hosts: LaterHosts | None = None
         self._memory = DeviceMemory(None, shared=False)
 
     # Start and end
 
     def start(self) -> None:
         compat.check_version()
-        self._engine = started(self.spec, self._places)
+        self._engine, self._hosts = started(self.spec, self._places)
         self._lock.prepare = self._engine.enter
         self._memory = DeviceMemory(self._engine, shared=self.spec.sleeps)
         self._rpc("rlctl_prepare")
@@ -76,6 +77,8 @@ class VllmEngine:
             if self._engine is None:
                 return
             self._rpc("rlctl_weights.close")
+            if self._hosts is not None:
+                self._hosts.close()
             self._engine.shut_down()
             self._engine = None
 
@@ -151,7 +154,9 @@ class VllmEngine:
                     if not self._lock.wait(deadline):
                         return []
                 else:
-                    self._take(self._engine.step())
+                    with self._on_hosts():
+                        outputs = self._engine.step()
+                    self._take(outputs)
             if time.monotonic() > deadline:
                 return []
 
@@ -350,10 +355,21 @@ class VllmEngine:
             self._memory.wake(WEIGHTS)
             return [held for worker in self._rpc("rlctl_weights.values", tensor) for held in worker]
 
+    @contextlib.contextmanager
+    def _on_hosts(self) -> Iterator[None]:
+        """An error of vLLM in the block is told as the loss of one of the engine's hosts, where it follows from it."""
+        try:
+            yield
+        except Exception:
+            if self._hosts is not None:
+                self._hosts.require(self.label)
+            raise
+
     def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every vLLM worker, or a function of it. Raises what one raised, its own fault first."""
         try:
-            answers = self._engine.collective_rpc("rlctl_call", args=(method, args))
+            with self._on_hosts():
+                answers = self._engine.collective_rpc("rlctl_call", args=(method, args))
         except (RuntimeError, ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
             raise WorkerError(f"{self.label} failed in {method}: {type(error).__name__}: {error}.") from error
         raised = sorted((e for _, e in answers if e is not None), key=lambda e: isinstance(e, PeerFailedError))

@@ -4,6 +4,9 @@ Experts of several replicas exchange tokens in every forward pass, so all replic
 that has nothing to do takes part with a pass that means nothing. The engine's process holds the first replica and deals
 requests; each of the others is a worker on devices of its own, which may be on another node. They give back the tokens
 that are new since the step before.
+
+The ranks of a replica may be on several hosts. Its process schedules for all of them, and on each further host a worker
+starts those that are there.
 """
 
 from __future__ import annotations
@@ -12,19 +15,23 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import compat
 from rlctl.cluster.placement import node_address
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
-from rlctl.cluster.workers import WorkerGroup, WorkerPlaces, WorkerSpec
-from rlctl.errors import ConfigError, MachineError
+from rlctl.cluster.workers import WorkerGroup, WorkerPlaces, WorkerSpec, first_done
+from rlctl.errors import ConfigError, MachineError, RlctlError, WorkerError
 
-PORTS, PORT_ATTEMPTS = 4, 100
+PORTS, PORT_ATTEMPTS = 5, 100
+"""vLLM takes up to four for its replicas, and the last is where the ranks of several hosts meet."""
 FIRST_PORT, PORT_COUNT = 20_000, 12_000
 """Ports above those of Ray's workers and below those that Linux gives to whoever asks for any: between the look here
 and vLLM's own listening seconds go by, and one that somebody takes meanwhile leaves the replicas waiting."""
@@ -34,12 +41,40 @@ Asked = tuple[str, Any, Any]
 """A request: its name, its prompt and vLLM's parameters of sampling."""
 
 
+LOST_S = 15.0
+"""Time in which a host that is lost is known to be, after the first error that follows from it."""
+LOOK_S = 1.0
+
+
 class Meeting(NamedTuple):
-    """Where the replicas of an engine find each other."""
+    """Where the processes of an engine find each other."""
 
     replicas: int
+    hosts: int
+    """Hosts of each replica."""
     address: str
     port: int
+
+    @contextlib.contextmanager
+    def joined(self, replica: int) -> Iterator[None]:
+        """What vLLM starts in the block belongs to that replica."""
+        if self.replicas > 1:
+            compat.join_replicas(replica, self.replicas, self.address, self.port)
+        try:
+            yield
+        finally:
+            if self.replicas > 1:
+                compat.leave_replicas()
+
+    def arguments(self, given: dict[str, Any], host: int) -> dict[str, Any]:
+        """The arguments of vLLM on one of the hosts of a replica."""
+        if self.hosts == 1:
+            return given
+        return compat.over_hosts(given, host, self.hosts, self.address, self.port + PORTS - 1, self.replicas)
+
+
+ALONE = Meeting(1, 1, "", 0)
+"""The engine has one process."""
 
 
 class NewTokens(NamedTuple):
@@ -57,25 +92,20 @@ class NewTokens(NamedTuple):
 class Replica:
     """vLLM's engine in this process, with what depends on vLLM's version under names of its own."""
 
-    def __init__(self, spec: EngineSpec, rank: int = 0, meeting: Meeting | None = None) -> None:
+    def __init__(self, spec: EngineSpec, rank: int = 0, meeting: Meeting = ALONE) -> None:
         """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
         from vllm import LLM
 
-        # Up to 0.27 vLLM looks for a free port long before it listens, so engines that start together look elsewhere.
-        os.environ.setdefault("VLLM_PORT", str(FIRST_PORT + secrets.randbelow(PORT_COUNT)))
-        if meeting is not None:
-            compat.join_replicas(rank, *meeting)
+        _look_for_ports_elsewhere()
         try:
-            self._llm = LLM(**spec.arguments)
+            with meeting.joined(rank):
+                self._llm = LLM(**meeting.arguments(spec.arguments, host=0))
         except ValueError as error:
             raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
-        finally:
-            if meeting is not None:
-                compat.leave_replicas()
         self._shared_memory = family_shared_memory()
         note_shared_memory(self._shared_memory)
         engine = self._llm.llm_engine
-        self._engine, self._together = engine, compat.StepTogether(engine) if meeting is not None else None
+        self._engine, self._together = engine, compat.StepTogether(engine) if meeting.replicas > 1 else None
         self.enter = compat.stream_of_engine(engine)
         """To be called in a thread before it uses the engine."""
         self.add_request, self.abort_request = engine.add_request, engine.abort_request
@@ -104,23 +134,79 @@ class Replica:
     def asleep(self) -> frozenset[str]:
         return compat.asleep(self._engine)
 
+    def give_up(self) -> None:
+        compat.give_up(self._engine)
+
     def shut_down(self) -> None:
         compat.shut_down(self._llm)
         for path in self._shared_memory:  # vLLM's ranks leave theirs
             path.unlink(missing_ok=True)
 
 
+def _look_for_ports_elsewhere() -> None:
+    """Up to 0.27 vLLM looks for a free port long before it listens, so engines that start together look elsewhere."""
+    os.environ.setdefault("VLLM_PORT", str(FIRST_PORT + secrets.randbelow(PORT_COUNT)))
+
+
+class LaterHosts:
+    """The workers on the hosts after the first of their replica. Where one of them is lost, the whole engine is: ranks
+    wait for each other on the devices, and the process of a replica waits for them without an end."""
+
+    def __init__(self, ranks: WorkerGroup[VllmReplica], replica: Replica) -> None:
+        self._ranks, self._replica, self._closing = ranks, replica, False
+        self._known, self._lost = threading.Event(), ""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def require(self, engine: str) -> None:
+        """After an error that may follow from it: raise WorkerError where a host of `engine` is lost."""
+        if self._known.wait(LOST_S):
+            raise WorkerError(f"{engine} {self._lost}")
+
+    def close(self) -> None:
+        self._closing = True
+        self._ranks.kill()
+
+    def _watch(self) -> None:
+        """Wait until a host is lost, and end this process then, a moment after it was told."""
+        waiting = [self._ranks.part([at]).submit(VllmReplica.wait) for at in range(len(self._ranks))]
+        while not (ended := first_done(waiting, LOOK_S)):
+            pass
+        if self._closing:
+            return
+        node, why = ended[0].group.specs[0].bundles[0].node, "a rank of the engine there has ended."
+        try:
+            ended[0].results()
+        except RlctlError as error:
+            why = error.message
+        self._lost = f"has lost its host {node}: {why}"
+        print(f"The engine {self._lost}", flush=True)
+        self._known.set()
+        self._replica.give_up()
+        time.sleep(LOST_S)
+        os._exit(1)  # what waits for an answer over the network cannot be ended otherwise
+
+
 class VllmReplica:
-    """A replica after the first, in a process of its own."""
+    """A process of an engine after the first. It holds a replica, or those of its ranks that are on another host."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
+        self.spec, self._ended = spec, threading.Event()
         self._told: dict[str, tuple[int, int]] = {}
         """Tokens and characters of each sample that were told already."""
 
-    def start(self, rank: int, meeting: Meeting) -> None:
-        """As `EngineWorker.start`; collective over the replicas."""
-        self._replica = Replica(self.spec, rank, meeting)
+    def start(self, rank: int, host: int, meeting: Meeting) -> None:
+        """As `EngineWorker.start`; collective over all processes of the engine."""
+        if host == 0:
+            self._replica = Replica(self.spec, rank, meeting)
+            return
+        _look_for_ports_elsewhere()
+        with meeting.joined(rank):
+            self._ranks = compat.start_ranks(meeting.arguments(self.spec.arguments, host), self._ended.set)
+        note_shared_memory(family_shared_memory())
+
+    def wait(self) -> None:
+        """Return once one of the ranks that are here without a scheduler has ended by itself."""
+        self._ended.wait()
 
     def step(self, asked: Sequence[Asked]) -> list[NewTokens]:
         """Take requests in and decode some tokens of every sample."""
@@ -290,24 +376,29 @@ def _group(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def started(spec: EngineSpec, places: WorkerPlaces | None) -> Replica | Replicas:
-    """Start an engine; the replicas after the first have `places` of their own."""
+def started(spec: EngineSpec, places: WorkerPlaces | None) -> tuple[Replica | Replicas, LaterHosts | None]:
+    """Start an engine. Its processes after the first have `places` of their own; each process has as many devices."""
     if places is None:
-        return Replica(spec)
-    meeting = Meeting(spec.replicas, *_open_port())
-    count = len(places.bundles) // (spec.replicas - 1)
+        return Replica(spec), None
+    ranks = spec.arguments["tensor_parallel_size"] * spec.arguments.get("pipeline_parallel_size", 1)
+    count = spec.replicas * ranks - len(places.bundles)
+    hosts = ranks // count
+    meeting = Meeting(spec.replicas, hosts, *_open_port())
     shares = [places.bundles[first : first + count] for first in range(0, len(places.bundles), count)]
+    members = list(product(range(spec.replicas), range(hosts)))[1:]
     others = places.start(VllmReplica, [WorkerSpec({"spec": spec}, share, spec.environment) for share in shares])
     try:
         starting = others.within(places.start_timeout_s).submit_each(
-            VllmReplica.start, [(rank, meeting) for rank in range(1, spec.replicas)]
+            VllmReplica.start, [(*member, meeting) for member in members]
         )
         first = Replica(spec, 0, meeting)
         starting.results()
     except BaseException:
         others.kill()
         raise
-    return Replicas(first, others)
+    replicas, later = ([at for at, (_, host) in enumerate(members) if (host > 0) == on] for on in (False, True))
+    engine = Replicas(first, others.part(replicas)) if replicas else first
+    return engine, LaterHosts(others.part(later), first) if later else None
 
 
 def _open_port() -> tuple[str, int]:

@@ -914,9 +914,9 @@ def torch_schedulers(found: Found) -> None:
 
 
 def expert_engines(found: Found) -> None:
-    """Map an engine whose experts are spread over more ranks than its tensors are."""
-    if found.value in (None, 1):
-        found.map("generation.ep", found.value)
+    """Map the ranks that share an engine's experts: more than its tensors have where it has replicas."""
+    if found.value is None:
+        found.map("generation.ep", None)
     else:
         found.map_all({"generation.ep": found.value, "generation.dp": engine_copies(found)})
 

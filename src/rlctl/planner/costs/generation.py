@@ -15,6 +15,9 @@ from rlctl.weights.vllm import ENDS_EVERYWHERE
 
 CPU_DECODE_EFFICIENCY = 0.35
 """Share of the processor's matmul rate that vLLM's decode reaches (135M parameters on two AVX2 cores)."""
+CPU_REDUCE_S = 3e-3
+"""One all-reduce of an engine's ranks on two hosts over gloo (hosts that share two cores: 12 to 20 ms for a step that
+has five collectives)."""
 CPU_ENGINE_BYTES = 0.7 * GIB
 """An engine's buffers in addition to weights and KV cache on a CPU."""
 
@@ -80,6 +83,17 @@ def generation_memory(request: Request, choice: GenerationChoice, policy_asleep:
     return PhaseMemory(parts | overhead_bytes(facts, choice, constants) | {"policy asleep": policy_asleep})
 
 
+def group_rate(request: Request, apart: int, ranks: int) -> float:
+    """Bytes a second of each of `ranks` ranks, `apart` from each other, in a collective over all of them. Over nodes a
+    ring goes through the network device of each of its ranks in a node."""
+    cluster, constants = request.cluster, request.constants
+    inside = max(1, cluster.link_domain)
+    link = cluster.bandwidth(1) * constants.link_efficiency
+    if apart * ranks <= inside:
+        return link
+    return min(link, max(1, inside // apart) * cluster.bandwidth(apart * ranks) * constants.network_efficiency)
+
+
 @dataclass(frozen=True)
 class GenerationTime:
     """Seconds of a step's generation and what they are made of."""
@@ -107,7 +121,7 @@ def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: f
         read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(
             facts, choice.cache_element_bytes
         )
-        return max(compute, read / device.memory_bandwidth) + 0.004
+        return max(compute, read / device.memory_bandwidth) + 0.004 + communication_seconds(request, choice, sequences)
     weights = _layers_bytes(facts, choice) / choice.pp
     weights += choice.weight_bytes * (parts.embedding + parts.head) / choice.tp / choice.pp
     layer_s = (constants.decode_layer_s if choice.numbers.graphs else constants.layer_host_s) * facts.layers
@@ -123,16 +137,34 @@ def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: f
     compute /= device.flops("fp8" if choice.matrix_bytes <= 1 else "bf16") * constants.prefill_efficiency
     fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layer_s
     fixed += constants.replica_step_s * (choice.dp - 1)
-    # All-reduces of tensor parallelism (two a layer) or expert all-to-all, and pipeline hand-over.
-    communication, group = 0.0, choice.tp * choice.dp
+    return choice.pp * max(read, compute) + fixed + communication_seconds(request, choice, sequences)
+
+
+def communication_seconds(request: Request, choice: GenerationChoice, sequences: float) -> float:
+    """The part of a decode step in which ranks exchange what they have: all-reduces of tensor parallelism (two a layer)
+    or the all-to-all of experts, and the hand-over between pipeline stages. On a CPU that counts between hosts alone.
+    """
+    facts, cluster, constants = request.facts, request.cluster, request.constants
+    if cluster.is_cpu:
+        apart = cluster.nodes_of(choice.replica_gpus) > 1
+        return CPU_REDUCE_S * apart * (2 * facts.layers * (choice.tp > 1) + choice.pp - 1)
+    seconds, group = 0.0, choice.tp * choice.dp
     if group > 1:
         inside = group <= max(1, cluster.link_domain)
         latency = constants.allreduce_latency_s if inside else constants.network_latency_s
         latency *= 1 + 0.1 * max(0, choice.tp - 2) / 2
         volume = 2 * sequences * facts.hidden * 2 / cluster.bandwidth(group)
-        communication += 2 * facts.layers * (latency + volume)
-    communication += (choice.pp - 1) * 2e-4
-    return choice.pp * max(read, compute) + fixed + communication
+        seconds += 2 * facts.layers * (latency + volume)
+    states = 2 * sequences * facts.hidden * 2  # the hidden and the residual one
+    return seconds + (choice.pp - 1) * (2e-4 + states / cluster.bandwidth(choice.replica_gpus))
+
+
+def full_step(request: Request, choice: GenerationChoice) -> tuple[float, float]:
+    """(seconds of a decode step with all sequences that run at once, the part of it in which ranks communicate)."""
+    load = _load(request, choice)
+    running = min(load.rollouts, load.capacity)
+    step = decode_step_seconds(request, choice, running, load.context)
+    return step, communication_seconds(request, choice, running)
 
 
 @dataclass(frozen=True)
@@ -159,7 +191,11 @@ def _load(request: Request, choice: GenerationChoice) -> _Load:
     rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
     if cluster.is_cpu:
         rate = cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2
-    return _Load(rollouts, lengths, context, capacity, 2.0 * count(request.facts).active * tokens / rate)
+    prefill = 2.0 * count(request.facts).active * tokens / rate
+    if choice.tp > max(1, cluster.link_domain) and not cluster.is_cpu:  # inside a node it is part of the efficiency
+        volume = 4 * (choice.tp - 1) / choice.tp * tokens * request.facts.hidden * 2 * request.facts.layers / choice.pp
+        prefill += volume / group_rate(request, 1, choice.tp)
+    return _Load(rollouts, lengths, context, capacity, prefill)
 
 
 def generation_time(request: Request, choice: GenerationChoice) -> GenerationTime:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.costs.generation import weight_bytes
+from rlctl.planner.costs.generation import group_rate, weight_bytes
 from rlctl.planner.costs.memory import (
     element_bytes,
     layer_activation_bytes,
@@ -263,17 +263,6 @@ def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number
     return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
 
 
-def _group_rate(request: Request, apart: int, ranks: int) -> float:
-    """Bytes a second of each of `ranks` ranks, `apart` from each other, in a collective over all of them. Over nodes a
-    ring goes through the network device of each of its ranks in a node."""
-    cluster, constants = request.cluster, request.constants
-    inside = max(1, cluster.link_domain)
-    link = cluster.bandwidth(1) * constants.link_efficiency
-    if apart * ranks <= inside:
-        return link
-    return min(link, max(1, inside // apart) * cluster.bandwidth(apart * ranks) * constants.network_efficiency)
-
-
 def _sharded_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> float:
     """FSDP2's communication in one optimizer step, as far as it is not hidden.
 
@@ -283,12 +272,12 @@ def _sharded_seconds(request: Request, choice: TrainingChoice, micro: float, num
     constants, parallel = request.constants, choice.parallel
     gathers = _gather_seconds(request, choice)
     trained = trained_parameters(request.facts, stages(request.facts, choice)[0], choice)
-    sums = 4 * _shards(choice, trained) / _group_rate(request, parallel.tp, parallel.fsdp_shards)
+    sums = 4 * _shards(choice, trained) / group_rate(request, parallel.tp, parallel.fsdp_shards)
     forward = micro / PASSES[choice.recompute]
     exposed = gathers - min(constants.gather_overlap * gathers, forward)
     exposed += (gathers + sums) - min(constants.backward_overlap * (gathers + sums), micro - forward)
     copies = parallel.replicate
-    rate = _group_rate(request, parallel.tp * parallel.fsdp_shards, copies)
+    rate = group_rate(request, parallel.tp * parallel.fsdp_shards, copies)
     return number * exposed + 2 * 4 * trained.owned(parallel) * (1 - 1 / copies) / rate
 
 
@@ -301,7 +290,7 @@ def _shards(choice: TrainingChoice, params: RankParameters) -> float:
 def _gather_seconds(request: Request, choice: TrainingChoice) -> float:
     """Seconds in which FSDP2 gathers all weights of a rank once, in the training dtype."""
     params = rank_parameters(request.facts, stages(request.facts, choice)[0], choice)
-    rate = _group_rate(request, choice.parallel.tp, choice.parallel.fsdp_shards)
+    rate = group_rate(request, choice.parallel.tp, choice.parallel.fsdp_shards)
     return element_bytes(choice) * _shards(choice, params) / rate
 
 

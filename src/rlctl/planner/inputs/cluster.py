@@ -130,6 +130,10 @@ class ClusterFacts:
         """Devices of a node, or of an NVLink domain where that spans nodes."""
         return max(self.link_domain, self.gpus_per_node)
 
+    def nodes_of(self, ranks: int) -> int:
+        """The nodes over which `ranks` neighboring ranks are spread; on a CPU each has a core."""
+        return -(-ranks // max(1, self.device.cores if self.is_cpu else self.gpus_per_node))
+
     def bandwidth(self, ranks: int) -> float:
         """Bytes a second out of each of `ranks` neighboring devices that talk to each other."""
         device = self.device

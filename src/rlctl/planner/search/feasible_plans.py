@@ -17,7 +17,7 @@ from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.engine_search import generation_candidates, generation_choices
-from rlctl.planner.search.rules import not_runnable, on_one_node
+from rlctl.planner.search.rules import not_runnable
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
 
@@ -28,7 +28,7 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     if not request.workload.trains:  # completions: all devices are the engines'
         devices, budget = request.cluster.devices, request.budget
         engines = generation_candidates(request, devices, False, 0.0, budget, log.add("generation"))
-        able = _worth_combining(engines, lambda e: on_one_node(e, request.cluster))
+        able = _worth_combining(engines, lambda e: not not_runnable(None, e, request.cluster))
         return sorted((assemble(request, None, engine, False) for engine in able), key=score), log.listed()
     plans: list[Plan] = []
     for colocated in _modes(request):
@@ -100,7 +100,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
             left -= _teacher_bytes(request, training)
         engines = generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(engines, lambda e: on_one_node(e, request.cluster)):
+        for engine in _worth_combining(engines, lambda e: not not_runnable(None, e, request.cluster)):
             plan = assemble(request, training, engine, True)
             if _fits(plan, request.budget, log):
                 plans.append(plan)
@@ -170,7 +170,7 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
         if together:
             left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(policy, training)
         engines = generation_candidates(engine, engine_devices, False, 0.0, left, log.add("generation"))
-        for choice in _worth_combining(engines, lambda e: on_one_node(e, cluster), KEEP_SPLIT):
+        for choice in _worth_combining(engines, lambda e: not not_runnable(None, e, cluster), KEEP_SPLIT):
             plan = assemble(request, training, choice, False, engine_devices)
             if _fits(plan, cluster.device.memory, log):
                 plans.append(plan)

@@ -87,16 +87,10 @@ def not_runnable(
     why = []
     if training is not None and training.precision == "fp4":
         why.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
-    if generation is not None and not on_one_node(generation, cluster):
-        key = "generation.pp" if generation.pp > 1 else "generation.tp"
-        size = f"TP x PP = {generation.replica_gpus}"
-        why.append(
-            f"{key} = {getattr(generation, key[-2:])}: engines of {size} need several nodes of {cluster.gpus_per_node} "
-            "GPUs, and vLLM's processes are started on one"
-        )
+    if generation is not None and not cluster.is_cpu:
+        size, node = generation.replica_gpus, cluster.gpus_per_node
+        if size > node and size % node:
+            key = "generation.pp" if generation.pp > 1 else "generation.tp"
+            sizes = f"engines of TP x PP = {size} do not fill nodes of {node} GPUs, and vLLM takes as many of each"
+            why.append(f"{key} = {getattr(generation, key[-2:])}: {sizes}")
     return why
-
-
-def on_one_node(generation: GenerationChoice, cluster: ClusterFacts) -> bool:
-    """Whether each replica of the engines fits a node; those of one engine may be on several."""
-    return cluster.is_cpu or generation.replica_gpus <= cluster.gpus_per_node

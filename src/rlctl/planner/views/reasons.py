@@ -8,6 +8,7 @@ from dataclasses import replace
 from rlctl.config.keys import TEACHER_SIZES
 from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.costs.generation import full_step
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import HEADROOM, Request
 from rlctl.planner.result import Plan, Reason, Rejected
@@ -181,6 +182,10 @@ def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iter
     yield "generation.tp", g.tp, f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
     for key in ("pp", "dp", "ep"):
         yield f"generation.{key}", getattr(g, key), _engine_size_rule(plan, g, key, best)
+    if (nodes := cluster.nodes_of(g.replica_gpus)) > 1:
+        step, exchange = (1000 * seconds for seconds in full_step(replace(request, cluster=cluster), g))
+        spent = f"in {exchange:.1f} of the {step:.1f} ms of a decode step with all rollouts they wait for each other."
+        yield "replica_nodes", nodes, f"The {g.replica_gpus} ranks of a replica are on {nodes} nodes; {spent}"
     if g.memory_fraction is not None:
         most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
         rule = f"It holds all rollouts of an engine at full length, and is at most {most}."
