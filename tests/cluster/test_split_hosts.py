@@ -10,11 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from support.hosts import Host, made_hosts
-from support.runs import LIMIT_S, command, finish, results, resume, same_run, started, wait_for, worker_name
+from support.runs import LIMIT_S, command, finish, host_of, results, resume, same_run, started, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,14 +77,6 @@ def hosts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def on_hosts(hosts: list[Host], model: Path, run_dir: Path, *more: str) -> list[str]:
     address = ("--ray-address", f"{hosts[0].chosen}:6379")
     return hosts[0].inside(command(model, run_dir, *SPLIT, *address, *more), **OPEN)
-
-
-def host_of(hosts: list[Host], name: str, run_dir: Path) -> Host:
-    """The host on which a worker of the run lives."""
-    for process in psutil.process_iter():
-        if worker_name(process, run_dir) == name:
-            return next(host for host in hosts if host.holds(process.pid))
-    raise AssertionError(f"{name} is not there")
 
 
 def test_a_lost_engine_host_is_done_without_and_taken_back(hosts, tiny_llama, tmp_path):

@@ -362,12 +362,12 @@ def test_a_cpu_without_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     ("pins", "key"),
     [
-        ({"generation.tp": 16}, "generation.tp = 16"),
-        ({"generation.tp": 8, "generation.pp": 2}, "generation.pp = 2"),
+        ({"generation.tp": 8}, "generation.tp = 8"),
+        ({"generation.tp": 4, "generation.pp": 2}, "generation.pp = 2"),
     ],
 )
 def test_what_train_cannot_run_is_named_by_key(pins: dict[str, object], key: str) -> None:
-    made = make_plan(model("Llama-3.1-8B"), make_cluster("h100", 2), Workload(), pins)
+    made = make_plan(model("Llama-3.1-8B"), make_cluster("h100", 2, 6), Workload(), pins)
     assert not made.runnable
     assert any(why.startswith(key) for why in made.not_runnable_because)
     with pytest.raises(ConfigError, match=key.split(" ")[0]):

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from rlctl.telemetry.metrics import read_metrics
+from support.hosts import Host
 from support.metrics import without_timing
 
 STEPS = 4
@@ -160,6 +161,14 @@ def worker_name(process: psutil.Process, run_dir: Path) -> str | None:
         if output.parent == run_dir / "logs":
             return output.stem
     return None
+
+
+def host_of(hosts: list[Host], name: str, run_dir: Path) -> Host:
+    """The host on which a worker of the run lives."""
+    for process in psutil.process_iter():
+        if worker_name(process, run_dir) == name:
+            return next(host for host in hosts if host.holds(process.pid))
+    raise AssertionError(f"{name} is not there")
 
 
 def cut_after(steps: int, whole: Path, run_dir: Path) -> Path:

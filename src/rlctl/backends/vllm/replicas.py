@@ -57,7 +57,7 @@ class Meeting(NamedTuple):
 
     @contextlib.contextmanager
     def joined(self, replica: int) -> Iterator[None]:
-        """What vLLM starts in the block belongs to that replica."""
+        """Let processes of vLLM that start in the block belong to that replica."""
         if self.replicas > 1:
             compat.join_replicas(replica, self.replicas, self.address, self.port)
         try:
