@@ -108,6 +108,41 @@ def test_preferences_are_learned_and_answers_shown(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_reference_that_is_computed_before_the_first_step_gives_the_same_losses(
+    run_here: Run, tiny_llama: Path, pairs: Path, tmp_path: Path, backend: str
+) -> None:
+    wanted = (
+        "train", "dpo", "--model", str(tiny_llama), *LAYOUT, "--lr", "1e-3", "--steps", "4", "--batch-size", "3",
+        "--set", "training.dp=2", "--backend", backend, "--set", "run.checkpoint_every=2", "--set",
+        f"validation.data.name={pairs}", "--set", "validation.at_end=true", "--data",
+    )  # fmt: skip
+    held, whole, given = tmp_path / "held", tmp_path / "whole", tmp_path / "given.jsonl"
+    done = run_here(*wanted, str(pairs), "--run-dir", str(held))
+    assert done.returncode == 0, done.stderr
+    once = ("--set", "preference.precompute=true", "--run-dir")
+    done = run_here(*wanted, str(pairs), *once, str(whole))
+    assert done.returncode == 0, done.stderr
+    part, expected = cut_after(2, whole, tmp_path / "part"), lines_of(held)
+    names = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
+    for line, other in zip(lines_of(whole), expected, strict=True):
+        assert [line[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-4, abs=1e-6)
+    assert lines_of(whole)[-1]["validation"]["loss"] == pytest.approx(expected[-1]["validation"]["loss"], rel=1e-4)
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines_of(whole))]
+
+    logps = json.loads((whole / "reference.json").read_text())["training"]["logps"]
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    for place, (chosen, rejected) in ((int(key.rpartition(":")[2]), both) for key, both in logps.items()):
+        rows[place] |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_here(*wanted, str(given), *once, str(tmp_path / "given"))
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in lines_of(tmp_path / "given")] == [line["loss"] for line in lines_of(whole)]
+
+
+@pytest.mark.slow
 @pytest.mark.guard
 def test_labels_are_learned_also_after_a_resume(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     data = tmp_path / "labels.jsonl"

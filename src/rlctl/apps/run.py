@@ -31,6 +31,7 @@ from rlctl.rl.agreement import Agreement, error_limit, precision_of
 from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered
+from rlctl.rl.reference import precompute_reference
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.rl.text_validation import TextValidation
 from rlctl.rollouts.asynchronous import AsynchronousSource
@@ -158,6 +159,9 @@ def _train(
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
         policy = _load_policy(job, crew, display)
+        if job.config.preference.precompute:
+            display.doing("log-probs of the reference model")
+            _precompute_reference(job, run, policy)
         resume_from = _load_newest(run, policy, display, manifest) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = agreement = None
@@ -313,6 +317,15 @@ def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
         policy.teacher = Teacher(crew.teacher, job.offload)
         policy.teacher.load_model(job.teacher.source.weights)
     return policy
+
+
+def _precompute_reference(job: Job, run: RunDirectory, policy: PolicyClient) -> None:
+    """Give training and validation the log-probs of the reference, which is what the policy is now."""
+    assert isinstance(job.prompts, TextStream)  # pairs are texts
+    parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
+    if isinstance(job.validation, HeldOutTexts):
+        parts.append(("validation", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
+    precompute_reference(run.path / "reference.json", policy, job.algorithm, parts, job.config.batch.prompts)
 
 
 def _load_newest(

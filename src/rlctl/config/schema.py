@@ -536,6 +536,9 @@ class PreferenceConfig(Section):
     """With dpo and ipo, take the mean log-prob of a completion's tokens, not their sum; simpo and orpo always do."""
     target_margin: Annotated[float, Field(ge=0)] = 0.0
     """With simpo, the margin of the rewards that is aimed at (gamma)."""
+    precompute: bool = False
+    """With dpo and ipo, compute the log-probs of the reference once for all rows, before the first step, and hold no
+    second copy of the weights. A row may bring them in the fields `ref_chosen_logps` and `ref_rejected_logps`."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the negative log-prob of the chosen completion, which is added to the loss."""
 
@@ -549,9 +552,20 @@ class PreferenceConfig(Section):
         """Whether the policy is compared with the model that the run began with."""
         return self.loss in ("dpo", "ipo")
 
+    @property
+    def holds_reference(self) -> bool:
+        """Whether that model is held next to the policy."""
+        return self.has_reference and not self.precompute
+
     @model_validator(mode="after")
     def validate_keys_of_the_loss(self) -> PreferenceConfig:
-        for key, losses in (("label_smoothing", ["dpo"]), ("average", ["dpo", "ipo"]), ("target_margin", ["simpo"])):
+        of_reference = ["dpo", "ipo"]
+        for key, losses in (
+            ("label_smoothing", ["dpo"]),
+            ("average", of_reference),
+            ("precompute", of_reference),
+            ("target_margin", ["simpo"]),
+        ):
             if getattr(self, key) and self.loss not in losses:
                 raise ValueError(f"{key} is for preference.loss = {' or '.join(losses)}, and it is {self.loss}")
         return self
@@ -1183,7 +1197,7 @@ class RlctlConfig(Section):
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
         optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
         a critic's returns hold penalties that must be known before."""
-        if self.data.rows == "pairs" and not self.preference.has_reference:
+        if self.data.rows == "pairs" and not self.preference.holds_reference:
             return frozenset(self.loss.needs or ()) - {"reference_logprobs"}
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)

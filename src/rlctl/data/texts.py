@@ -35,6 +35,10 @@ RANKED = "completions"
 """Field of the completions of a prompt with their ranks, the best of which has the lowest."""
 MARGIN = "margin"
 """Field of a pair, and column of its texts: by how much the score of the chosen one is to be the higher one."""
+REFERENCE = "reference_logps"
+"""Column of a pair's texts: the log-prob of its completion under the reference, divided between its tokens."""
+REFERENCE_FIELDS = ("ref_chosen_logps", "ref_rejected_logps")
+"""Fields of a pair that bring it, under the names that TRL gives them."""
 ASSISTANT = "assistant"
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""

@@ -21,7 +21,15 @@ from rlctl.data.holdout import open_validation
 from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
-from rlctl.data.texts import MARGIN, TrainedText, trained_texts, whole_text, with_tools
+from rlctl.data.texts import (
+    MARGIN,
+    REFERENCE,
+    REFERENCE_FIELDS,
+    TrainedText,
+    trained_texts,
+    whole_text,
+    with_tools,
+)
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import OpenedSource, PromptOrder, PromptStream
@@ -31,6 +39,8 @@ from rlctl.telemetry.metrics import LOSS
 
 FROM_DATA = "data"
 """Stop reason of a text that nobody sampled."""
+ReferenceLogps = dict[str, tuple[float, float]]
+"""Log-probs of the chosen and the rejected completion under the reference, by `reference_key` of the row."""
 
 
 class TextStream(PromptStream):
@@ -39,6 +49,15 @@ class TextStream(PromptStream):
     kind = "text"
     scored = False
     """Whether a reward model is trained, which has a score of each text."""
+    reference: ReferenceLogps | None = None
+    """The log-probs that were computed before the first step; None: the reference is held, or there is none."""
+
+    @property
+    def used(self) -> list[PromptRow]:
+        """The rows that the run will use; where some are dropped, all rows, since others come in their place."""
+        if any(source.data.too_long == "drop" for source in self.sources):
+            return [self._row(source, place) for source in self.sources for place in range(len(source.prompts))]
+        return [*self._first(self.planned)]
 
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
@@ -68,12 +87,33 @@ class TextStream(PromptStream):
 
     def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
         """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong margin."""
+        if self.reference is not None:
+            return {REFERENCE: self._reference_column(row, texts)}
         margin = row.fields.get(MARGIN)
         if not self.scored or margin is None:
             return {}
         if isinstance(margin, bool) or not isinstance(margin, int | float):
             raise InputError(f"{row.where}: the field {MARGIN!r} is no number.", "Write one, or leave it out.")
         return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
+
+    def brings_reference(self, row: PromptRow) -> bool:
+        """Return whether a row has the log-probs of the reference. Raises InputError where they are no numbers."""
+        values = [row.fields.get(name) for name in REFERENCE_FIELDS]
+        if values == [None, None]:
+            return False
+        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+            names = " and ".join(REFERENCE_FIELDS)
+            raise InputError(f"{row.where}: the fields {names} are not two numbers.", "Write both, or leave them out.")
+        return True
+
+    def _reference_column(self, row: PromptRow, texts: Sequence[TrainedText]) -> np.ndarray:
+        assert self.reference is not None
+        given = self.brings_reference(row)
+        logps = [row.fields[name] for name in REFERENCE_FIELDS] if given else self.reference[reference_key(row)]
+        shares = (
+            np.full(len(text.tokens_T), logp / text.mask_T.sum()) for text, logp in zip(texts, logps, strict=True)
+        )
+        return np.concatenate([*shares]).astype(np.float32)
 
     def text(self, row: PromptRow) -> str:
         return whole_text(self._named[row.source].encoder, row)
@@ -200,6 +240,11 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[Rollou
             columns = columns_of(texts, stream.further_columns(row, texts))
             found.append(group_of(position, row, texts, put(columns)))
     return tuple(found)
+
+
+def reference_key(row: PromptRow) -> str:
+    """Return the name of a row among the rows of its stream."""
+    return f"{row.source}:{row.index}"
 
 
 def group_of(position: int, row: PromptRow, texts: Sequence[TrainedText], columns: object) -> RolloutGroup:

@@ -26,6 +26,7 @@ import numpy as np
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import PreferenceConfig, RlctlConfig
+from rlctl.data.texts import REFERENCE
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
 
@@ -132,7 +133,7 @@ class Dpo(Algorithm):
 
     def __init__(self, config: RlctlConfig) -> None:
         super().__init__(config)
-        if not config.preference.has_reference:
+        if not config.preference.holds_reference:
             self.requires = frozenset()
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
@@ -172,8 +173,9 @@ class Dpo(Algorithm):
         means = chosen / of_chosen.clamp(min=1), rejected / of_rejected.clamp(min=1)
         compared = means
         if options.has_reference:
-            assert batch.reference_logprobs_R is not None  # `requires` has them
-            compared = summed(batch.logprobs_R - batch.reference_logprobs_R, batch.rollout_R)
+            reference_R = batch.extra_R[REFERENCE] if options.precompute else batch.reference_logprobs_R
+            assert reference_R is not None  # `requires` has them
+            compared = summed(batch.logprobs_R - reference_R, batch.rollout_R)
         if options.has_reference and options.average:
             compared = compared[0] / of_chosen.clamp(min=1), compared[1] / of_rejected.clamp(min=1)
         rewards = options.beta * compared[0], options.beta * compared[1]
