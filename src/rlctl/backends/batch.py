@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlctl.data.rollouts import MediaPart, RolloutColumns
 
 Fetch = Callable[[list[object]], list[Any]]
-"""Turns handles of columns into the columns (by `fetch` of `cluster/objects.py`, in a run)."""
+"""Turns handles of columns into the columns (by `fetch` of `cluster/ray_session.py`, in a run)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.backends.batch import GroupLogprobs
 from rlctl.backends.clients import PolicyClient
-from rlctl.cluster.objects import fetch
+from rlctl.cluster.ray_session import fetch
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.loop import make_batch
