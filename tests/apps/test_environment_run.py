@@ -54,14 +54,19 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+@pytest.mark.parametrize("in_flight", ["wait", "turns", "keep"])
 def test_episodes_go_on_while_the_policy_trains(here: Here, tiny_llama: Path, tmp_path: Path, in_flight: str) -> None:
     flags = ("--async", "--max-staleness", "1", "--backend", "dtensor", "--set", "training.tp=1")
-    flags += ("--set", f"refit.in_flight={in_flight}")
+    flags += ("--set", "environment.params.seconds=2")
+    # Where tools take long, the plan has new weights wait for turns alone.
+    flags += ("--set", "environment.tool_s=100" if in_flight == "turns" else f"refit.in_flight={in_flight}")
     done = here(playing(tiny_llama, tmp_path / "run", *flags))
     assert done.returncode == 0, done.stderr
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["turns_mean"] for line in lines] == [2.0] * 4
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["config"]["refit"]["in_flight"]["value"] == in_flight
+    assert in_flight == "wait" or any(len(line["tokens_by_version"]) > 1 for line in lines)
     positions = [first for line in lines for one in line["positions"] for first in range(one[0], one[-1] + 1)]
     assert sorted(positions) == list(range(8))
     sample = json.loads((tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()[0])

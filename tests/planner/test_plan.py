@@ -663,6 +663,18 @@ def test_engines_that_never_run_empty_spend_less_on_the_same_rollouts() -> None:
     assert keeps < waits
 
 
+def test_new_weights_wait_for_episodes_unless_these_spend_long_in_tools() -> None:
+    facts, cluster, pins = model("Qwen3-8B"), make_cluster("h100"), {"generation.devices": 4}
+    short, long = (make_plan(facts, cluster, Workload(staleness=1, tools_s=seconds), pins) for seconds in (0.1, 1000))
+    assert [plan.config_values()["refit.in_flight"] for plan in (short, long)] == ["wait", "turns"]
+    said = {reason.value: reason.rule for reason in long.reasons}
+    assert "spend 1000 s in tools" in said["refit.in_flight=turns"]
+    shared = make_plan(facts, cluster, Workload(staleness=1, tools_s=1000), {"generation.colocated": True})
+    assert shared.in_flight == "wait"
+    asked = make_plan(facts, cluster, Workload(staleness=1, tools_s=1000, in_flight="keep"), pins)
+    assert asked.in_flight == "keep"
+
+
 def test_without_any_lag_the_policy_waits_for_its_own_rollouts() -> None:
     facts, cluster, pins = model("Qwen3-8B"), make_cluster("h100"), {"generation.devices": 4}
     made = make_plan(facts, cluster, Workload(staleness=0), pins)

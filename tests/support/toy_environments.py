@@ -96,13 +96,15 @@ def double(number: int) -> int:
 
 
 class Even(Counting):
-    """Rewards turns with an even number of characters, which a random model writes. It waits while there is a file."""
+    """Rewards turns with an even number of characters, which a random model writes. It waits for some seconds before
+    each answer, and while there is a file."""
 
-    def __init__(self, hold: str = "") -> None:
+    def __init__(self, hold: str = "", seconds: float = 0.0) -> None:
         super().__init__(turns=2)
-        self.hold = hold
+        self.hold, self.seconds = hold, seconds
 
     async def step(self, message: Message) -> Step:
+        await asyncio.sleep(self.seconds)
         while self.hold and os.path.exists(self.hold):
             await asyncio.sleep(0.05)
         found = await super().step(message)

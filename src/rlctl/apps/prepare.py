@@ -325,6 +325,11 @@ def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, tea
             "false): nothing gives way to them.",
             "Leave it out.",
         )
+    if config.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
+        raise ConfigError(
+            "refit.in_flight = turns: engines that share their devices with the policy pause in the middle of a turn.",
+            "Choose refit.in_flight=wait or keep, or give the engines devices: --set generation.colocated=false.",
+        )
     planned_policy(config, facts, plan)
     if teacher is not None:
         planned_teacher(config, facts, teacher, plan)

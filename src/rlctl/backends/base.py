@@ -143,9 +143,9 @@ class EngineSpec:
     """The arguments that the user's own section passes through."""
     replaced: dict[str, Any] = field(default_factory=dict)
     """The values that would be used without them."""
-    in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """How a refit treats samples in flight: wait for them, keep them (their later tokens are the new weights'), or
-    end them with what they have."""
+    in_flight: Literal["wait", "turns", "keep", "abort"] = "wait"
+    """How a refit treats samples in flight: wait for them (`turns`: and not for the rest of their episodes), keep them
+    (their later tokens are the new weights'), or end them with what they have."""
     drain_timeout_s: float = 300.0
     """Longest that a refit waits for them."""
     routing: bool = False

@@ -235,6 +235,8 @@ class EnvironmentConfig(Section):
     """Largest number of calls; unset: as many as there are turns for."""
     broken_calls: Positive | None = None
     """Calls that cannot be read or are refused, after which an episode ends; unset: it goes on."""
+    tool_s: NonNegativeNumber = 0.0
+    """Seconds that the environment takes for one answer on average, for the plan."""
     turn_timeout_s: Seconds = 60.0
     """Longest time that the environment may take for one answer."""
     timeout_s: Seconds = 600.0
@@ -752,9 +754,11 @@ class RefitConfig(Section):
     """Longest time of each wait during a refit."""
     verify_every: NonNegative = 50
     """Compare every tensor on the first refit and then at this interval of steps; 0: on the first only."""
-    in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """Completions that are being generated when a refit is due: wait for them, keep them and continue with the new
-    weights (each token carries the version that chose it), or abort them."""
+    in_flight: Literal["wait", "turns", "keep", "abort"] | None = None
+    """Completions that are being generated when a refit is due: wait for them, and for the whole of their episodes;
+    wait for the turns that are being generated, whose episodes go on with the new weights; keep them and continue with
+    the new weights (each token carries the version that chose it); or abort them. Unset: wait, or turns where the plan
+    finds that engines would wait long for tools (`environment.tool_s`)."""
     verify_sample: NonNegative = 8
     """Number of tensors that are compared in every other refit, different ones each time; 0: none."""
     mover: Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] = "auto"

@@ -167,6 +167,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         goal=config.run.goal,
         staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
         in_flight=config.refit.in_flight,
+        tools_s=config.environment.turns * config.environment.tool_s if config.environment.wanted else 0.0,
     )
 
 

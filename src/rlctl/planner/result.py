@@ -19,6 +19,8 @@ from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
+LONGEST_WAIT = 0.1
+"""Part of a step that engines may wait for the tools of the longest episodes."""
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
 
 
@@ -116,6 +118,13 @@ class Plan:
     def runnable(self) -> bool:
         return not self.not_runnable_because
 
+    @property
+    def in_flight(self) -> str:
+        """What is done with rollouts that are being sampled when new weights come."""
+        work, waits = self.workload, self.workload.tools_s > LONGEST_WAIT * self.total_s
+        pauses = self.colocated and not self.cluster.is_cpu
+        return work.in_flight or ("turns" if work.overlaps and waits and not pauses else "wait")
+
     def name(self) -> str:
         halves = (("training", self.training), ("generation", self.generation))
         parts = [f"{name} {half.name()}" for name, half in halves if half is not None]
@@ -144,5 +153,6 @@ class Plan:
             values["generation.max_batched_tokens"] = generation.max_batched_tokens
         if training is not None:
             values["generation.colocated"] = self.colocated
+            values["refit.in_flight"] = self.in_flight
             values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}
         return values

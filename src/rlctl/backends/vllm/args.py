@@ -86,7 +86,7 @@ def engine_spec(
         environment,
         passed,
         replaced,
-        config.refit.in_flight,
+        config.refit.in_flight or "wait",
         config.refit.timeout_s,
         config.training.router_replay,
         sleeps=pauses or bool((arguments | passed).get("enable_sleep_mode")),

@@ -118,7 +118,7 @@ class VllmEngine:
                         f"A prompt has {len(request.tokens)} tokens; the engine takes 1 to {limit - 1}.",
                         "Raise --max-length, or shorten the prompt.",
                     )
-            if self._draining or (self._updating is not None and self.spec.in_flight == "wait"):
+            if self._draining or (self._updating is not None and self.spec.in_flight in ("wait", "turns")):
                 self._later += requests
             else:
                 self._begin(requests)
@@ -272,7 +272,7 @@ class VllmEngine:
 
     def _halt_samples(self) -> None:
         """Bring samples in flight to where the weights may change under them."""
-        if self.spec.in_flight == "wait":
+        if self.spec.in_flight in ("wait", "turns"):
             self._drain()
         elif self.spec.in_flight == "abort":
             self._end(ABORTED, self._samples.values())

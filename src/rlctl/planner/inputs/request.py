@@ -59,8 +59,10 @@ class Workload:
     goal: Goal = "fast"
     staleness: int | None = None
     """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
-    in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """Rollouts that are being sampled when new weights come are waited for, kept or cut off."""
+    in_flight: Literal["wait", "turns", "keep", "abort"] | None = None
+    """What is done with rollouts that are being sampled when new weights come; None: the plan decides."""
+    tools_s: float = 0.0
+    """Seconds that the longest episodes spend in tools."""
     algorithm: str = ""
     measured: bool = False
     """Whether `prompt_tokens` is the mean of the data's own prompts."""

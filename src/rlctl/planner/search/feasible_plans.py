@@ -317,7 +317,7 @@ def _seconds(
 
 
 def _generation_seconds(request: Request, generation: GenerationChoice) -> float:
-    if request.workload.overlaps and request.workload.in_flight == "keep":
+    if request.workload.overlaps and request.workload.in_flight in ("turns", "keep"):
         return steady_generation_time(request, generation)
     return generation_time(request, generation).total
 
