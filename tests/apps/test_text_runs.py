@@ -143,7 +143,6 @@ def test_a_reference_that_is_computed_before_the_first_step_gives_the_same_losse
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_labels_are_learned_also_after_a_resume(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     data = tmp_path / "labels.jsonl"
     said = {True: "It is {}.", False: "I do not know what {} is."}
@@ -181,9 +180,13 @@ def test_a_teacher_is_learned_from_on_texts(
         "train", "distill", "--model", str(tiny_llama), "--teacher", str(tiny_llama_tied), "--data", str(pairs),
         "--answer-field", "chosen", *LAYOUT, "--lr", "1e-3", "--steps", "3", "--batch-size", "9", "--backend", backend,
         "--set", "distillation.top_k=512", "--set", "training.dp=1", "--run-dir", str(tmp_path / "run"),
+        "--set", "run.checkpoint_every=2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = lines_of(tmp_path / "run")
+    lines, part = lines_of(tmp_path / "run"), cut_after(2, tmp_path / "run", tmp_path / "part")
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float64) for one in (tiny_llama_tied, tiny_llama)]
     divergences = []
