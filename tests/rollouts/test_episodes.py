@@ -31,6 +31,7 @@ from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
 from support.engines import START_TIMEOUT_S, tiny_facts
 from support.multimodal_models import IMAGE, IMAGE_SIDE, IMAGE_TOKENS, write_with_images
 from support.toy_episodes import REPLY, TOKENS_A_TURN, TURNS
+from support.toy_gym import free_port, toy_gym
 
 TOLERANCE = 1e-4
 TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
@@ -308,6 +309,21 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
             assert result.episodes[sample].counts["asked"] == 3.0
         assert result.rewards == ((0.25,) * 2 if how == "ids" else (1.0,) * 2)
         assert result.finish_reasons == ("done", "done")
+
+
+def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llama: Path) -> None:
+    policy, listen = WholeTensorPolicy(tiny_llama), f"127.0.0.1:{free_port()}"
+    with toy_gym(f"http://{listen}/v1") as head:
+        with pytest.raises(InputError, match=r"The row names the agent None, and NeMo Gym at .* has guesser"):
+            play(tiny_llama, "nemo-gym", head=head, listen=listen)
+        made = play(tiny_llama, "nemo-gym", head=head, listen=listen, agent="guesser")
+        for result in played(host, tiny_llama, made):
+            for sample in range(2):
+                assert len(require_exact(result, policy, sample)) == 1
+                assert (result.episodes[sample].turns, result.episodes[sample].counts["turns"]) == (2, 5.0)
+            assert (result.rewards, result.finish_reasons) == ((0.5, 0.5), ("done", "done"))
+    with pytest.raises(InputError, match="There is no head server of NeMo Gym"):
+        play(tiny_llama, "nemo-gym", head=head, listen=listen, agent="guesser")
 
 
 def test_a_program_is_told_that_its_episode_is_over(host: Any, tiny_llama: Path) -> None:

@@ -132,6 +132,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     episodes: dict[int, int] = {}
     """Number of an episode -> its process."""
+    kept = {one.pid for one in psutil.Process().children()}  # what `prepare` of the environment has started
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             if connection.poll(LOOK_S):
@@ -146,7 +147,7 @@ def main() -> None:
                     episodes[number] = process
                 else:
                     _end(episodes.pop(number, None))
-            _clear_up(episodes)
+            _clear_up(episodes, kept)
 
 
 def _end(process: int | None) -> None:
@@ -159,14 +160,14 @@ def _end(process: int | None) -> None:
                 one.kill()
 
 
-def _clear_up(episodes: dict[int, int]) -> None:
+def _clear_up(episodes: dict[int, int], kept: set[int]) -> None:
     """Reap what has ended, and end what episodes have left behind, which comes to this process when they end."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             for number in [one for one, process in episodes.items() if process == ended[0]]:
                 del episodes[number]
             for left in psutil.Process().children():
-                if left.pid not in episodes.values():
+                if left.pid not in kept.union(episodes.values()):
                     _end(left.pid)
 
 

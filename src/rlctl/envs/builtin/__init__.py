@@ -5,6 +5,7 @@ from __future__ import annotations
 BUILT_IN = {
     "calculator": "rlctl.envs.builtin.calculator:Calculator",
     "guess-number": "rlctl.envs.builtin.guess_number:GuessNumber",
+    "nemo-gym": "rlctl.envs.builtin.nemo_gym:NemoGym",
     "nemo-rl": "rlctl.envs.builtin.adapters:NemoRL",
     "openenv": "rlctl.envs.builtin.adapters:OpenEnv",
     "program": "rlctl.envs.builtin.program:Program",

@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +22,7 @@ from rlctl.envs.environment import Ask, Message, Step
 
 Answered = asyncio.Future[Message | None]
 """The answer to a question, when it is there; None: the episode is over."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODEL = "policy"
 OVER = "context_length_exceeded"
 """Code of the error for a question to an episode that is over, which clients know as one not to ask again."""
@@ -41,18 +42,17 @@ class Program:
         self.tools: Any = None
         """The tools that the model was shown in it."""
         self.over = False
+        self.process: asyncio.subprocess.Process | None = None
         self.result: dict[str, Any] = {}
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Step:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_get("/v1/models", self._models)
-        self.server = web.AppRunner(app)
-        await self.server.setup()
-        site = web.TCPSite(self.server, "127.0.0.1", 0)
-        await site.start()
-        address = f"http://127.0.0.1:{self.server.addresses[0][1]}"
+        routes = {"/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate}
+        self.server, address = await serve(routes, "127.0.0.1", 0, {"/v1/models": self._models})
+        self.ended = asyncio.ensure_future(self.run(row, seed, address))
+        return await self._next()
+
+    async def run(self, row: Mapping[str, Any], seed: int, address: str) -> Mapping[str, Any]:
+        """Run the program, whose model is at `address`, to its end; return its last line."""
         variables = {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
         self.process = await asyncio.create_subprocess_exec(
             *self.command,
@@ -61,8 +61,17 @@ class Program:
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **variables, "EPISODE_SEED": str(seed), **self.variables},
         )
-        self.ended = asyncio.ensure_future(self.process.communicate(json.dumps(row, default=str).encode()))
-        return await self._next()
+        output, errors = await self.process.communicate(json.dumps(row, default=str).encode())
+        if self.process.returncode:
+            last = (errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"])[-1]
+            raise RuntimeError(f"the program ended with code {self.process.returncode}: {last}")
+        lines = output.decode(errors="replace").strip().splitlines() or [""]
+        try:
+            return {"reward": float(json.loads(lines[-1])["reward"]), **json.loads(lines[-1])}
+        except (ValueError, TypeError, KeyError):
+            raise RuntimeError(
+                f'the last line of the program is {lines[-1]!r:.80}, and has to be JSON such as {{"reward": 1.0}}'
+            ) from None
 
     async def step(self, message: Message) -> Step:
         assert self.answering is not None
@@ -76,8 +85,9 @@ class Program:
 
     async def close(self) -> None:
         self._end()
-        if self.process.returncode is None:
+        if self.process is not None and self.process.returncode is None:
             self.process.kill()
+        self.ended.cancel()
         await self.server.cleanup()
 
     async def _next(self) -> Step:
@@ -93,22 +103,13 @@ class Program:
         return Step(done=True, metrics={name: value for name, value in numbers.items() if name != "reward"})
 
     async def _finished(self) -> None:
-        """Wait for the end of the program, and read its last line."""
-        output, errors = await self.ended
-        if self.process.returncode and self.over:  # it was refused an answer
-            self.result = {"reward": 0.0}
-            return
-        if self.process.returncode:
-            last = (errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"])[-1]
-            raise RuntimeError(f"the program ended with code {self.process.returncode}: {last}")
-        lines = output.decode(errors="replace").strip().splitlines() or [""]
+        """Wait for the end of the program."""
         try:
-            self.result = dict(json.loads(lines[-1]))
-            float(self.result["reward"])
-        except (ValueError, TypeError, KeyError):
-            raise RuntimeError(
-                f'the last line of the program is {lines[-1]!r:.80}, and has to be JSON such as {{"reward": 1.0}}'
-            ) from None
+            self.result = dict(await self.ended)
+        except RuntimeError:
+            if not self.over:
+                raise
+            self.result = {"reward": 0.0}  # it was refused an answer
 
     def _end(self) -> None:
         """Refuse the question that waits, and all that follow."""
@@ -193,6 +194,19 @@ class Program:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlctl"}]})
+
+
+async def serve(
+    posts: Mapping[str, Handler], host: str, port: int, gets: Mapping[str, Handler] | None = None
+) -> tuple[web.AppRunner, str]:
+    """Start a server, and return it with its address; port 0 takes a free one."""
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes([web.post(path, handler) for path, handler in posts.items()])
+    app.add_routes([web.get(path, handler) for path, handler in (gets or {}).items()])
+    server = web.AppRunner(app)
+    await server.setup()
+    await web.TCPSite(server, host, port).start()
+    return server, f"http://{host}:{server.addresses[0][1]}"
 
 
 def _refused(why: str, code: str) -> web.HTTPBadRequest:
