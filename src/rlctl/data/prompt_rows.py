@@ -23,6 +23,8 @@ MOST_CHARACTERS = 1_000_000
 """Characters of a prompt beyond which a row is refused: some 250,000 tokens, and seconds for a tokenizer."""
 MESSAGES = "messages"
 """Field of chat messages, by the name that most published datasets give it."""
+GYM = "responses_create_params"
+"""Field of a row of NeMo Gym that has what the model is asked."""
 USUAL_NAMES = {
     "--prompt-field": ("question", "problem", "query", "instruction", "input"),
     "--answer-field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
@@ -113,12 +115,29 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
     if data.prompt_field not in record and template is not None and PROMPT not in template.names:
         return PromptRow(index, where, template.render(fields, where), answer, fields)
-    return PromptRow(index, where, checked_prompt(record[name], name, where), answer, fields)
+    value = _asked_in_gym(record[name]) if name == GYM else record[name]
+    return PromptRow(index, where, checked_prompt(value, name, where), answer, fields)
+
+
+def _asked_in_gym(params: Any) -> Any:
+    """Return the messages in what a row of NeMo Gym asks, which has OpenAI's form of responses."""
+    asked = params.get("input") if isinstance(params, Mapping) else None
+    if not isinstance(asked, Sequence) or isinstance(asked, str):
+        return asked
+    messages = []
+    for one in (one for one in asked if isinstance(one, Mapping) and "role" in one):  # calls of tools have no role
+        content = one.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            content = [part | {"type": "text"} if part.get("type") == "input_text" else part for part in content]
+        messages.append({"role": one["role"], "content": content})
+    return messages
 
 
 def prompt_field_in(present: Collection[str], named: str) -> str:
-    """Return the field that holds the prompt: `messages` where nobody has named one and there is no `prompt`."""
-    return MESSAGES if named == PROMPT and PROMPT not in present and MESSAGES in present else named
+    """Return the field that holds the prompt: `messages`, or that of NeMo Gym's rows, where nobody has named one and
+    there is no `prompt`."""
+    others = [one for one in (MESSAGES, GYM) if one in present]
+    return others[0] if named == PROMPT and PROMPT not in present and others else named
 
 
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:

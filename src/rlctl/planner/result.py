@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def in_flight(self) -> str:
-        """What is done with rollouts that are being sampled when new weights come."""
+        """The treatment of rollouts that are being sampled when new weights come."""
         work, waits = self.workload, self.workload.tools_s > LONGEST_WAIT * self.total_s
         pauses = self.colocated and not self.cluster.is_cpu
         return work.in_flight or ("turns" if work.overlaps and waits and not pauses else "wait")
@@ -153,6 +153,6 @@ class Plan:
             values["generation.max_batched_tokens"] = generation.max_batched_tokens
         if training is not None:
             values["generation.colocated"] = self.colocated
-            values["refit.in_flight"] = self.in_flight
+            values |= {"refit.in_flight": self.in_flight} if self.workload.staleness is not None else {}
             values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}
         return values

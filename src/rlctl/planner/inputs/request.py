@@ -60,7 +60,7 @@ class Workload:
     staleness: int | None = None
     """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
     in_flight: Literal["wait", "turns", "keep", "abort"] | None = None
-    """What is done with rollouts that are being sampled when new weights come; None: the plan decides."""
+    """The treatment of rollouts that are being sampled when new weights come; None: the plan decides."""
     tools_s: float = 0.0
     """Seconds that the longest episodes spend in tools."""
     algorithm: str = ""

@@ -54,10 +54,14 @@ def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule:
         shared = plan.mover in ("cuda-ipc", "shared-memory")
         way = "Both engines share the memory of a node." if shared else "Weights go from device to device."
         yield "mover", plan.mover, way
-        if plan.workload.overlaps and plan.workload.tools_s and plan.workload.in_flight is None:
-            longest = f"The longest episodes spend {plan.workload.tools_s:.0f} s in tools (environment.tool_s), "
-            step = f"of a step's {plan.total_s:.0f} s."
-            yield "refit.in_flight", plan.in_flight, longest + step
+        if (work := plan.workload).staleness is not None:
+            rule = "Rollouts then follow from run.seed alone."
+            if work.in_flight is not None:
+                rule = f"It is pinned: refit.in_flight={work.in_flight}."
+            elif work.tools_s:
+                tools = f"The longest episodes spend {work.tools_s:.0f} s in tools (environment.tool_s)"
+                rule = f"{tools}, and a step takes {plan.total_s:.0f} s."
+            yield "refit.in_flight", plan.in_flight, rule
 
 
 ROLLOUT_PHASES = (Phase.GENERATION, Phase.REWARD, Phase.WAITING)
