@@ -1340,6 +1340,18 @@ def test_a_template_of_a_recipe_of_texts_ends_answers(tmp_path: Path) -> None:
         assert ("eos_token" in written_one.values["model.chat_template"]) is ends
 
 
+def test_rows_of_nemo_gym_are_played_by_its_agents(tmp_path: Path) -> None:
+    data = {"train": {"data_path": "rows.jsonl"}, "default": {"dataset_name": "NemoGymDataset", "env_name": "nemo_gym"}}
+    gym = {"should_use_nemo_gym": True, "nemo_gym": {"config_paths": ["mcqa.yaml"], "port_range_low": 5000}}
+    result = recipe(tmp_path, data=data, env=gym)
+    config = resolve(files=[result.path], environment={}).config
+    assert (config.environment.name, config.data.name, config.reward.terms) == ("nemo-gym", "rows.jsonl", ())
+    said = [entry for entry in result.entries if entry.key.startswith("env.nemo_gym.")]
+    assert [entry.status for entry in said].count("changed") == 1
+    assert "environment.params.head=http://HOST:PORT" in next(one.note for one in said if one.status == "changed")
+    assert not result.unsupported
+
+
 def test_the_sliding_puzzle_is_an_environment_with_turns(tmp_path: Path) -> None:
     cfg = {"game_config": {"size": 5, "shuffle_moves": 10}, "max_moves": 30}
     turns = {"env__sliding_puzzle_game__cfg": cfg, "grpo__max_rollout_turns": 50}

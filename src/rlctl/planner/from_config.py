@@ -146,15 +146,15 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     if prompt_tokens is None and length:  # what completions leave, or a quarter where these may fill it all
         prompt = min(PROMPT_TOKENS, length - new if length - new >= 16 else max(1, length // 4))
     length = length or room_for(facts, prompt, new)
-    packs = not facts.unpacked
+    packs, most = not facts.unpacked, min(new, max(1, length - min(prompt, length)))
     return Workload(
         algorithm=config.run.algorithm,
         measured=prompt_tokens is not None,
         prompts=config.batch.prompts,
         generations=config.batch.generations,
         max_length=length,
-        max_new_tokens=min(new, max(1, length - min(prompt, length))),
-        mean_new_tokens=min(config.mean_new_tokens, new),
+        max_new_tokens=most,
+        mean_new_tokens=min(config.mean_new_tokens, most),
         prompt_tokens=min(prompt, length),
         optimizer_steps=config.batch.optimizer_steps,
         epochs=config.batch.epochs,

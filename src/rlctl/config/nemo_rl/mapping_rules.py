@@ -308,7 +308,9 @@ TASKS = {
     "mmlu_pro": "mmlu-pro",
 }
 """Tasks of `rlctl eval`, by NeMo-RL's names of the same data."""
-TEXT_DATA = frozenset({*DATASETS, "ResponseDataset"})
+GYM, GYM_DATA = "nemo_gym", "NemoGymDataset"
+"""The environment of NeMo Gym, and the data set of its rows."""
+TEXT_DATA = frozenset({*DATASETS, "ResponseDataset", GYM_DATA})
 OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
 
 
@@ -967,6 +969,8 @@ def named_data(
     found: Found, name: Any, path: str | None, places: Iterable[str]
 ) -> tuple[str, str | None, str | None, str | None] | None:
     """Return name, fields and default split of a data set; None where rlctl does not know it."""
+    if name == GYM_DATA:
+        return (path, None, None, None) if path else None
     if name not in BY_PATH:
         return data_sets(found).get(str(name))
     algorithm = found.result.values.get("run.algorithm")
@@ -1085,6 +1089,8 @@ def environment_used(leaves: Mapping[str, Any]) -> str | None:
     than math, else math (which is also what recipes with a section `dapo` score with)."""
     if any(key.startswith(f"env.{PUZZLE}.") for key in leaves):
         return PUZZLE
+    if leaves.get("env.should_use_nemo_gym") is True:
+        return GYM
     named = next((leaves[f"{place}env_name"] for place in DATA if leaves.get(f"{place}env_name") is not None), None)
     present = dict.fromkeys(key.split(".")[1] for key in leaves if key.startswith("env.") and key.count(".") > 1)
     return named or next((name for name in present if name not in ("math", "dapo")), "math" if present else None)
@@ -1100,6 +1106,19 @@ def environment(found: Found) -> None:
     else:
         why = f"the environment {name} is not there yet; --reward names rlctl's own rewards"
         found.say("not yet", why, "reward.terms")
+
+
+def gym(found: Found) -> None:
+    """Say once that Gym is started by the user."""
+    if environment_used(found.leaves) != GYM:
+        environment(found)
+    elif any(entry.key.startswith(f"env.{GYM}.") and entry.status == "changed" for entry in found.result.entries):
+        found.skip("NeMo Gym is started with it")
+    else:
+        where = "its address is --set environment.params.head=http://HOST:PORT"
+        found.say(
+            "changed", f"start NeMo Gym with this section and vllm_model.yaml in place of the one for training; {where}"
+        )
 
 
 def with_turns(rule: Rule, otherwise: Rule) -> Rule:

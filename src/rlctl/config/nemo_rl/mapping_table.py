@@ -528,6 +528,7 @@ _REST: dict[str, Rule] = {
     f"{PUZZLE}.cfg.max_moves": to("environment.params.max_moves"),
     f"{PUZZLE}.*": only(None, why="the puzzle has the keys game_config.size, game_config.shuffle_moves and max_moves"),
     "env.should_use_nemo_gym": without("read with the environment"),
+    f"env.{rules.GYM}.*": rules.gym,
     "env.should_log_nemo_gym_responses": LOGS,
     "checkpointing.enabled": rules.checkpoints_on,
     "checkpointing.save_period": when(
@@ -622,6 +623,8 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
     elif result.foreign is None and rules.environment_used(leaves) == rules.PUZZLE:
         default("environment.name", "sliding-puzzle", PUZZLE)
         default("environment.append", "raw", PUZZLE)
+    elif result.foreign is None and rules.environment_used(leaves) == rules.GYM:
+        default("environment.name", "nemo-gym", "env.should_use_nemo_gym")
     elif result.foreign is None and rules.environment_used(leaves) == "math":
         default("reward.terms", [{"name": rules.math_scorer(leaves)}], "env.math")
         default("reward.extract", "boxed", "env.math")
