@@ -66,7 +66,6 @@ def test_episodes_go_on_while_the_policy_trains(here: Here, tiny_llama: Path, tm
     assert [line["turns_mean"] for line in lines] == [2.0] * 4
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["config"]["refit.in_flight"]["value"] == in_flight
-    assert in_flight == "wait" or any(len(line["tokens_by_version"]) > 1 for line in lines)
     positions = [first for line in lines for one in line["positions"] for first in range(one[0], one[-1] + 1)]
     assert sorted(positions) == list(range(8))
     sample = json.loads((tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()[0])

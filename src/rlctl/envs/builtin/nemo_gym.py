@@ -72,7 +72,8 @@ class NemoGym(Program):
             body = {**row, "responses_create_params": asked}
             async with session.post(f"{found[0]}/run", json=body) as answer:
                 if answer.status != 200:
-                    raise RuntimeError(f"the agent {name} says: {first_line(await answer.text())} ({answer.status})")
+                    said = (await answer.text()).strip().partition("\n")[0]
+                    raise RuntimeError(f"the agent {name} says: {said} ({answer.status})")
                 return dict(await answer.json())
 
 
