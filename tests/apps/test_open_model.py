@@ -47,3 +47,18 @@ def test_a_larger_number_of_positions_leaves_all_else_as_it_is(tiny_llama: Path)
     assert longer.facts.max_length == 1 << 16
     assert longer.facts.rope == plain.facts.rope
     assert plain.source.directory == tiny_llama
+
+
+def test_texts_may_be_longer_than_the_model_was_published_for(tiny_llama: Path) -> None:
+    own = json.loads((tiny_llama / "config.json").read_text())["max_position_embeddings"]
+    said: list[str] = []
+    longer = ModelConfig(name=str(tiny_llama), max_length=4 * own, extend_positions=True)
+    found = open_model(longer, said.append)
+    assert found.facts == published_facts(longer)
+    assert found.facts.max_length == 4 * own
+    assert f"{own:,} positions, and goes on to {4 * own:,}" in said[0]
+    made = json.loads((found.source.directory / "config.json").read_text())
+    assert made["max_position_embeddings"] == 4 * own
+    assert published_facts(longer.model_copy(update={"extend_positions": False})).max_length == own
+    enough = open_model(longer.model_copy(update={"max_length": own}))
+    assert (enough.source.directory, enough.facts.max_length) == (tiny_llama, own)

@@ -804,6 +804,9 @@ def test_positions_that_a_recipe_gives_its_model_are_the_model_s(tmp_path: Path)
     assert facts.rope.scaling == {"factor": 2.0, "original_max_position_embeddings": 32768.0}
     most = recipe(tmp_path, policy__hf_config_overrides={"max_position_embeddings": 16384})
     assert most.values["model.max_position_embeddings"] == 16384
+    texts = written(tmp_path, {"sft": {}, "policy": {"model_name": "Qwen/Qwen2.5-Math-7B",
+                                                     "max_total_sequence_length": 16384}})  # fmt: skip
+    assert published_facts(resolve(files=[texts], environment={}).config.model).max_length == 16384
 
 
 def test_what_drafts_tokens_is_left_out_where_the_policy_does_not_depend_on_it(tmp_path: Path) -> None:

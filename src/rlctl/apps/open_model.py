@@ -78,7 +78,12 @@ def open_model(
     if source.megatron is None and not engines_alone:
         refuse_quantized(source.directory)
     source = repositioned(source, model.max_position_embeddings, model.rope_scaling)
-    return NamedModel(source, facts_in(source.directory))
+    facts = facts_in(source.directory)
+    if most := _more_positions(facts, model):
+        tell(f"{source.label} has {facts.max_length:,} positions, and goes on to {most:,} (model.extend_positions)")
+        source = repositioned(source, most, {})
+        facts = replace(facts, max_length=most)
+    return NamedModel(source, facts)
 
 
 def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False) -> ModelFacts:
@@ -114,7 +119,14 @@ def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     """Return the facts with the positions that the configuration gives the model."""
     most = most_positions(model.max_position_embeddings, model.rope_scaling)
     rope = rope_of(model.rope_scaling, facts.rope.theta) if model.rope_scaling else facts.rope
-    return replace(facts, max_length=most or facts.max_length, rope=replace(rope, interleaved=facts.rope.interleaved))
+    found = replace(facts, max_length=most or facts.max_length, rope=replace(rope, interleaved=facts.rope.interleaved))
+    return replace(found, max_length=_more_positions(found, model) or found.max_length)
+
+
+def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
+    """Return the positions that `model.extend_positions` gives a model; None: it has enough, or they are learned."""
+    wanted = model.max_length if model.extend_positions and facts.family in FAMILIES else None
+    return wanted if wanted and wanted > facts.max_length else None
 
 
 def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:

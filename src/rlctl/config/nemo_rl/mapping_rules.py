@@ -683,6 +683,15 @@ def without_begin(found: Found) -> bool:
     return "{" in template and "bos_token" not in template
 
 
+def longest_text(found: Found) -> None:
+    """Map the length of rollouts and texts. Texts may be longer than what the model was published for, which NeMo-RL
+    never asks; engines refuse such rollouts there too."""
+    if found.value and of_texts(found.result):
+        found.map_all({"model.max_length": found.value, "model.extend_positions": True})
+    else:
+        found.map("model.max_length", found.value)
+
+
 def rope_scaling(found: Found) -> None:
     """Map a key of the rotary embedding, by its name in a config.json."""
     found.map(f"model.rope_scaling.{found.name.rpartition('.')[2]}", found.value)

@@ -240,7 +240,7 @@ _POLICY: dict[str, Rule] = {
     "policy.train_micro_batch_size": without("rows are sized in tokens"),
     "policy.generation_batch_size": without("vLLM batches by itself"),
     "policy.logprob_batch_size": without("log-probs are computed on the rows of training"),
-    "policy.max_total_sequence_length": to("model.max_length"),
+    "policy.max_total_sequence_length": rules.longest_text,
     "policy.precision": to("model.dtype", {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}),
     **each("policy", "logprob_chunk_size offload_optimizer_for_logprob", KERNELS),
     "policy.max_grad_norm": to("optimizer.clip_grad", null=0),
