@@ -93,9 +93,11 @@ def test_the_norm_of_a_large_gradient_is_right_to_float32s_rounding(pools: Pools
     assert pools(1).run(run_gradient_norm, gradients)[0] == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(dp=2)])
-def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, parallel: ParallelSpec) -> None:
-    case = Case(parallel=parallel)
+def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, parallel: ParallelSpec, waits: bool) -> None:
+    """Where it waits in host memory too (`waits`)."""
+    case = Case(parallel=parallel, reference_offload=waits)
     for rank, answer in enumerate(
         pools(parallel.world_size).run(run_reference_policy, case, reference_weights("llama"), make_batch())
     ):

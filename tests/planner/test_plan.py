@@ -16,8 +16,9 @@ from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import Adapters, TrainingChoice
-from rlctl.planner.costs.memory import host_memory
-from rlctl.planner.costs.time import offload_seconds
+from rlctl.planner.costs.memory import host_memory, training_memory
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.costs.time import logprobs_time, offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
@@ -288,6 +289,24 @@ def test_states_in_host_memory_are_a_last_resort() -> None:
     alone = make_plan(facts, make_cluster("h100", 1, 1), Workload())
     assert alone.training.optimizer_offload
     assert any("Nothing fits otherwise" in reason.rule for reason in alone.reasons)
+
+
+def test_a_reference_waits_in_host_memory_before_states_of_the_optimizer_do() -> None:
+    """Four H100 hold the weights, gradients and states of 14 billion parameters, and no copy of the weights."""
+    facts, four = model("Qwen3-14B"), make_cluster("h100", 1, 4)
+    pins = {"training.backend": "dtensor", "training.optimizer_offload": False}
+    plain, copied = (make_plan(facts, four, Workload(reference=r), pins).training for r in (False, True))
+    assert (plain.reference_offload, copied.reference_offload) == (False, True)
+    roomy = make_plan(facts, make_cluster("h100", 1), Workload(reference=True), pins).training
+    assert not roomy.reference_offload
+    held = replace(copied, reference_offload=False)
+    workload = Workload(reference=True)
+    request = Request(facts, four, workload)
+    whole = pytest.approx(count(facts).total, rel=1e-3)  # float32, a quarter on each
+    assert training_memory(request, held, 0.0, 1).parts["reference"] == whole
+    assert "reference" not in training_memory(request, copied, 0.0, 1).parts
+    assert logprobs_time(request, copied) > logprobs_time(request, held)
+    assert host_memory(facts, copied, four, False, 0.0) > host_memory(facts, held, four, False, 0.0)
 
 
 def test_states_in_host_memory_cost_the_host_link_and_leave_the_device() -> None:

@@ -63,6 +63,7 @@ class Case:
     chunk: int = 1024
     recompute: str = "none"
     optimizer_offload: bool = False
+    reference_offload: bool = False
     freeze_router: bool = False
     replay: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -128,6 +129,7 @@ def spec_of(case: Case) -> PolicySpec:
         logprob_chunk_tokens=case.chunk,
         recompute=case.recompute,
         optimizer_offload=case.optimizer_offload,
+        reference_offload=case.reference_offload,
         freeze_router=case.freeze_router,
         router_replay=case.replay,
         lora=case.lora,

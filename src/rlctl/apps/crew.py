@@ -358,6 +358,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         timeout_s=config.cluster.step_timeout_s,
         recompute=training.recompute,
         optimizer_offload=training.optimizer_offload,
+        reference_offload=training.reference_offload,
         freeze_router=config.training.freeze_router,
         router_replay=config.training.router_replay,
         lora=config.training.lora,

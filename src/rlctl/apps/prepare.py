@@ -306,7 +306,8 @@ def check_plan(
 def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, teacher: ModelFacts | None) -> Plan:
     new, length = _new_tokens(resolved.config), resolved.config.model.max_length
     if length is not None and length > facts.max_length:
-        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it, or set model.extend_positions=true.")
+        hint = "Lower it, or set model.extend_positions=true."
+        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", hint)
     if new >= (length or facts.max_length):
         raise _no_room(new, length or facts.max_length)
     if beyond := [token for token in resolved.config.generation.stop_token_ids if token >= facts.vocab]:

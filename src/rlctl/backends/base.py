@@ -91,6 +91,8 @@ class PolicySpec:
     recompute: Literal["none", "selective", "full"] = "none"
     optimizer_offload: bool = False
     """The optimizer's states wait in host memory between its steps."""
+    reference_offload: bool = False
+    """The reference's weights wait in host memory while they are not computed with."""
     freeze_router: bool = False
     """Routers of experts keep their weights."""
     router_replay: bool = False

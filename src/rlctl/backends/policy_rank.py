@@ -292,7 +292,27 @@ class PolicyRank(ABC):
     def hold_reference(self) -> None:
         """With adapters the reference is the model without them, and nothing is copied."""
         values = {} if self.spec.lora.rank else self.parameters()
-        self._reference = {name: value.clone() for name, value in values.items()}
+        if self.spec.reference_offload:
+            self._reference = {name: _on_host(value) for name, value in values.items()}
+        else:
+            self._reference = {name: value.clone() for name, value in values.items()}
+
+    @torch.no_grad()
+    def _exchange(self, others: dict[str, Tensor]) -> None:
+        """Exchange the weights with `others`, one after the other, in the memory that they have."""
+        for name, live in self.parameters().items():
+            kept = live.clone()
+            live.copy_(others[name])
+            others[name].copy_(kept)
+
+    @contextlib.contextmanager
+    def exchanged(self, others: dict[str, Tensor]) -> Iterator[None]:
+        """The weights and `others` in each other's place for a moment."""
+        self._exchange(others)
+        try:
+            yield
+        finally:
+            self._exchange(others)
 
     @contextlib.contextmanager
     def under_weights_of(self, column: LogprobColumn) -> Iterator[None]:
@@ -309,8 +329,7 @@ class PolicyRank(ABC):
         """Have the model compute with W' of each adapted layer; to be called when adapters have changed."""
         for name, layer in self.adapters() if self.spec.lora.rank else ():
             if name not in self._base:
-                begun = narrowed(layer.weight, self.dtype, self.rounding)
-                self._base[name] = torch.empty_like(begun, device="cpu", pin_memory=begun.is_cuda).copy_(begun)
+                self._base[name] = _on_host(narrowed(layer.weight, self.dtype, self.rounding))
             merged = with_adapter(self._base[name].to(layer.weight.device), layer.a, layer.b, layer.scale)
             narrow_into(layer.weight, merged, self.rounding)
 
@@ -499,3 +518,8 @@ class PolicyRank(ABC):
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
         return self._require_critic().train_on(index, loss, PackedRow.value_batch, lr, weight_decay)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where the tensor is on a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)

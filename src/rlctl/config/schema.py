@@ -80,8 +80,8 @@ class ModelConfig(Section):
     max_position_embeddings: Positive | None = None
     """Number of positions of the model, where its config.json says another: what is trained keeps this one."""
     extend_positions: bool = False
-    """Train on up to max_length tokens where config.json has fewer positions: the rotary embedding goes on with the same
-    frequencies, and what is trained has as many positions as that."""
+    """Train on up to max_length tokens where config.json has fewer positions: the rotary embedding goes on with the
+    same frequencies, and what is trained has as many positions as that."""
     rope_scaling: dict[str, Any] = {}
     """Rotary embedding instead of the model's own, by the names of a config.json (rope_type, factor, rope_theta and
     others of its type). With yarn and no `max_position_embeddings`, the model has `factor` times the original ones."""

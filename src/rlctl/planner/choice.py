@@ -64,6 +64,8 @@ class TrainingChoice:
     """None: all weights are trained."""
     reference: bool = False
     """A frozen copy of the weights is held next to them."""
+    reference_offload: bool = False
+    """The reference's weights wait in host memory and change places with the policy's for its log-probs."""
     valued: bool = False
     """The model has a value of each position in place of logits."""
     critic: bool = False

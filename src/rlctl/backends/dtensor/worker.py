@@ -131,21 +131,9 @@ class DTensorWorker(PolicyRank):
         head = local_part(self.model.get_parameter("head.weight").detach())
         head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
 
-    @contextlib.contextmanager
-    def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
-        self._exchange(others)
-        try:
-            yield
-        finally:
-            self._exchange(others)
-
-    @torch.no_grad()
-    def _exchange(self, others: dict[str, Tensor]) -> None:
-        """Exchange the weights with `others`, one after the other: FSDP2 gathers from the memory that it has."""
-        for name, live in self.parameters().items():
-            kept = live.clone()
-            live.copy_(others[name])
-            others[name].copy_(kept)
+    def with_weights(self, others: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """FSDP2 gathers from the memory that it has."""
+        return self.exchanged(others)
 
     def offload(self, keep_weights: bool) -> Offloaded:
         weights = [*self.parameters().values(), *(local_part(value.detach()) for value in self.model.parameters())]

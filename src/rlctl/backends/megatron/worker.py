@@ -175,7 +175,11 @@ class MegatronWorker(PolicyRank):
 
     @contextlib.contextmanager
     def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
-        """Nothing is copied."""
+        """Nothing is copied, unless they wait in host memory."""
+        if self.spec.reference_offload:
+            with self.exchanged(others):
+                yield
+            return
         live, named = self.parameters(), dict(self._named())
         try:
             for name, param in named.items():

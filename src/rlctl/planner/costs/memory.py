@@ -76,7 +76,8 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
-    reference = {"reference": copy} if choice.reference and choice.adapters is None else {}
+    held = choice.reference and choice.adapters is None and not choice.reference_offload
+    reference = {"reference": copy} if held else {}
     return states | gathered | critic | reference
 
 
@@ -280,6 +281,7 @@ def host_memory(
     weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
     offloaded += unadapted_bytes(facts, choice)
+    offloaded += most_weight_bytes(facts, choice) if choice.reference_offload and not colocated else 0.0
     # vLLM pins the memory that its weights wait in, and torch rounds what it pins up to a power of two.
     asleep = weights + engine_weights * (1 if cluster.is_cpu else 2) if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker

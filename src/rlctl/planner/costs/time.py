@@ -322,6 +322,9 @@ def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None =
         gathers = _gather_seconds(request, choice)
         seconds += gathers - min(request.constants.gather_overlap * gathers, forward)
     fixed = 0.0 if request.cluster.is_cpu else 1.0
+    if choice.reference_offload:  # both models cross the link, before and after
+        copied = most_weight_bytes(request.facts, choice)
+        fixed += 4 * copied / (request.cluster.device.host_link * request.constants.pinned_copy)
     return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * seconds + fixed
 
 

@@ -73,7 +73,8 @@ def complexity(choice: TrainingChoice) -> int:
     """Kinds of parallelism and memory saving that a layout uses in addition to data parallelism."""
     parallel = choice.parallel
     sizes = (parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep)
-    return sum(size > 1 for size in sizes) + (choice.recompute != "none") + 2 * choice.optimizer_offload
+    waiting = choice.reference_offload + 2 * choice.optimizer_offload
+    return sum(size > 1 for size in sizes) + (choice.recompute != "none") + waiting
 
 
 def powers(limit: int) -> list[int]:
@@ -165,11 +166,16 @@ def virtual_stages(request: Request, choice: TrainingChoice) -> list[int]:
 
 
 def memory_savings(request: Request) -> list[dict[str, Any]]:
-    """Recompute modes and optimizer offload to try, the cheapest in time first."""
+    """Recompute modes, and what waits in host memory, to try: the reference, which moves twice a step, before the
+    optimizer's states."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
+    copied = request.workload.reference and request.adapters is None and not request.cluster.is_cpu
     offload = request.pin("training.optimizer_offload")
     places = [False, True] if offload is None and not request.cluster.is_cpu else [bool(offload)]
-    return [{"recompute": mode, "optimizer_offload": place} for place in places for mode in modes]
+    return [
+        {"recompute": mode, "optimizer_offload": place, "reference_offload": waits}
+        for place, waits, mode in product(places, (False, True)[: 1 + copied], modes)
+    ]
 
 
 def asleep_bytes(request: Request, colocated: bool) -> float:

@@ -133,6 +133,8 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
         useless = t.optimizer_offload and cluster.is_cpu
         offload = given + " It saves nothing: host memory of a CPU is the same memory." * useless
     yield "training.optimizer_offload", t.optimizer_offload, offload
+    if t.reference_offload:
+        yield "reference", "host memory", "Its weights change places with the policy's for its log-probs."
     precision = "A CPU trains in float32." if cluster.is_cpu else "It follows from model.dtype."
     if t.precision == "fp8":
         precision = "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
