@@ -32,7 +32,7 @@ from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig, RlctlConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig, RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.facts import ModelFacts
 from rlctl.rl.algorithms.algorithm import RunLoss
@@ -67,6 +67,7 @@ class Case:
     freeze_router: bool = False
     replay: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     backend: str = "megatron"
@@ -133,6 +134,7 @@ def spec_of(case: Case) -> PolicySpec:
         freeze_router=case.freeze_router,
         router_replay=case.replay,
         lora=case.lora,
+        quantization=case.quantization,
         megatron=case.megatron,
         ddp=case.ddp,  # type: ignore[arg-type]
     )

@@ -25,7 +25,7 @@ from rlctl.backends.batch import (
 )
 from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 
@@ -101,6 +101,8 @@ class PolicySpec:
     """The directory with the published config.json, where a backend builds the model from it."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    """The grid that weights are rounded to; the critic and a teacher have none."""
     critic: CriticSpec | None = None
     """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
     valued: bool = False

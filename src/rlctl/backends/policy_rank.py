@@ -39,6 +39,7 @@ from rlctl.backends.batch import (
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora import Adapter
 from rlctl.backends.movement import Movement
+from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.backends.rows import PackedRow, add_taught, counted_positions, fetch_rows, taught_by_group
 from rlctl.checkpoints.identity import damaged_files, file_digest
@@ -50,6 +51,7 @@ from rlctl.cluster.progress import report
 from rlctl.config.schema import Rounding
 from rlctl.data.rollouts import MediaPart
 from rlctl.transport.collective import ServedStore
+from rlctl.weights.layout import Layout
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
 """(row, output of the model) -> (loss, what is collected of the row)."""
@@ -111,6 +113,8 @@ class PolicyRank(ABC):
         self._shard = BatchShard({}, ())
         self._rows: list[list[PackedRow]] = []
         self._reference: dict[str, Tensor] | None = None
+        self.begun_with = Path()
+        """Where the weights were loaded from."""
         self._base = dict[str, Tensor]()
         """From the first step on, the weights of adapted layers without their adapters, in host memory and in the
         dtype that is computed in."""
@@ -118,6 +122,7 @@ class PolicyRank(ABC):
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
         self.movement: Movement | None = None
+        self.grid: WeightGrid | None = None
 
     # --- what a backend does, to one model
 
@@ -158,6 +163,11 @@ class PolicyRank(ABC):
     def load_weights(self, directory: Path, *, saved: bool = False) -> None:
         """Fill the weights of the model; the optimizer starts afresh. `saved`: the directory is a checkpoint of this
         model, whose float32 weights are read."""
+
+    @abstractmethod
+    def round_weights(self) -> None:
+        """Have the model compute with weights on the grid (`grid`), where it has one; to be called when weights have
+        changed. Collective."""
 
     @abstractmethod
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
@@ -280,11 +290,19 @@ class PolicyRank(ABC):
         narrow = self.spec.dtype != "float32" and not self.spec.lora.rank and self.spec.teaches is None
         return Movement(self.dtype, self.rounding) if narrow else None
 
+    def new_grid(self, layout: Layout) -> WeightGrid | None:
+        """Return what rounds the weights of `layout`, this rank's; None: they are not rounded."""
+        spec = self.spec
+        none = spec.quantization.format == "none" or spec.valued or spec.teaches is not None
+        return None if none else WeightGrid(spec, layout)
+
     # --- weights
 
     def load_model(self, directory: Path | str) -> None:
         self._base = {}
-        self.load_weights(Path(directory))
+        self.begun_with = Path(directory)
+        self.load_weights(self.begun_with)
+        self.round_weights()
         if self.critic is not None:
             with self._critics_turn():
                 self.critic.load_model(directory)
@@ -425,6 +443,7 @@ class PolicyRank(ABC):
         report(len(rows), len(rows))
         outcome = self.take_step(lr, weight_decay)
         self.merge_adapters()
+        self.round_weights()
         if self.movement is not None and not outcome.skipped:
             outcome = replace(outcome, rounded=self.movement.total(self.device))
         return self._result(minibatch_result(found, outcome, self.data_group) if found else None)
@@ -477,6 +496,7 @@ class PolicyRank(ABC):
         else:
             self.load_weights(directory, saved=True)
         self.merge_adapters()
+        self.round_weights()
         if self.critic is not None:
             with self._critics_turn():
                 self.critic.load_saved(directory / CRITIC)

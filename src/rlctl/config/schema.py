@@ -636,6 +636,22 @@ class LoraConfig(Section):
     transformers' for dtensor, Megatron-Core's for megatron."""
 
 
+class QuantizationConfig(Section):
+    """Training that is aware of quantization: policy and engines compute with weights on a coarse grid, held in
+    model.dtype, and gradients move the optimizer's float32 weights as if there was none (straight-through)."""
+
+    format: Literal["none", "nvfp4"] = "none"
+    """Grid of the weights: nvfp4 has 4-bit numbers (E2M1), a scale (E4M3) for each block along the inputs, and a
+    float32 scale for each matrix; activations are not rounded."""
+    block: Literal[16, 32] = 16
+    """Weights of a row that share a scale; NVFP4's tensor cores take 16."""
+    tensors: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Weights that are rounded, as patterns (`*.mlp.*`) of their published names. Only linear layers are: embeddings,
+    the output layer and routers never are."""
+    exclude: tuple[str, ...] = ()
+    """Weights among them that are not rounded, as patterns."""
+
+
 class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
@@ -688,6 +704,7 @@ class TrainingConfig(Section):
     freeze_router: bool = False
     """Do not train the routers of experts; tokens are still routed differently as the layers below change."""
     lora: LoraConfig = LoraConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
     threads: Threads | None = None
     """Number of CPU threads of each training process."""
     env: dict[str, str] = {}

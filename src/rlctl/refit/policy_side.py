@@ -76,12 +76,18 @@ class RefitSender(ABC):
     """Names in `parameters()` of tensors that no training changes."""
     rounding: Rounding = "unbiased"
     """How weights become narrower ones of an engine."""
+    sends_copies: bool = False
+    """`sent` makes copies, which are let go of after a refit."""
     _refit: SenderState | None = None
     _refit_device: torch.device | None = None
 
     @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's parameters by name; views of the live weights."""
+
+    def sent(self) -> Mapping[str, torch.Tensor]:
+        """The parameters as engines get them: the live ones, unless `sends_copies`."""
+        return self.parameters()
 
     @abstractmethod
     def layouts(self) -> World:
@@ -158,7 +164,7 @@ class RefitSender(ABC):
             state.store.stop_listening()
 
     def refit_send(self, version: int, attempt: int) -> Sent:
-        state, parameters = self._state(), self.parameters()
+        state, parameters = self._state(), self.sent()
         packing = exchanging = 0.0
         count = 0
         with contextlib.ExitStack() as stack, torch.no_grad():
@@ -180,6 +186,7 @@ class RefitSender(ABC):
             for end in state.ends.values():
                 if end.changes:
                     end.changes.remember()
+                self._forget(end)
         exchanged = state.exchange.bytes if state.exchange else 0
         return Sent(packing, count + exchanged, exchanging)
 
@@ -195,7 +202,7 @@ class RefitSender(ABC):
         return seconds
 
     def refit_find_changes(self) -> list[Changes]:
-        parameters, found = self.parameters(), []
+        parameters, found = self.sent(), []
         with torch.no_grad():
             for end in self._state().ends.values():
                 end.packer.look(parameters)
@@ -220,7 +227,12 @@ class RefitSender(ABC):
             if end.changes:
                 count += end.changes.size
                 end.changes.forget()
+            self._forget(end)
         return Sent(packing, count)
+
+    def _forget(self, end: ChannelEnd) -> None:
+        if self.sends_copies:
+            end.packer.look({})
 
     def refit_publish(self, version: int) -> None:
         if self.rank == 0:
@@ -288,7 +300,7 @@ class RefitSender(ABC):
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
         """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
-        state, parameters = self._state(), self.parameters()
+        state, parameters = self._state(), self.sent()
         if state.whole_copies is None:
             with many_objects():
                 layout = whole_tensors(state.setup.table)

@@ -9,13 +9,14 @@ exist in torch 2.11 to 2.13.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from rlctl.backends.quantization import WeightGrid
 from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.schema import Rounding
 from rlctl.errors import MachineError
@@ -35,6 +36,25 @@ def mixed_precision(dtype: torch.dtype | None, rounding: Rounding) -> MixedPreci
     return RoundingPolicy(param_dtype=dtype, reduce_dtype=torch.float32, rounding=rounding)
 
 
+GRID = "rlctl_grid"
+"""The attribute of FSDP2's parameter that rounds this rank's flat part of it in place."""
+
+
+def _keep(_flat: Tensor) -> None:
+    """Leave the weights as they are."""
+
+
+def round_gathered(model: Any, grid: WeightGrid) -> None:
+    """Have a sharded model's weights rounded to a grid when they are gathered."""
+    _replace_casts()
+    paths = {module: path for path, module in model.inner.named_modules()}
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    for one in (one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params):
+        name = f"{paths.get(one._module_info.module)}.{one._module_info.param_name}"
+        if name in grid.parts:
+            setattr(one, GRID, partial(grid.round, name))
+
+
 @cache
 def _replace_casts() -> None:
     """Raises MachineError where this version of torch casts elsewhere."""
@@ -50,10 +70,15 @@ def _replace_casts() -> None:
     of_group, of_param = collectives[names[0]], param[names[1]].fget
 
     def rounded(one: Any) -> bool:
-        return one.param_dtype is not None and getattr(one.mp_policy, "rounding", "nearest") != "nearest"
+        unbiased = getattr(one.mp_policy, "rounding", "nearest") != "nearest"
+        return one.param_dtype is not None and (unbiased or hasattr(one, GRID))
 
     def inputs_of_param(self: Any) -> list[Tensor]:
-        return [narrowed(self._sharded_param_data, self.param_dtype)] if rounded(self) else of_param(self)
+        if not rounded(self):
+            return of_param(self)
+        flat = narrowed(self._sharded_param_data, self.param_dtype, self.mp_policy.rounding)
+        getattr(self, GRID, _keep)(flat)
+        return [flat]
 
     def inputs_of_group(params: list[Any]) -> list[list[Tensor]]:
         return [one.all_gather_inputs for one in params] if any(map(rounded, params)) else of_group(params)

@@ -38,6 +38,7 @@ class DTensorWorker(PolicyRank):
 
     saves_modules = True
 
+    sends_copies = False
     _states_away: Offloaded | None = None
     """With `training.optimizer_offload`: the optimizer's states, but for its steps and the saves."""
 
@@ -56,6 +57,7 @@ class DTensorWorker(PolicyRank):
 
     def build_model(self) -> None:
         from rlctl.backends.dtensor.model import PolicyModel, ValueModel, build_model
+        from rlctl.backends.dtensor.mixed_precision import round_gathered
         from rlctl.backends.dtensor.optimizer import build_optimizer
 
         spec, world = self.spec, self.layouts()
@@ -65,6 +67,10 @@ class DTensorWorker(PolicyRank):
         kind = ValueModel if self.spec.valued else PolicyModel
         self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
+        self.grid = self.new_grid(world.layout(self.rank))
+        if self.grid is not None:
+            round_gathered(self.model, self.grid)
+            self.sends_copies = True
         self._buffers = [name for name, role in world.roles.items() if role in BUFFER_ROLES]
         self.stored_alone = frozenset(name for name, role in world.roles.items() if role is Role.STORED)
         self._state_memory = HostMemory()
@@ -85,9 +91,25 @@ class DTensorWorker(PolicyRank):
         """Views of the live weights: what this rank holds of each."""
         return {name: local_part(value.detach()) for name, value in self._named().items()}
 
+    def sent(self) -> dict[str, Tensor]:
+        """The weights as engines get them: copies of those that are rounded."""
+        found = self.parameters()
+        for name in self.grid.parts if self.grid is not None else ():
+            found[name] = self._narrowed(found[name])
+            self.grid.round(name, found[name])
+        return found
+
+    def round_weights(self) -> None:
+        """The weights are rounded whenever they are gathered, and here their scales are taken."""
+        if self.grid is not None:
+            self.grid.measure(self.parameters(), self._narrowed)
+
+    def _narrowed(self, values: Tensor) -> Tensor:
+        return narrowed(values, self.dtype, self.rounding)
+
     def adapters(self) -> Iterator[tuple[str, Adapter]]:
         self._reshard()
-        return adapters(self.model.inner, lambda part: narrowed(part, self.dtype, self.rounding))
+        return adapters(self.model.inner, self._narrowed)
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters of the model itself (no adapters), and buffers that are stored, by the names of the layout;
@@ -131,9 +153,11 @@ class DTensorWorker(PolicyRank):
         head = local_part(self.model.get_parameter("head.weight").detach())
         head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
 
-    def with_weights(self, others: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """FSDP2 gathers from the memory that it has."""
-        return self.exchanged(others)
+    @contextlib.contextmanager
+    def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
+        """FSDP2 gathers from the memory that it has. Other weights are not rounded to the grid."""
+        with self.exchanged(others), self.grid.lifted() if self.grid is not None else contextlib.nullcontext():
+            yield
 
     def offload(self, keep_weights: bool) -> Offloaded:
         weights = [*self.parameters().values(), *(local_part(value.detach()) for value in self.model.parameters())]

@@ -80,6 +80,7 @@ class MegatronWorker(PolicyRank):
             self.movement = self.new_movement()
             for inner in optimizer.inner_optimizers(self.optimizer):
                 inner.movement = self.movement
+        self.grid = self.new_grid(self.layouts().layout(self.rank))
         self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
         cpu.install()  # covers the modules that building has imported
         compat.write_checkpoints_in_this_process()
@@ -101,6 +102,21 @@ class MegatronWorker(PolicyRank):
         has several chunks of it."""
         self._gather_parameters()
         return {name: value.data for name, value in self._named()}
+
+    def round_weights(self) -> None:
+        """The live weights are made anew in each step, of the optimizer's float32 weights, and can be overwritten."""
+        if self.grid is not None:
+            parameters = self.parameters()
+            self.grid.measure(parameters)
+            for name, value in parameters.items():
+                self.grid.round(name, value)
+
+    def hold_reference(self) -> None:
+        """The reference is the model without rounding, which is read once more."""
+        if self.grid is not None:
+            self.load_weights(self.begun_with)
+        super().hold_reference()
+        self.round_weights()
 
     def adapters(self) -> Iterator[tuple[str, Adapter]]:
         self._gather_parameters()
