@@ -1,5 +1,5 @@
 """`rlctl train grpo --backend dtensor` as a user runs it: the same metrics as with Megatron, exported and resumed; so
-with adapters, a critic and a teacher."""
+with adapters, a critic and a teacher; and what is common to both backends with weights on a grid."""
 
 from __future__ import annotations
 
@@ -154,3 +154,24 @@ def test_a_family_without_a_file_trains_and_is_exported(here, family: str, tmp_p
     done = here(resume(ours, "--steps", "3"))
     assert done.returncode == 0, done.stderr
     assert len(results(ours)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_weights_on_a_grid_are_refitted_resumed_and_generated_with(here, tiny_llama, tmp_path, backend: str) -> None:
+    """Engines hold what the policy computes with, at every step, and a resumed run is the run."""
+    grid = ("--set", "model.dtype=bfloat16", "--set", "training.quantization.format=nvfp4", "--backend", backend,
+            "--set", "refit.verify_every=1")  # fmt: skip
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    done = here(command(tiny_llama, whole, *grid))
+    assert done.returncode == 0, done.stderr
+    done = here(command(tiny_llama, halves, *grid, "--steps", str(STEPS // 2)))
+    assert done.returncode == 0, done.stderr
+    done = here(resume(halves, "--steps", str(STEPS)))
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "grad_norm", "reward_mean", "logprob_diff"):
+        assert [line[key] for line in results(whole)] == [line[key] for line in results(halves)]
+    assert all(0 < line["logprob_diff"]["mean"] < 0.05 for line in results(whole))
+    asked = ["--prompt", "2 + 3", "--max-new-tokens", "4", "--temperature", "0", "--json"]
+    done = here([str(Path(sys.executable).with_name("rlctl")), "generate", "--run-dir", str(halves), *asked])
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""NeMo-RL's recipes of DTensor train as they are written, with tiny models."""
+"""NeMo-RL's recipes of DTensor, and of quantization, train as they are written, with tiny models."""
 
 from __future__ import annotations
 
@@ -75,3 +75,26 @@ def test_a_recipe_of_dtensor_trains_as_it_is_written(
     assert len(lines) == 2
     assert all(line["grad_norm"] > 0 for line in lines)
     assert all(0 < line["logprob_diff"]["mean"] < LIMITS["bfloat16"][0] for line in lines)
+
+
+@pytest.mark.slow
+def test_a_recipe_of_quantization_trains_as_it_is_written(here, tiny_llama, tmp_path: Path) -> None:
+    """But for machine, model and sizes. What engines hold is compared at each refit, and their log-probs with those of
+    the policy; its weights are rounded, and the reference's are not."""
+    name = "W4A16_NVFP4_CFG"
+    policy = {"quant_cfg": name, "generation": {"quant_cfg": name, "real_quant": True}}
+    asked = changed(TINY, {"policy": policy, "loss_fn": {"reference_policy_kl_penalty": 0.05}})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(asked | {"defaults": str(RECIPES / "llama_megatron.yaml"), "cluster": None}))
+    (tmp_path / "reward.py").write_text(REWARD)
+    done = here([
+        "rlctl", "train", "grpo", "--config", str(recipe), *TASK, "--model", str(tiny_llama), "--gpu", "cpu",
+        "--steps", "3", "--set", "refit.verify_every=1", "--set", "batch.optimizer_steps=1",
+        "--run-dir", str(tmp_path / "run"), "--reward", f"{tmp_path / 'reward.py'}:even",
+    ])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "plan: training TP2" in " ".join(done.stderr.split())
+    lines = results(tmp_path / "run")
+    assert len(lines) == 3
+    assert all(0 < line["logprob_diff"]["mean"] < LIMITS["bfloat16"][0] for line in lines)
+    assert lines[0]["kl"] > 1e-5

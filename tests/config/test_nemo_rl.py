@@ -141,6 +141,10 @@ def sampler(**keys: object) -> dict[str, Any]:
     return {"async_rl": {"sampler": keys, "max_inflight_prompts": 4}, "grpo__async_grpo": None}
 
 
+def quantized(name: str, **generation: object) -> dict[str, Any]:
+    return {"policy__quant_cfg": name, "policy__generation": {"quant_cfg": name} | generation}
+
+
 def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str, object]:
     keys = ("rollouts.mode", "rollouts.max_staleness", "refit.in_flight", "rollouts.order")
     return dict(zip(keys, (mode, lag, in_flight, first), strict=True))
@@ -263,6 +267,15 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
         ({"policy__generation__vllm_cfg__precision": "fp8"}, {"vllm.quantization": "fp8_per_block"}, {}),
         ({"policy__generation__vllm_cfg": {"precision": "fp8", "is_mx": True, "num_last_layers_in_bf16": 2}},
          {"vllm.quantization": "mxfp8"}, {"policy.generation.vllm_cfg.num_last_layers_in_bf16": "changed"}),
+        # Weights on a grid, which policy and engines compute with
+        (quantized("NVFP4_MLP_WEIGHT_ONLY_CFG"),
+         {"training.quantization.format": "nvfp4", "training.quantization.block": 32,
+          "training.quantization.tensors": ["*mlp*", "*block_sparse_moe*"]},
+         {"policy.quant_cfg": "changed", "policy.generation.quant_cfg": "not applicable"}),
+        (quantized("quantized_experts.yaml", real_quant=True, real_quant_ignore=["lm_head"]),
+         {"training.quantization.block": 16, "training.quantization.tensors": ["*.experts.*"],
+          "training.quantization.exclude": ["*router*", "*.layers.1.*"]},
+         {"policy.generation.real_quant": "changed", "policy.generation.real_quant_ignore": "changed"}),
         # DAPO's own comparison of answers
         ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
         ({"env__math__math_verify_impl": "dapo_math_verify",
@@ -373,11 +386,42 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
         ("grpo__reward_shaping", SHAPED | {"overlong_buffer_penalty": "much"}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "target_modules": 1}),
         ("async_rl__sampler__name", ["in_order"]),
+        ("policy__quant_cfg", "NVFP4_MLP_WEIGHT_ONLY_CFG"),
+        ("policy__generation__quant_cfg", "NVFP4_MLP_WEIGHT_ONLY_CFG"),
     ],
 )
 def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: Any) -> None:
     result = recipe(tmp_path, **{key: value})
     assert any(line.startswith(key.replace("__", ".")) for line in result.unsupported), result.unsupported
+
+
+EXPERTS = yaml.safe_load((RECIPES / "quantized_experts.yaml").read_text())["quantize"]
+OFF, ON = EXPERTS["quant_cfg"][:2]
+FORMAT = ON["cfg"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("NVFP4_DEFAULT_CFG", "rounds activations too"),
+        ("INT4_AWQ_CFG", "rlctl knows W4A16_NVFP4_CFG, NVFP4_MLP_WEIGHT_ONLY_CFG, and files"),
+        ([OFF, ON, {"quantizer_name": "*input_quantizer", "cfg": FORMAT}], "rounds activations too"),
+        ([OFF, ON | {"cfg": FORMAT | {"num_bits": 8}}], "*.experts.*weight_quantizer is not of NVFP4"),
+        ([OFF, {"quantizer_name": "*k_bmm_quantizer", "cfg": FORMAT}], "*k_bmm_quantizer is on"),
+        ([{"$import": "base_disable_all"}], "builds on rules of ModelOpt's"),
+        ([ON, OFF], "no weights are rounded"),
+        ({"algorithm": "awq_lite", "quant_cfg": [OFF, ON]}, "its algorithm is awq_lite"),
+    ],
+)
+def test_another_quantization_is_refused_with_the_reason(tmp_path: Path, settings: Any, said: str) -> None:
+    name = settings
+    if not isinstance(settings, str):
+        name = "rules.yaml"
+        rules = settings if isinstance(settings, dict) else {"quant_cfg": settings}
+        (tmp_path / name).write_text(yaml.safe_dump({"quantize": rules}))
+    (line,) = recipe(tmp_path, **quantized(name)).unsupported
+    assert line.startswith("policy.quant_cfg")
+    assert said in line
 
 
 ODD = (None, [], {}, "x", -1, True, [{"name": None}], [["x"]])

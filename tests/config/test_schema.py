@@ -87,3 +87,17 @@ def test_a_bound_of_a_schedule_that_is_not_used_may_be_any() -> None:
 def test_what_does_not_go_with_texts_is_named(algorithm: str, sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(flags={"run.algorithm": algorithm}, sets=sets, environment={})
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["training.quantization.block=32"], "training.quantization.block has no effect"),
+        (["training.quantization.format=nvfp4", "training.lora.rank=8"], "training.lora.rank > 0 trains adapters"),
+        (["training.quantization.format=nvfp4", "vllm.quantization=fp8_per_block"], "round the weights again"),
+    ],
+)
+def test_what_does_not_go_with_quantization_is_named(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved(*sets, algorithm="grpo")
+    assert said in f"{error.value.message} {error.value.hint}"

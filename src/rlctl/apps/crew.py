@@ -26,11 +26,12 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-from rlctl.config.schema import ClusterConfig, LoraConfig, RefitConfig, RlctlConfig, TrainingConfig
+from rlctl.config.schema import ClusterConfig, LoraConfig, QuantizationConfig, RefitConfig, RlctlConfig, TrainingConfig
 from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.quantized import quantized_matrices
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.make_plan import Refusal
 from rlctl.planner.result import Plan
@@ -141,7 +142,9 @@ class Crew:
         assert self.spec.engines is not None
         policy, engine = self.spec.policy, self.spec.engines.engine
         if source is not None:
-            options["converted"] = fingerprints_of(source, policy.dtype)
+            rounded = quantized_matrices(policy.facts, policy.quantization)
+            found = fingerprints_of(source, policy.dtype).items()
+            options["converted"] = {name: value for name, value in found if name not in rounded}
             options["converted_at"] = source.megatron and source.megatron.parent
         if decode_limit is not None:
             vocab, length = policy.facts.vocab, engine.max_length
@@ -362,6 +365,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         freeze_router=config.training.freeze_router,
         router_replay=config.training.router_replay,
         lora=config.training.lora,
+        quantization=config.training.quantization,
         critic=planned_critic(config, plan) if trains else None,
         valued=config.trains_reward_model,
         megatron=config.megatron.passed,
@@ -405,8 +409,8 @@ def planned_teacher(
     config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
 ) -> PolicySpec:
     """The teacher that a plan starts; `config` holds the plan's values, and the algorithm needs the `top` most likely
-    tokens of each position. It computes as the policy does, without what is the policy's own: adapters, a critic,
-    routers that follow the engines, and fields that are passed through."""
+    tokens of each position. It computes as the policy does, without what is the policy's own: adapters,
+    quantization, a critic, routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
     choice, vocab = plan.teacher.choice, min(student.vocab, teacher.vocab)
     spec = replace(
@@ -419,6 +423,7 @@ def planned_teacher(
         freeze_router=False,
         router_replay=False,
         lora=LoraConfig(),
+        quantization=QuantizationConfig(),
         critic=None,
         megatron={},
         ddp={},

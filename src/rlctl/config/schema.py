@@ -1080,6 +1080,23 @@ class RlctlConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def validate_what_is_quantized(self) -> RlctlConfig:
+        settings = self.training.quantization
+        if settings.format == "none":
+            if settings != QuantizationConfig():
+                odd = next(iter(dict(_changed(settings, QuantizationConfig(), "training.quantization."))))
+                raise ValueError(f"{odd} has no effect: training.quantization.format = none")
+            return self
+        for wrong, why in (
+            (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters of weights that stay"),
+            (self.trains_reward_model, "`train rm` trains a model of scores, which no engine computes"),
+            (bool(self.vllm.passed.get("quantization")), "vllm.quantization has the engines round the weights again"),
+        ):
+            if wrong:
+                raise ValueError(f"training.quantization.format = {settings.format} does not go with this: {why}")
+        return self
+
+    @model_validator(mode="after")
     def validate_pairs_of_an_optimizer_step(self) -> RlctlConfig:
         if self.data.rows in ("pairs", "labels") and self.batch.prompts % self.batch.optimizer_steps:
             raise ValueError(

@@ -25,17 +25,19 @@ LINEAR = frozenset(
 )
 
 
-@lru_cache(maxsize=8)
 def quantized_matrices(facts: ModelFacts, settings: QuantizationConfig) -> dict[str, Matrix]:
     """Tensor -> its matrix, of each tensor that is rounded."""
-    if settings.format == "none":
-        return {}
+    return {} if settings.format == "none" else _chosen(facts, settings.tensors, settings.exclude)
+
+
+@lru_cache(maxsize=8)
+def _chosen(facts: ModelFacts, tensors: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, Matrix]:
     found = (matrix for matrix in weights_of(facts).matrices if _is_linear(matrix))
     return {
         matrix.tensor: matrix
         for matrix in found
-        if any(fnmatchcase(matrix.tensor, pattern) for pattern in settings.tensors)
-        and not any(fnmatchcase(matrix.tensor, pattern) for pattern in settings.exclude)
+        if any(fnmatchcase(matrix.tensor, pattern) for pattern in tensors)
+        and not any(fnmatchcase(matrix.tensor, pattern) for pattern in exclude)
     }
 
 
@@ -79,11 +81,6 @@ def quantization_problems(
             return
         parts = parallel.tp if matrix.role in DIVIDED_INPUTS else parallel.etp if matrix.role is Role.EXPERT_DOWN else 1
         if matrix.shape[1] % (settings.block * parts):
-            yield (
-                "block",
-                (
-                    f"each rank has {matrix.shape[1] / parts:g} of the inputs of {tensor}, which are no whole blocks of "
-                    f"{settings.block}"
-                ),
-            )
+            has = f"each rank has {matrix.shape[1] / parts:g} of the inputs of {tensor}"
+            yield "block", f"{has}, which are no whole blocks of {settings.block}"
             return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import OptimizerConfig
+from rlctl.config.schema import OptimizerConfig, QuantizationConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
 
@@ -69,3 +71,22 @@ def test_states_in_host_memory_are_adams_own(key: str) -> None:
     refuse_wrong_numbers(PolicySpec(FACTS, optimizer=passed))
     with pytest.raises(ConfigError, match=rf"optimizer\.{key} .*training\.optimizer_offload"):
         refuse_wrong_numbers(PolicySpec(FACTS, optimizer=passed, optimizer_offload=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dtype": "float32"}, "format is refused: weights are rounded from bfloat16"),
+        ({"quantization": QuantizationConfig(format="nvfp4", tensors=("*router*",))}, "no linear layer of the model"),
+        ({"parallel": ParallelSpec(tp=9)}, "block is refused: each rank has 170.667 of the inputs of model.layers.0"),
+        ({"facts": lookup("gpt-oss-20b")}, "holds more than one matrix"),
+        ({"megatron": {"fp8": "hybrid"}, "device": "cuda"}, "float8 products would round"),
+    ],
+)
+def test_what_quantization_does_not_go_with_is_refused(more: dict, said: str) -> None:
+    settings = QuantizationConfig(format="nvfp4")
+    assert FACTS is not None
+    whole = PolicySpec(FACTS, dtype="bfloat16", quantization=settings)
+    refuse_wrong_numbers(whole)
+    with pytest.raises(ConfigError, match=said):
+        refuse_wrong_numbers(replace(whole, **more))

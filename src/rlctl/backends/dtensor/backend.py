@@ -13,6 +13,7 @@ from rlctl.models.constraints import fsdp_problems
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
+from rlctl.models.quantized import quantization_problems
 from rlctl.weights.dtensor import DTensorWorld
 
 MATRIX = 2
@@ -58,6 +59,8 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     ):
         for key in passed:
             yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
+    for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
+        yield f"training.quantization.{key}", why
     if spec.router_replay and spec.facts.moe is None:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:

@@ -56,8 +56,8 @@ class DTensorWorker(PolicyRank):
         return Groups.of(self.spec.parallel, self.spec.device)
 
     def build_model(self) -> None:
-        from rlctl.backends.dtensor.model import PolicyModel, ValueModel, build_model
         from rlctl.backends.dtensor.mixed_precision import round_gathered
+        from rlctl.backends.dtensor.model import PolicyModel, ValueModel, build_model
         from rlctl.backends.dtensor.optimizer import build_optimizer
 
         spec, world = self.spec, self.layouts()
@@ -93,10 +93,11 @@ class DTensorWorker(PolicyRank):
 
     def sent(self) -> dict[str, Tensor]:
         """The weights as engines get them: copies of those that are rounded."""
-        found = self.parameters()
-        for name in self.grid.parts if self.grid is not None else ():
-            found[name] = self._narrowed(found[name])
-            self.grid.round(name, found[name])
+        found, grid = self.parameters(), self.grid
+        if grid is not None:
+            for name in grid.parts:
+                found[name] = self._narrowed(found[name])
+                grid.round(name, found[name])
         return found
 
     def round_weights(self) -> None:

@@ -22,6 +22,7 @@ from rlctl.backends.megatron.args import (
 )
 from rlctl.errors import ConfigError
 from rlctl.models.families import weights_of
+from rlctl.models.quantized import quantization_problems
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.megatron_names import Experts, Spec
 
@@ -60,6 +61,8 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
             raise ConfigError(
                 f"optimizer.{key} = True {why}, and training.optimizer_offload moves them.", "Remove one of the two."
             )
+    for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
+        raise ConfigError(f"training.quantization.{key} is refused: {why}.", "Change it.")
     for key, reason in _wrong(spec):
         raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
 
@@ -108,6 +111,8 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield key, f"it needs TransformerEngine, and {why}"
     if given.get("moe_grouped_gemm") and not groups_experts(spec, te=True):
         yield "moe_grouped_gemm", "the model has no experts, or experts with biases"
+    if given.get("fp8") and spec.quantization.format != "none":
+        yield "fp8", "float8 products would round the weights of training.quantization once more"
     if given.get("fp8") and spec.dtype != "bfloat16":
         yield "fp8", f"float8 products need model.dtype bfloat16, and it is {spec.dtype}"
     for key in (key for key in given if key.startswith("fp8_") and given[key] and not given.get("fp8")):

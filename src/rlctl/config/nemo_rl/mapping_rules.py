@@ -1051,6 +1051,11 @@ def pairs_of_path(
     return (f"{path}:{subset}" if subset else path, prompt, None, None) if path and named else None
 
 
+def folders_of(found: Found) -> tuple[Path, ...]:
+    """Return the folders that a path of the recipe may be relative to: the current one, and those above its files."""
+    return (Path(), *dict.fromkeys(folder for file in found.result.files for folder in file.parents))
+
+
 def text_file(found: Found, key: str) -> str | None:
     """Return the text of a prompt file, which a recipe names relative to where NeMo-RL was started; None, with the
     reason recorded, where there is none. `key` settles a file that is not there."""
@@ -1060,8 +1065,7 @@ def text_file(found: Found, key: str) -> str | None:
     if found.value is None:
         found.skip("there is none")
         return None
-    above = dict.fromkeys(folder for file in found.result.files for folder in file.parents)
-    for path in (folder / str(found.value) for folder in (Path(), *above)):
+    for path in (folder / str(found.value) for folder in folders_of(found)):
         if problem_with(path) is None:
             return read_text(path, found.name)
     found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)

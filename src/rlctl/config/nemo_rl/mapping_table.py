@@ -23,6 +23,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     when,
     without,
 )
+from rlctl.config.nemo_rl.quantization import quantized_engines, quantized_training
 
 RENAMED = {
     "policy.dtensor_config": DTENSOR,
@@ -253,13 +254,13 @@ _POLICY: dict[str, Rule] = {
     "policy.draft.enabled": differs(None, False, why="no draft model is trained along; the policy is not in its loss"),
     "policy.draft.*": without("read with policy.draft.enabled"),
     "policy.router_replay.enabled": to("training.router_replay"),
-    "policy.quant_cfg": only(None, why="training is not quantization-aware"),
+    "policy.quant_cfg": quantized_training,
     "policy.dequantize_base_checkpoint": without("weights are read in the format that they are published in"),
     "policy.fsdp_offload_enabled": only(None, False, why="it belongs to a backend that NeMo-RL no longer has"),
     "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
-    "policy.disable_modelopt_layer_spec": without("training is not quantization-aware"),
+    "policy.disable_modelopt_layer_spec": without("weights are rounded whatever the layers are"),
     **each("policy", "quant_calib_data quant_calib_size quant_batch_size quant_sequence_length",
-           without("read with policy.quant_cfg")),
+           without("scales are those of the weights themselves")),
     "policy.is_vlm": without("read with the model"),
     "policy.reward_model_cfg.enabled": only(None, True, why="a reward model ends in a score"),
     "policy.reward_model_cfg.reward_model_type": only(None, "bradley_terry", why="the loss is Bradley and Terry's"),
@@ -440,10 +441,19 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.use_async_rollouts": ENGINE_CALLS,
     **each("policy.generation", "sglang_cfg.* sglang_kwargs.* trtllm_cfg.* trtllm_kwargs.* dynamo_cfg.* "
            "mcore_generation_config.*", without("generation is by vLLM")),
-    "policy.generation.quant_cfg": only(None, why="engines hold the weights in model.dtype"),
-    "policy.generation.real_quant": only(None, False, why="engines hold the weights in model.dtype"),
-    **each("policy.generation", "real_quant_ignore real_quant_export_cpu_offload",
-           without("read with policy.generation.real_quant")),
+    "policy.generation.quant_cfg": quantized_engines,
+    "policy.generation.real_quant": when(
+        "policy.generation.quant_cfg",
+        differs(None, False, why="engines hold the rounded weights in bfloat16: the values of packed ones, in more "
+                "memory and through other kernels"),
+        "read with policy.generation.quant_cfg",
+    ),
+    "policy.generation.real_quant_ignore": when(
+        "policy.generation.real_quant",
+        differs(None, why="engines compute with the policy's weights, which policy.quant_cfg rounds"),
+        "read with policy.generation.real_quant",
+    ),
+    "policy.generation.real_quant_export_cpu_offload": without("read with policy.generation.real_quant"),
     **each("policy.generation", "refit_transport refit_cfg.*", without("refit.mover: a refit is rlctl's own")),
     f"{VLLM}.env_vars.*": rules.variables("generation.env"),
     f"{VLLM}.logprobs_mode": only(

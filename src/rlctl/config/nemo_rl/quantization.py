@@ -1,0 +1,124 @@
+"""Quantization of NeMo-RL's recipes (`quant_cfg`), which is ModelOpt's: a name of its own, or a file of rules.
+
+A rule turns quantizers on or off by a pattern of their names, `<module>.weight_quantizer` and
+`<module>.input_quantizer`; later rules win. Here the patterns are those of published tensors, `<module>.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from rlctl.config.files import problem_with, read_text
+from rlctl.config.nemo_rl.mapping_rules import Found, folders_of
+
+OWN_NAMES = {
+    "W4A16_NVFP4_CFG": (("*",), 16),
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": (("*mlp*", "*block_sparse_moe*"), 32),
+}
+"""ModelOpt's configurations of weights alone: the layers, and the weights that share a scale."""
+OF_ACTIVATIONS = ("NVFP4_DEFAULT_CFG", "NVFP4_MLP_ONLY_CFG", "NVFP4_EXPERTS_ONLY_CFG", "NVFP4_OMLP_ONLY_CFG")
+LEFT_OUT = ("*linear_attn.in_proj_a*", "*linear_attn.in_proj_b*")
+"""Linear layers that ModelOpt's configurations leave out, where rlctl does not by itself."""
+ACTIVATIONS = "it rounds activations too (input_quantizer), and rlctl rounds weights alone"
+WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
+KEY = "training.quantization"
+
+
+class _Unreadable(Exception):
+    """A configuration that means something else than rlctl does; the reason."""
+
+
+def quantized_training(found: Found) -> None:
+    """Map the quantization of the policy, which is that of the engines too."""
+    name = "policy.generation.quant_cfg"
+    if found.value is None:
+        found.skip("what rlctl does")
+    elif found.leaves.get(name) != found.value and any(key.startswith("policy.generation.") for key in found.leaves):
+        found.say("not yet", f"engines compute with the policy's weights, and {name} is another", f"{KEY}.format")
+    else:
+        try:
+            values = _values(found)
+        except _Unreadable as error:
+            found.say("not yet", str(error), f"{KEY}.format")
+            return
+        but = "scales of matrices follow the weights, where ModelOpt keeps the first ones"
+        found.map_all({f"{KEY}.{key}": value for key, value in values.items()}, but)
+
+
+def quantized_engines(found: Found) -> None:
+    """Say where the engines' quantization comes from."""
+    if found.value is None:
+        found.skip("what rlctl does")
+    elif found.leaves.get("policy.quant_cfg") is None:
+        why = "engines compute with the policy's weights, and policy.quant_cfg is unset"
+        found.say("not yet", why, f"{KEY}.format")
+    else:
+        found.skip(f"engines get the policy's rounded weights: {KEY}")
+
+
+def _values(found: Found) -> dict[str, Any]:
+    """Return the values of `training.quantization` by key."""
+    if found.value in OWN_NAMES:
+        tensors, block = OWN_NAMES[found.value]
+        return {"format": "nvfp4", "block": block, "tensors": list(tensors), "exclude": list(LEFT_OUT)}
+    if found.value in OF_ACTIVATIONS:
+        raise _Unreadable(ACTIVATIONS)
+    for path in (folder / str(found.value) for folder in folders_of(found)):
+        if problem_with(path) is None:
+            told = yaml.safe_load(read_text(path, found.name))
+            return _of_rules(told.get("quantize", told))
+    known = ", ".join(OWN_NAMES)
+    raise _Unreadable(f"rlctl knows {known}, and files that are here or above the recipe")
+
+
+def _of_rules(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that rules amount to: patterns of what is rounded, then patterns of what is left out."""
+    if settings.get("algorithm", "max") != "max":
+        raise _Unreadable(f"its algorithm is {settings['algorithm']}, and scales are those of the largest weights")
+    tensors: list[str] = []
+    exclude: list[str] = []
+    blocks: set[int] = set()
+    for rule in settings["quant_cfg"]:
+        name = rule.get("quantizer_name")
+        if name is None:
+            raise _Unreadable("it builds on rules of ModelOpt's")
+        if rule.get("parent_class") is not None:  # of norms and activations, which are no linear layers
+            continue
+        if rule.get("enable", True):
+            blocks.add(_block_of(rule))
+            if exclude or not name.endswith(WEIGHT):
+                raise _Unreadable(f"its rule {name} is on after others are off, or of no weights")
+            tensors.append(_pattern(name))
+        elif name == "*":
+            tensors, exclude, blocks = [], [], set()
+        elif not name.endswith(INPUT):
+            exclude.append(_pattern(name))
+    if len(blocks) != 1:
+        raise _Unreadable("no weights are rounded" if not blocks else "blocks have several sizes")
+    return {"format": "nvfp4", "block": blocks.pop(), "tensors": tensors, "exclude": exclude}
+
+
+def _block_of(rule: Mapping[str, Any]) -> int:
+    """Return how many weights share a scale, of a rule in NVFP4."""
+    settings = rule.get("cfg") or {}
+    sizes = settings.get("block_sizes") or {}
+    size, names = sizes.get(-1), (settings.get("num_bits"), sizes.get("scale_bits"), sizes.get("type"))
+    if rule["quantizer_name"].endswith(INPUT):
+        raise _Unreadable(ACTIVATIONS)
+    if tuple(map(_format, names)) != ("e2m1", "e4m3", "dynamic") or size not in (16, 32):
+        raise _Unreadable(f"its rule {rule['quantizer_name']} is not of NVFP4")
+    return size
+
+
+def _format(name: Any) -> str:
+    """Return the name of a number format, which may be given as its bits of exponent and mantissa."""
+    return "e{}m{}".format(*name) if isinstance(name, Iterable) and not isinstance(name, str) else str(name).lower()
+
+
+def _pattern(name: str) -> str:
+    """Return the pattern of weights for a pattern of quantizers."""
+    pattern = name.removesuffix(WEIGHT)
+    return pattern if pattern.endswith("*") else f"{pattern}*"
