@@ -6,16 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.nvfp4 import rounded
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import QuantizationConfig
+from support.families import hf_model as family_model
 from support.parallel_cases import Case
+from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
 from support.quantization_cases import Boxes, run_reference_and_resumed, run_steps
 from support.reference import make_batch
@@ -37,6 +41,8 @@ CASES = {
     "fsdp-tp2": Case("qwen3", ParallelSpec(tp=2), backend="dtensor"),
     "fsdp-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2), backend="dtensor"),
 }
+EVEN = 252
+"""Tokens of a vocabulary that two ranks divide."""
 SLOW = {"megatron-host", "fsdp-tp2", "fsdp-ep2", "megatron-overlap"}
 FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -98,6 +104,26 @@ def test_a_policy_computes_with_weights_on_the_grid_and_sends_them(
     for one, other in zip(logprobs, theirs, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_family_without_a_file_is_rounded_by_its_published_names(pools: Pools, tmp_path: Path, ep: int) -> None:
+    """Nemotron-H: state-space layers, attention, and stacked experts that are published one by one."""
+    family_model("nemotron-h", EVEN).save_pretrained(tmp_path / "begun")
+    directory = narrow(tmp_path / "begun", tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    alone: dict[str, Any] = {"packing": False, "dynamic": True, "share_prompts": False, "micro_batch_tokens": 48}
+    case = Case("llama", ParallelSpec(dp=2, ep=ep), "bfloat16", backend="dtensor", quantization=NVFP4, **alone)
+    facts = facts_in(directory)
+    begun, after, *_ = zip(*pools(2).run(run_steps, case, directory, family_batch(), 1, facts), strict=True)
+    first, last = whole(list(begun), weights), whole(list(after), weights)
+    inside = [name for name in weights if name.endswith("_proj.weight")]
+    assert any(".experts." in name for name in inside)
+    for name, value in weights.items():
+        expected = rounded(value, value.abs().max(), 16) if name in inside else value
+        assert torch.equal(first[name], expected), name
+        if name in inside:
+            assert torch.equal(rounded(last[name], last[name].abs().max(), 16), last[name]), name
 
 
 @pytest.mark.parametrize("name", ["megatron", "fsdp-dp2"])

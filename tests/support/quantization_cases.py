@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.plan_execution import strided, transformed
+from rlctl.models.facts import ModelFacts
 from rlctl.weights.transfer_plan import receive_plan
 from support.parallel_cases import Batch, Case, Loss, column_by_rollout, load_batch, make_worker
 from support.reference import Optim
@@ -31,9 +32,11 @@ def sent(worker: Any, directory: Path) -> Boxes:
     ]
 
 
-def run_steps(rank: int, case: Case, directory: Path, batch: Batch, steps: int) -> tuple[Boxes, Boxes, list, dict]:
+def run_steps(
+    rank: int, case: Case, directory: Path, batch: Batch, steps: int, own_facts: ModelFacts | None = None
+) -> tuple[Boxes, Boxes, list, dict]:
     """What is sent before and after some steps, the results of these, and log-probs before them."""
-    worker = make_worker(rank, case, directory)
+    worker = make_worker(rank, case, directory, own_facts=own_facts)
     shard = load_batch(worker, rank, case, batch)
     begun = sent(worker, directory)
     worker.add_logprobs("old_logprobs")

@@ -139,6 +139,7 @@ class DTensorWorker(PolicyRank):
         load_rank(directory, world, self.rank, self.parameters(), world.facts, valued=valued, masters=saved)
         if valued:
             self._load_head(directory)
+        self.round_weights()  # a forward pass follows
         if world.facts.unpacked:
             from rlctl.backends.dtensor.model import require_causal
 
