@@ -646,7 +646,7 @@ class QuantizationConfig(Section):
     block: Literal[16, 32] = 16
     """Weights of a row that share a scale; NVFP4's tensor cores take 16."""
     tensors: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
-    """Weights that are rounded, as patterns (`*.mlp.*`) of their published names. Only linear layers are: embeddings,
+    """Published names of weights that are rounded, as patterns such as `*.mlp.*`. Only linear layers are: embeddings,
     the output layer and routers never are."""
     exclude: tuple[str, ...] = ()
     """Weights among them that are not rounded, as patterns."""
