@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.hosts import Host, made_hosts
-from support.runs import LIMIT_S, command, host_of, results, started, wait_for
+from support.runs import LIMIT_S, command, host_of, results, started, wait_for, worker_name
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,6 +74,23 @@ def test_each_rank_of_an_engine_gets_its_weights_on_its_host(
     assert [line["step"] for line in lines] == [1, 2]
     assert "tensors compared, all equal" in log.read_text()
     assert max(line["logprob_diff"]["max"] for line in lines) < 1e-5
+
+
+def test_ranks_that_do_not_start_are_named_with_their_host(hosts, tiny_llama, tmp_path):
+    """The other ranks wait for them, and would do so until the time to start is over."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments = over_hosts(hosts, tiny_llama, run_dir, 2, "generation.tp=2", "training.dp=1")
+    with started(arguments, log) as run:
+        own = run_dir / "logs" / "engine-0-other-0.log"
+        wait_for(lambda: own.exists() and "vllm" in own.read_text(), run, log)
+        place = host_of(hosts, own.stem, run_dir)
+        for process in psutil.process_iter():
+            if worker_name(process, run_dir) == own.stem:
+                process.kill()
+        assert run.wait(LIMIT_S) == 1, log.read_text()
+    said = " ".join(log.read_text().split())
+    assert f"on {place.chosen} died during `start`" in said
+    assert "Traceback" not in said
 
 
 def test_a_lost_host_of_an_engine_is_named(hosts, tiny_llama, tmp_path):

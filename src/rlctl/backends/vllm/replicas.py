@@ -12,6 +12,7 @@ starts those that are there.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import secrets
 import socket
@@ -27,7 +28,7 @@ from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import compat
 from rlctl.cluster.placement import node_address
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
-from rlctl.cluster.workers import WorkerGroup, WorkerPlaces, WorkerSpec, first_done
+from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerPlaces, WorkerSpec, first_done
 from rlctl.errors import ConfigError, MachineError, RlctlError, WorkerError
 
 PORTS, PORT_ATTEMPTS = 5, 100
@@ -387,18 +388,49 @@ def started(spec: EngineSpec, places: WorkerPlaces | None) -> tuple[Replica | Re
     shares = [places.bundles[first : first + count] for first in range(0, len(places.bundles), count)]
     members = list(product(range(spec.replicas), range(hosts)))[1:]
     others = places.start(VllmReplica, [WorkerSpec({"spec": spec}, share, spec.environment) for share in shares])
+    each = [others.within(places.start_timeout_s).part([at]) for at in range(len(members))]
+    starting = [one.submit(VllmReplica.start, *member, meeting) for one, member in zip(each, members, strict=True)]
     try:
-        starting = others.within(places.start_timeout_s).submit_each(
-            VllmReplica.start, [(*member, meeting) for member in members]
-        )
-        first = Replica(spec, 0, meeting)
-        starting.results()
+        with _none_fails(starting):
+            first = Replica(spec, 0, meeting)
+        for one in starting:
+            one.results()
     except BaseException:
         others.kill()
         raise
     replicas, later = ([at for at, (_, host) in enumerate(members) if (host > 0) == on] for on in (False, True))
     engine = Replicas(first, others.part(replicas)) if replicas else first
     return engine, LaterHosts(others.part(later), first) if later else None
+
+
+@contextlib.contextmanager
+def _none_fails(starting: Sequence[PendingCall[None]]) -> Iterator[None]:
+    """Where one of the calls fails, end the ranks of this process, which would wait for those of the other, and raise
+    what it raised."""
+    over, failed = threading.Event(), list[RlctlError]()
+
+    def watch() -> None:
+        waiting = list(starting)
+        while waiting and not failed and not over.is_set():
+            for done in first_done(waiting, LOOK_S):
+                waiting.remove(done)
+                try:
+                    done.results()
+                except RlctlError as error:
+                    failed.append(error)
+        while failed and not over.wait(LOOK_S):
+            for rank in multiprocessing.active_children():  # some may not have been started before
+                rank.kill()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except Exception:
+        if failed:
+            raise failed[0] from None
+        raise
+    finally:
+        over.set()
 
 
 def _open_port() -> tuple[str, int]:
