@@ -484,8 +484,6 @@ def planned_engines(
     themselves, and never sleep."""
     backend, generation = engine_backend(config.generation.backend), plan.generation
     assert generation is not None  # a plan without engines starts none
-    sizes = {key: getattr(generation, key) for key in ("pp", "dp", "ep")}
-    config = config.model_copy(update={"generation": config.generation.model_copy(update=sizes)})
     spec = backend.spec(
         config,
         facts,

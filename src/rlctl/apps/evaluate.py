@@ -178,8 +178,6 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
 
     Raises InputError for a task that does not exist, has no scorer, or cannot be fetched.
     """
-    if not name:
-        raise InputError("--task names no task.", "Give reasoning-gym:TASK, a file, or a short name such as gsm8k.")
     reward = config.reward
     known = known_benchmark(name)
     if name.startswith(GYM_PREFIX):

