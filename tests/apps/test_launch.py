@@ -73,8 +73,6 @@ def train(model: Path, *more: str) -> list[str]:
         (["--gpu", "h100", "--gpus-per-node", "8"], 3, "this machine has none"),
         (["--run-dir", "sums.jsonl"], 2, "sums.jsonl is a file"),
         (["--run-dir", "noconfig/../sums.jsonl/run"], 2, "--run-dir"),
-        (["--model", "./folder-for-weights"], 2, "model.safetensors cannot be read: it is a directory, not a file"),
-        (["--model", "./pipe-for-weights"], 2, "model.safetensors cannot be read: it is a pipe, not a file"),
         (["--resume"], 2, "run holds no run"),
         (["--set", "run.stepz=3"], 2, "run.steps"),
         (["--data", "reasoning-gym:chain_sun"], 2, "chain_sum"),
@@ -94,11 +92,6 @@ def train(model: Path, *more: str) -> list[str]:
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
     monkeypatch.setattr("rlctl.apps.prepare.local_gpus", list)
-    for name in ("folder-for-weights", "pipe-for-weights"):
-        shutil.copytree(tiny_llama, files / name)
-        (files / name / "model.safetensors").unlink()
-    (files / "folder-for-weights" / "model.safetensors").mkdir()
-    os.mkfifo(files / "pipe-for-weights" / "model.safetensors")
     if "--preset" in more:
         more = [*more, "--gpu", "auto"]
     assert run(train(tiny_llama, *more)) == code

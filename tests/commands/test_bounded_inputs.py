@@ -50,7 +50,6 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("run: {steps: !!timestamp x}", "could not determine a constructor for the tag"),
         ("\n".join(f"k{i}: {i}" for i in range(4000)), "and 3,980 more problems."),
         (f"run: {{steps: {'x' * 200_000}}}", "it should be a valid integer"),
-        ('run: {dir: "a\\0b"}', "`run.dir` (file mine.yaml) holds a zero byte"),
     ],
     ids=lambda value: None if len(value) > 60 else value,
 )
@@ -61,19 +60,6 @@ def test_a_configuration_file_out_of_bounds(
     said = refused("config", "show", "--config", "mine.yaml")
     assert words in said
     assert len(said) < 15_000
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (["defaults: [3]"], "`defaults` names 3, which is no file"),
-        (["defaults: /dev/zero"], "/dev/zero cannot be read: it is a device, not a file"),
-    ],
-    ids=lambda value: None if isinstance(value, list) else value,
-)
-def test_a_recipe_out_of_bounds(tmp_path: Path, refused: Callable[..., str], lines: list[str], words: str) -> None:
-    (tmp_path / "recipe.yaml").write_text("\n".join(["policy: {model_name: x}", *lines]))
-    assert words in refused("config", "import", "recipe.yaml")
 
 
 @pytest.mark.parametrize(
@@ -114,34 +100,6 @@ def test_prompts_out_of_bounds(
 
 
 TRAIN = ("train", "grpo", "--dry-run", "--preset", "laptop", "--model", "meta-llama/Llama-3.1-8B")
-
-READERS = {
-    "--config": ("config", "show", "--config", "{}.yaml"),
-    "--preset": ("config", "show", "--preset", "{}.yaml"),
-    "presets show": ("presets", "show", "{}.yaml"),
-    "presets cp": ("presets", "cp", "{}.yaml", "new.yaml"),
-    "config import": ("config", "import", "{}.yaml"),
-    "--prompts-file": ("generate", "--model", "m", "--dry-run", "--prompts-file", "{}.txt"),
-}
-SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pipe": (os.mkfifo, "it is a pipe, not a file"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
-    "directory": (Path.mkdir, "it is a directory, not a file"),
-}
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_regular_file_is_not_opened(
-    tmp_path: Path, refused: Callable[..., str], reader: str, kind: str
-) -> None:
-    make, words = SPECIAL[kind]
-    arguments = [argument.format("odd") for argument in READERS[reader]]
-    name = next(argument for argument in arguments if argument.startswith("odd."))
-    make(tmp_path / name)
-    said = refused(*arguments)
-    assert words in said
-    assert name in said
 
 
 @pytest.mark.parametrize(

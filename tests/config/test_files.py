@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.files import problem_with, read_text, temporary_folder
+from rlctl.config.files import read_text, temporary_folder
 from rlctl.errors import ConfigError
 
 HOLDS = """
@@ -93,6 +93,7 @@ def test_a_text_is_read_up_to_a_bound(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    assert problem_with(tmp_path / "absent") == "No such file or directory"
-    assert problem_with(Path("a\0b")) == "embedded null byte"
-    assert problem_with(tmp_path) == "it is a directory, not a file"
+    (tmp_path / "image").write_bytes(b"\xff\xfe")
+    for name, said in (("absent", "No such file"), ("", "Is a directory"), ("image", "it is not a UTF-8 text")):
+        with pytest.raises(ConfigError, match=f"--x .* cannot be read: {said}"):
+            read_text(tmp_path / name, "--x")

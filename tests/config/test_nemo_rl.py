@@ -325,7 +325,7 @@ def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
     [
         ({"defaults": "absent.yaml"}, "absent.yaml"),
         ({"defaults": "recipe.yaml"}, "comes back to itself"),
-        ({"defaults": "x" * 300}, "name too long"),
+        ({"defaults": "x" * 300}, "there is no file"),
         ({"policy": {"model_name": "${mul:2"}}, "cannot be read: missing BRACE_CLOSE"),
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.run_comparison import compare_memory, compare_run
-from rlctl.config.files import problem_with, written_text
 from rlctl.config.load import DEFAULT, PLANNER
 from rlctl.errors import InputError
 from rlctl.runs.directory import RunDirectory
@@ -69,8 +68,8 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
         output = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.parent}.", "Name another place.")
-    if output.exists() and (problem := problem_with(output)):  # the page would replace /dev/null
-        raise InputError(f"--output {output} cannot be written: {problem}.", "Name another place.")
+    if output.exists() and not output.is_file():  # the page would replace /dev/null
+        raise InputError(f"--output {output} cannot be written: it is no file.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
         found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]
@@ -208,7 +207,8 @@ def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict
     found = []
     for step in chosen:
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-            lines = written_text(directory / f"step_{step}.jsonl").split("\n")  # others may be in a completion
+            text = (directory / f"step_{step}.jsonl").read_text(encoding="utf-8")
+            lines = text.split("\n")  # others may be in a completion
             samples = [sample for sample in map(json.loads, filter(None, lines)) if isinstance(sample, dict)]
             if samples:
                 found.append((step, _telling(samples)))
@@ -225,5 +225,5 @@ def _telling(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _messages(log: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return written_text(log, errors="replace").splitlines()[-2000:]
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-2000:]
     return []

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.config.files import written_text
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.runs.directory import RunDirectory
@@ -85,7 +84,7 @@ def compare_memory(run: Path) -> list[Comparison]:
     path, plan = run / "memory.json", recorded_plan(run)
     if not path.exists():
         return []
-    measured, cpu = json.loads(written_text(path)), plan["cluster"]["gpu"] == "cpu"
+    measured, cpu = json.loads(path.read_text(encoding="utf-8")), plan["cluster"]["gpu"] == "cpu"
     rows = []
     for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
         seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB

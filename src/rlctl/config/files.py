@@ -1,4 +1,4 @@
-"""Files that users name, read up to a bound and never from pipes or devices; folders that end with their process."""
+"""Files that users name, read up to a bound; folders that end with their process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,49 +23,21 @@ LOCK = "lock"
 KEPT, KEPT_S = "kept", 86400.0
 """The file that marks a folder whose logs somebody may want to read, and how long it stays at least."""
 
-KINDS = {
-    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}  # fmt: skip
-
-
-def problem_with(path: Path) -> str | None:
-    """Return why `path` is no file that can be read to its end, or None. Opening a pipe may never return."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:  # a zero byte in the name
-        return str(error)
-    return None if stat.S_ISREG(mode) else f"it is {KINDS.get(stat.S_IFMT(mode), 'of another kind')}, not a file"
-
 
 def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
-    """Return the text of a file; `what` names it in errors. Raises ConfigError where it cannot be read, is no regular
-    file, holds more than `most_bytes`, or is not UTF-8."""
-    problem, data = problem_with(path), b""
-    if problem is None:
-        try:
-            with path.open("rb") as file:
-                data = file.read(most_bytes + 1)
-        except OSError as error:
-            problem = error.strerror or str(error)
-    if len(data) > most_bytes:
-        problem = f"it is larger than {most_bytes:,} bytes"
-    if problem is None:
-        try:
+    """Return the text of a file; `what` names it in errors. Raises ConfigError where it cannot be read,
+    holds more than `most_bytes`, or is not UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+        if len(data) <= most_bytes:
             return data.decode("utf-8-sig").replace("\r\n", "\n")
-        except UnicodeDecodeError:
-            problem = "it is not a UTF-8 text"
+        problem = f"it is larger than {most_bytes:,} bytes"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except UnicodeDecodeError:
+        problem = "it is not a UTF-8 text"
     raise ConfigError(f"{what} {path} cannot be read: {problem}.")
-
-
-def written_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a file that rlctl itself wrote. Raises OSError, also where a pipe or a device is in its place:
-    these may have no end."""
-    if path.exists() and (problem := problem_with(path)):
-        raise OSError(problem)
-    return path.read_text(encoding="utf-8", errors=errors)
 
 
 _remove = partial(shutil.rmtree, ignore_errors=True)

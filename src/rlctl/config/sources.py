@@ -181,9 +181,7 @@ class Source(PydanticBaseSettingsSource):
             self.problems.append(
                 f"`{value.key}` ({value.origin}) is a section of keys and cannot be set to {value.value!r}."
             )
-        elif isinstance(value.value, str) and "\0" in value.value:
-            self.problems.append(f"`{value.key}` ({value.origin}) holds a zero byte, which no name or text may.")
-        elif names_variable(value.key) and {"=", "\0"} & set(value.key):
+        elif names_variable(value.key) and "=" in value.key:
             self.problems.append(f"`{value.key}` ({value.origin}): no environment variable can have this name.")
         elif isinstance(value.value, bool) and takes_number(value.key):
             self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): it should be a number.")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.staging import flush, flush_one, is_full
-from rlctl.config.files import written_text
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.telemetry.metrics import LOSS, MetricsFile, finite, flatten
 
@@ -185,7 +184,7 @@ class RunDirectory:
         """Return the manifest. Raises InputError when it is unreadable."""
         path = self.path / MANIFEST
         try:
-            found = dict(json.loads(written_text(path)))
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
             parts = [*(found.get(part, {}) for part in ("plan", "model", "data")), *found["config"].values()]
             if not all(isinstance(part, dict) for part in parts):
                 raise ValueError("it is not the manifest of a run")
@@ -308,7 +307,7 @@ class Checkpoint:
         """Return what the loop saved in addition to the policy."""
         path = self.path / STATE
         try:
-            found = dict(json.loads(written_text(path)))
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             why = f"Checkpoint {self.path} has no readable {STATE}: {error}."
             raise InputError(why, "Remove it to resume from the one before.") from error

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from rlctl.config.files import problem_with
 from rlctl.errors import InputError, RlctlError
 from rlctl.runs.directory import json_line
 
@@ -27,7 +26,7 @@ Pair = tuple[str, str]
 
 def require_place(path: Path) -> None:
     """Raise InputError where no file of samples can be written; makes nothing."""
-    problem = problem_with(path) if path.exists() else None
+    problem = "it is no file" if path.exists() and not path.is_file() else None
     if not path.parent.is_dir():
         problem = f"there is no directory {path.parent}"
     elif problem is None and not os.access(path if path.exists() else path.parent, os.W_OK):

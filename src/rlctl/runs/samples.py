@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.files import written_text
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
 from rlctl.telemetry.conversation import as_text, conversation
@@ -70,7 +69,7 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
     found: list[Sample] = []
     for number in sorted(steps) if step is None else [step]:
         try:
-            for line in filter(None, written_text(steps[number]).split("\n")):  # others may be in a text
+            for line in filter(None, steps[number].read_text(encoding="utf-8").split("\n")):  # others may be in a text
                 found.append({"step": number} | json.loads(line))
                 if not isinstance(found[-1].get("reward"), int | float | None):  # a run may have no rewards
                     raise TypeError("a reward is no number")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.config.files import written_text
 from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
@@ -89,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        lines = written_text(path, errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error}.", "Restore the file.") from error
     found = []

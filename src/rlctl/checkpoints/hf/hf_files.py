@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.files import problem_with
 from rlctl.errors import InputError
 
 COMPANIONS = (
@@ -39,8 +38,6 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str, Any]:
     """The JSON object in `directory/file`. Raises InputError where there is none; `hint`: what to do then."""
-    if (directory / file).exists() and (problem := problem_with(directory / file)):
-        raise InputError(f"{directory / file} cannot be read: {problem}.", hint)
     try:
         value = json.loads((directory / file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

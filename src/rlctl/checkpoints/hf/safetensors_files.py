@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_object
 from rlctl.checkpoints.staging import open_to_write
-from rlctl.config.files import problem_with
 from rlctl.errors import InputError, listed
 from rlctl.weights.layout import ITEM_BYTES, ParamSpec, Shape
 
@@ -85,11 +84,8 @@ def require_whole(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    problem = problem_with(file)  # opening a pipe would not return
-    if problem is None and not os.access(file, os.R_OK):  # the library says that there is no such file
-        problem = "Permission denied"
-    if problem:
-        raise InputError(f"{file} cannot be read: {problem}.", "Make it readable, or download the model again.")
+    if file.exists() and not os.access(file, os.R_OK):  # the library says that there is no such file
+        raise InputError(f"{file} cannot be read: Permission denied.", "Make it readable, or download the model again.")
     try:
         with safe_open(str(file), framework="numpy") as opened:
             yield opened

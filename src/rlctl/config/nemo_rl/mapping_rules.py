@@ -6,13 +6,14 @@ A rule sees the whole recipe, so that a key can depend on another (Megatron wins
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.config.files import problem_with, read_text
+from rlctl.config.files import read_text
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
@@ -1066,7 +1067,7 @@ def text_file(found: Found, key: str) -> str | None:
         found.skip("there is none")
         return None
     for path in (folder / str(found.value) for folder in folders_of(found)):
-        if problem_with(path) is None:
+        if path.is_file():
             return read_text(path, found.name)
     found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from rlctl.config.files import problem_with, read_text
+from rlctl.config.files import read_text
 from rlctl.config.keys import is_section, known_keys, nearest, nest
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
@@ -447,8 +448,8 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
         for parent in [parents] if isinstance(parents, str) else parents:
             if not isinstance(parent, str):
                 raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
-            if problem := problem_with(path.parent / parent):
-                why = f"{path} builds on {parent} (`defaults`), and {path.parent / parent} cannot be read: {problem}."
+            if not os.path.isfile(path.parent / parent):  # False for a name that is too long
+                why = f"{path} builds on {parent} (`defaults`), and there is no file {path.parent / parent}."
                 raise ConfigError(why, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
             merged = _merged(merged, _with_defaults(path.parent / parent, (*chain, place), files))
         return _merged(merged, values)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.files import user_path, written_text
+from rlctl.config.files import user_path
 from rlctl.errors import InputError
 
 GIB = 1024**3
@@ -243,7 +243,7 @@ def load_profile(path: Path | None = None) -> MachineProfile | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(written_text(path))
+        values = json.loads(path.read_text(encoding="utf-8"))
         known = {field.name for field in fields(MachineProfile)}
         profile = MachineProfile(**{key: value for key, value in values.items() if key in known})
         for rate in (*RATES, *filter(values.get, MORE_RATES)):
