@@ -9,25 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlctl.config.files import user_path
-from rlctl.errors import InputError
 
 NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 """Variables by which users say where converted models belong."""
 
 
 def named_directory(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Folder `rlctl` in the directory that the first set variable of NAMED names.
-
-    Raises InputError where that is in the home of a user who is not known here.
-    """
+    """Folder `rlctl` in the directory that the first set variable of NAMED names."""
     environment = os.environ if environment is None else environment
-    name = next((name for name in NAMED if environment.get(name)), None)
-    if name is None:
-        return None
-    directory = user_path(environment[name])
-    if directory.parts[:1] and directory.parts[0].startswith("~"):
-        raise InputError(f"{name}={directory}: there is no user {directory.parts[0][1:]}.", "Write the whole path.")
-    return directory / "rlctl"
+    named = next((environment[name] for name in NAMED if environment.get(name)), None)
+    return None if named is None else user_path(named) / "rlctl"
 
 
 def hub_directory(environment: Mapping[str, str] | None = None) -> Path:
