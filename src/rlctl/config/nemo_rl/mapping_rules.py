@@ -6,7 +6,6 @@ A rule sees the whole recipe, so that a key can depend on another (Megatron wins
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
