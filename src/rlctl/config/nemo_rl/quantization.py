@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.files import problem_with, read_text
+from rlctl.config.files import read_text
 from rlctl.config.nemo_rl.mapping_rules import Found, folders_of
 
 OWN_NAMES = {
@@ -67,7 +67,7 @@ def _values(found: Found) -> dict[str, Any]:
     if found.value in OF_ACTIVATIONS:
         raise _Unreadable(ACTIVATIONS)
     for path in (folder / str(found.value) for folder in folders_of(found)):
-        if problem_with(path) is None:
+        if path.is_file():
             told = yaml.safe_load(read_text(path, found.name))
             return _of_rules(told.get("quantize", told))
     known = ", ".join(OWN_NAMES)
