@@ -18,6 +18,7 @@ import pytest
 import rlctl
 from rlctl.cli import COMMANDS
 from rlctl.commands import options, train
+from rlctl.commands.generate import model_or_checkpoint
 from rlctl.config.keys import known_keys
 from rlctl.config.schema import RlctlConfig
 
@@ -131,6 +132,10 @@ def test_an_option_of_a_command_is_used_in_its_body(command: str, sub: str, func
         assert "_train(" in source
         read = ast.walk(ast.parse(inspect.getsource(train._train)))
         used |= {node.value for node in read if isinstance(node, ast.Constant)}
+    if "model_or_checkpoint(context" in source:  # two commands take a model or a run by one function
+        read = ast.walk(ast.parse(inspect.getsource(model_or_checkpoint)))
+        used |= {node.value for node in read if isinstance(node, ast.Constant)}
+        source += inspect.getsource(model_or_checkpoint)
     if command == "train" or "resolve_config(**context.params" in source:
         # It takes all parameters, and reads these.
         used |= {"preset", "config", "set_", "overrides", "wandb", "tensorboard", *options.KEYS}

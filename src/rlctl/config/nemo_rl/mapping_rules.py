@@ -6,6 +6,7 @@ A rule sees the whole recipe, so that a key can depend on another (Megatron wins
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -1066,7 +1067,7 @@ def text_file(found: Found, key: str) -> str | None:
         found.skip("there is none")
         return None
     for path in (folder / str(found.value) for folder in folders_of(found)):
-        if path.is_file():
+        if os.path.isfile(path):
             return read_text(path, found.name)
     found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
     return None
