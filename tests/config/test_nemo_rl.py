@@ -276,6 +276,18 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
          {"training.quantization.block": 16, "training.quantization.tensors": ["*.experts.*"],
           "training.quantization.exclude": ["*router*", "*.layers.1.*"]},
          {"policy.generation.real_quant": "changed", "policy.generation.real_quant_ignore": "changed"}),
+        # Rollouts of older weights, which the recipe does not correct for
+        *((keys | {"loss_fn__use_importance_sampling_correction": False},
+           {"loss.importance_correction": "off", "rollouts.uncorrected": given},
+           {"loss_fn.use_importance_sampling_correction": told})
+          for keys, given, told in [
+              ({"grpo__async_grpo": {"enabled": True}}, True, "changed"), ({}, ABSENT, "mapped"),
+          ]),
+        # A reward model scores
+        ({"data__env_name": "reward_model",
+          "env": {"reward_model": {"model_name": "org/reward", "precision": "bfloat16"}}},
+         {"reward.terms": [{"name": "model:org/reward"}]},
+         {"env.reward_model.model_name": "changed", "env.reward_model.precision": "not applicable"}),
         # DAPO's own comparison of answers
         ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
         ({"env__math__math_verify_impl": "dapo_math_verify",

@@ -595,3 +595,8 @@ def test_what_cannot_be_made_while_the_policy_trains_is_refused(sections: Any, w
         refuse_async(config)
     assert words in f"{caught.value.message} {caught.value.hint}"
     refuse_async(RlctlConfig.model_validate(sections))
+
+
+def test_rollouts_of_older_weights_are_trained_on_without_a_correction_where_that_is_asked_for() -> None:
+    sections = {"rollouts": {"mode": "async", "uncorrected": True}, "loss": {"importance_correction": "off"}}
+    refuse_async(RlctlConfig.model_validate(sections))

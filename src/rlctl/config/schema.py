@@ -600,6 +600,9 @@ class RolloutsConfig(Section):
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 1
     """With async, the largest number of versions between the weights under which a group is begun and those that are
     trained on it."""
+    uncorrected: bool = False
+    """Allow rollouts of older weights without a correction (loss.importance_correction=off): they are trained on as if
+    the policy had sampled them."""
     order: Literal["position", "arrival"] = "position"
     """With async, the contents of a batch: the next prompts in their order (position), or the groups that finished
     first, where one that was begun `max_staleness` versions ago is waited for (arrival)."""

@@ -72,11 +72,12 @@ def refuse_async(config: RlctlConfig) -> None:
             f"{config.refit.in_flight} goes on with rollouts under new weights.",
             "Choose refit.in_flight=wait.",
         )
-    if rollouts.max_staleness > 0 and config.loss.importance_correction == "off":
+    if rollouts.max_staleness > 0 and config.loss.importance_correction == "off" and not rollouts.uncorrected:
         raise ConfigError(
             f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
             "loss.importance_correction is off.",
-            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0.",
+            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0; "
+            "rollouts.uncorrected=true trains on them as they are.",
         )
 
 

@@ -42,6 +42,7 @@ TEXT_DATASETS = {
     "gsm8k": DATASETS["gsm8k"],
     "tulu3_sft_mixture": ("allenai/tulu-3-sft-mixture", None, None, None),
     "squad": ("rajpurkar/squad", None, None, None),
+    "Nemotron-Cascade-2-SFT-Math": ("nvidia/Nemotron-Cascade-2-SFT-Data:math", None, None, None),
 }
 PAIR_DATASETS = {
     "HelpSteer3": ("nvidia/HelpSteer3:preference", "context", None, None),
@@ -816,7 +817,12 @@ def correction(found: Found) -> None:
     ratio = "loss_fn.truncated_importance_sampling"
     cap, least = found.get(f"{ratio}_ratio"), found.get(f"{ratio}_ratio_min")
     kind = found.get(f"{ratio}_type") or "tis"
-    if not found.value:
+    if not found.value and (found.get("grpo.async_grpo.enabled") or found.get("async_rl.sampler.name")):
+        values = {"loss.importance_correction": "off", "rollouts.uncorrected": True}
+        found.map_all(
+            values, "rollouts of older weights are trained on as if the policy had sampled them, as the recipe has it"
+        )
+    elif not found.value:
         found.map("loss.importance_correction", "off")
     elif cap is None:
         found.map_all({"loss.importance_cap": NO_CAP, "loss.importance_correction": "truncated"})
@@ -1133,6 +1139,24 @@ def gym(found: Found) -> None:
         found.say(
             "changed", f"start NeMo Gym with this section and vllm_model.yaml in place of the one for training; {where}"
         )
+
+
+def scored_by_model(found: Found) -> None:
+    """Map the reward model of a recipe, which scores with what it was published with."""
+    if environment_used(found.leaves) != "reward_model":
+        environment(found)
+    else:
+        terms = [{"name": f"model:{found.value}"}]
+        how = "it reads the prompt as the data has it, and is computed in float32 on processors"
+        found.map_all({"reward.terms": terms}, how)
+
+
+def of_reward_model(found: Found) -> None:
+    """Leave out how the reward model is computed."""
+    if environment_used(found.leaves) == "reward_model":
+        found.skip("scores do not depend on it: reward.terms names the reward model")
+    else:
+        environment(found)
 
 
 def with_turns(rule: Rule, otherwise: Rule) -> Rule:

@@ -537,6 +537,8 @@ _REST: dict[str, Rule] = {
     f"{PUZZLE}.cfg.game_config.shuffle_moves": to("environment.params.shuffle_moves"),
     f"{PUZZLE}.cfg.max_moves": to("environment.params.max_moves"),
     f"{PUZZLE}.*": only(None, why="the puzzle has the keys game_config.size, game_config.shuffle_moves and max_moves"),
+    "env.reward_model.model_name": rules.scored_by_model,
+    "env.reward_model.*": rules.of_reward_model,
     "env.should_use_nemo_gym": without("read with the environment"),
     f"env.{rules.GYM}.*": rules.gym,
     "env.should_log_nemo_gym_responses": LOGS,
