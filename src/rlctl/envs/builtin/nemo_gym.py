@@ -42,7 +42,8 @@ class NemoGym(Program):
     @classmethod
     def prepare(cls, head: str, listen: str = "127.0.0.1:8700", agent: str | None = None) -> str:
         """Look whether Gym is there, and listen where it asks. Raises InputError where there is no Gym."""
-        names = [name for name in _servers(head) if agents_of(_servers(head), name)]
+        servers = _servers(head)
+        names = [name for name in servers if agents_of(servers, name)]
         command = [sys.executable, "-m", __name__, listen]
         cls.listener = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert cls.listener.stdout is not None
