@@ -303,10 +303,6 @@ BAD = {
     "index without a file": (index_with({"model.norm.weight": None}), "index.json is damaged"),
     "index without end": (lambda d: index_text(d, "[" * 100_000), "index.json cannot be read as JSON"),
     "configuration without end": (lambda d: (d / "config.json").write_text("[" * 100_000), "cannot be read as JSON"),
-    "a directory for a file": (
-        lambda d: (d / "model.safetensors").rename(d / "aside") and (d / "model.safetensors").mkdir(),
-        "is a directory",
-    ),
     "tied to another head": (set_config(tie_word_embeddings=True), r"lm_head\.weight differs from model\.embed_tokens"),
     "another activation": (set_config(hidden_act="gelu"), "`hidden_act` is 'gelu', but rlctl computes a llama"),
     "packed by a quantizer": (
