@@ -70,7 +70,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "is a pointer of Git LFS in place of the weights",
     ),
     "truncated": (lambda file: file.write_bytes(b"\x10" + bytes(40)), "is no safetensors file, or it is truncated"),
-    "loop": (lambda file: file.symlink_to(file.name), "has no safetensors weights|levels of symbolic links"),
 }
 
 

@@ -81,7 +81,6 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
     ("command", "arguments", "code", "said"),
     [
         (GENERATE, ["--set", "generation.tp=3"], 2, "The nearest value that works is generation.tp="),
-        (GENERATE, ["--set", "generation.tp=8", "--set", "generation.pp=2", "--nodes", "2"], 2, "generation.pp = 2"),
         (GENERATE, ["--set", "generation.dp=2"], 2, "the replicas of an engine share its experts"),
         (GENERATE, ["--model", "deepseek-ai/DeepSeek-V3"], 4, "The smallest machine of this kind that fits"),
         (REFIT_TEST, ["--tp", "3"], 2, "The nearest value that works is training.tp="),

@@ -85,7 +85,7 @@ class RefitSender(ABC):
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's parameters by name; views of the live weights."""
 
-    def sent(self) -> Mapping[str, torch.Tensor]:
+    def sent_parameters(self) -> Mapping[str, torch.Tensor]:
         """The parameters as engines get them: the live ones, unless `sends_copies`."""
         return self.parameters()
 
@@ -164,7 +164,7 @@ class RefitSender(ABC):
             state.store.stop_listening()
 
     def refit_send(self, version: int, attempt: int) -> Sent:
-        state, parameters = self._state(), self.sent()
+        state, parameters = self._state(), self.sent_parameters()
         packing = exchanging = 0.0
         count = 0
         with contextlib.ExitStack() as stack, torch.no_grad():
@@ -202,7 +202,7 @@ class RefitSender(ABC):
         return seconds
 
     def refit_find_changes(self) -> list[Changes]:
-        parameters, found = self.sent(), []
+        parameters, found = self.sent_parameters(), []
         with torch.no_grad():
             for end in self._state().ends.values():
                 end.packer.look(parameters)
@@ -300,7 +300,7 @@ class RefitSender(ABC):
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
         """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
-        state, parameters = self._state(), self.sent()
+        state, parameters = self._state(), self.sent_parameters()
         if state.whole_copies is None:
             with many_objects():
                 layout = whole_tensors(state.setup.table)

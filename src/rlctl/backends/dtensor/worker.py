@@ -91,7 +91,7 @@ class DTensorWorker(PolicyRank):
         """Views of the live weights: what this rank holds of each."""
         return {name: local_part(value.detach()) for name, value in self._named().items()}
 
-    def sent(self) -> dict[str, Tensor]:
+    def sent_parameters(self) -> dict[str, Tensor]:
         """The weights as engines get them: copies of those that are rounded."""
         found, grid = self.parameters(), self.grid
         if grid is not None:
