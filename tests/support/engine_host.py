@@ -85,7 +85,7 @@ class SwappingEngine:
             try:
                 for layer in layers:
                     layer.quant_method = type("Fp8LinearMethod", (), {})()
-                return locate.sites(model).unreadable
+                return locate.stored_matrices(model).unreadable
             finally:
                 for layer, method in zip(layers, methods, strict=True):
                     layer.quant_method = method
@@ -140,9 +140,9 @@ class SwappingEngine:
         from rlctl.backends.vllm.weights import locate
 
         def spoil(worker: Any) -> None:
-            for site in locate.sites(worker.model_runner.get_model()).found:
-                if any(part.tensor == tensor for part in site.parts) and not site.packed:
-                    site.kept().view(-1)[3] += 1.0
+            for matrix in locate.stored_matrices(worker.model_runner.get_model()).found:
+                if any(part.tensor == tensor for part in matrix.parts) and not matrix.packed:
+                    matrix.kept().view(-1)[3] += 1.0
 
         self.on_model(spoil)
 

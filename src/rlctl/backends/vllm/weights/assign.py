@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from rlctl.backends.vllm.weights.locate import Form, Site, Sites
+from rlctl.backends.vllm.weights.locate import Storage, StoredMatrices, StoredMatrix
 from rlctl.transport.rounds import Route
 
 DIRECT, LOADER, MIXED = "direct", "loader", "mixed"
 MODEL = ""
 """The path of the model itself."""
 WRITTEN = {
-    Form.PLAIN: "stored plainly and overwritten",
-    Form.REPACKED: "packed again for the processor's matrix products",
-    Form.PERMUTED: "packed again for the processor's product of experts",
+    Storage.PLAIN: "stored plainly and overwritten",
+    Storage.REPACKED: "packed again for the processor's matrix products",
+    Storage.PERMUTED: "packed again for the processor's product of experts",
 }
 BESIDE = "in one module with a tensor that goes through the loader"
 UNMATCHED = "in a layer with parameters and tensors that are not known to match"
@@ -30,19 +30,19 @@ UNMATCHED = "in a layer with parameters and tensors that are not known to match"
 
 @dataclass(frozen=True)
 class Assignment:
-    """The sites that a worker writes directly, and the tensors that it leaves to the loader."""
+    """The matrices that a worker writes directly, and the tensors that it leaves to the loader."""
 
-    direct: tuple[Site, ...]
+    direct: tuple[StoredMatrix, ...]
     loaded: dict[str, str]
     """Published tensor -> why it goes through the loader."""
     reloaded: tuple[str, ...] = ()
     """Paths of the modules that this fills, with all below them."""
-    opaque: tuple[str, ...] = ()
+    unknown_storage: tuple[str, ...] = ()
     """The modules among or below them that only the loader is known to fill."""
 
     @property
     def path(self) -> str:
-        """The way of its tensors (a site's `path` is its module): `direct`, `loader`, or `mixed`."""
+        """The way of its tensors (a matrix's `path` is its module): `direct`, `loader`, or `mixed`."""
         if not self.loaded:
             return DIRECT
         return MIXED if self.direct else LOADER
@@ -60,51 +60,55 @@ def all_loaded(tensors: Collection[str], why: str) -> Assignment:
     return Assignment((), dict.fromkeys(tensors, why), (MODEL,))
 
 
-def assign(sites: Sites, tensors: Collection[str], *, alone: bool, elsewhere: Collection[str] = ()) -> Assignment:
-    """The assignment of a model with `sites` that is sent `tensors`. `alone`: no other worker holds a part of the
+def assign(
+    matrices: StoredMatrices, tensors: Collection[str], *, alone: bool, elsewhere: Collection[str] = ()
+) -> Assignment:
+    """The assignment of a model with `matrices` that is sent `tensors`. `alone`: no other worker holds a part of the
     model, so that each tensor must have a place in it; else other workers hold the modules at the paths `elsewhere`."""
     tensors = [tensor for tensor in tensors if not _within(tensor, set(elsewhere))]
-    every = [site for site in (*sites.found, *sites.opaque) if site.parts]
-    strange = list(_unmatched(sites, every, set(tensors), alone))
+    every = [matrix for matrix in (*matrices.found, *matrices.unknown_storage) if matrix.parts]
+    strange = list(_unmatched(matrices, every, set(tensors), alone))
     layers = {_layer(name) for name in strange}
     if strange and not all(_inhabited(layer, every, tensors) for layer in layers):
         return all_loaded(tensors, f"{len(strange)} parameters or tensors do not match one to one ({strange[0]})")
     loaded = {tensor: UNMATCHED for tensor in tensors if _within(tensor, layers)}
-    loaded |= {part.tensor: why for site in every if (why := _why_loaded(site)) for part in site.parts}
+    loaded |= {part.tensor: why for matrix in every if (why := _why_loaded(matrix)) for part in matrix.parts}
     if not loaded:
         return Assignment(tuple(every), {})
-    paths = _closed([site for site in every if not site.derived], loaded, layers)
-    direct = tuple(site for site in sites.found if site.parts and not any(p.tensor in loaded for p in site.parts))
+    paths = _closed([matrix for matrix in every if not matrix.derived], loaded, layers)
+    direct = tuple(
+        matrix for matrix in matrices.found if matrix.parts and not any(p.tensor in loaded for p in matrix.parts)
+    )
     loaded = {tensor: loaded[tensor] for tensor in tensors if tensor in loaded}
     if not direct:
         return Assignment((), loaded, (MODEL,))
-    return Assignment(direct, loaded, tuple(sorted(paths)), _filled_by_loader_alone(sites, every))
+    return Assignment(direct, loaded, tuple(sorted(paths)), _filled_by_loader_alone(matrices, every))
 
 
-def _filled_by_loader_alone(sites: Sites, every: list[Site]) -> tuple[str, ...]:
-    """Paths of modules with opaque places for tensors that no other module has: one that has may share its memory, as
-    tied embeddings do, and be filled with it."""
+def _filled_by_loader_alone(matrices: StoredMatrices, every: list[StoredMatrix]) -> tuple[str, ...]:
+    """Paths of modules with places of unknown storage for tensors that no other module has: one that
+    has may share its memory, as tied embeddings do, and be filled with it."""
     holders = Counter(tensor for tensor, _ in {(p.tensor, s.path) for s in every if not s.derived for p in s.parts})
-    own = [site for site in sites.opaque if not site.derived]
-    return tuple(sorted({site.path for site in own if any(holders[part.tensor] == 1 for part in site.parts)}))
+    own = [matrix for matrix in matrices.unknown_storage if not matrix.derived]
+    return tuple(sorted({matrix.path for matrix in own if any(holders[part.tensor] == 1 for part in matrix.parts)}))
 
 
-def _written(direct: tuple[Site, ...]) -> dict[str, str]:
+def _written(direct: tuple[StoredMatrix, ...]) -> dict[str, str]:
     """Why each tensor is written directly: of copies in several forms the one that is not plain counts."""
-    forms = [(Form.PLAIN if site.lookup else site.form, site) for site in direct]
-    plain_first = sorted(forms, key=lambda of_site: of_site[0] is not Form.PLAIN)
-    return {part.tensor: WRITTEN[form] for form, site in plain_first for part in site.parts}
+    forms = [(Storage.PLAIN if matrix.lookup else matrix.storage, matrix) for matrix in direct]
+    plain_first = sorted(forms, key=lambda one: one[0] is not Storage.PLAIN)
+    return {part.tensor: WRITTEN[form] for form, matrix in plain_first for part in matrix.parts}
 
 
-def _unmatched(sites: Sites, every: list[Site], tensors: set[str], alone: bool) -> Iterator[str]:
+def _unmatched(matrices: StoredMatrices, every: list[StoredMatrix], tensors: set[str], alone: bool) -> Iterator[str]:
     """Parameters of which it is not known what they hold, and tensors of which it is not known where they are."""
-    yield from sites.unknown
-    held = {part.tensor for site in every for part in site.parts}
+    yield from matrices.unknown
+    held = {part.tensor for matrix in every for part in matrix.parts}
     yield from sorted(held - tensors)
     # What one of several workers does not hold another one does, and verification looks at all of them. Where one does
     # not know all of its own parameters, that tells nothing.
-    if alone or sites.unknown or sites.opaque:
-        yield from sorted(tensors - held - {tensor for site in sites.found for tensor in site.elsewhere})
+    if alone or matrices.unknown or matrices.unknown_storage:
+        yield from sorted(tensors - held - {tensor for matrix in matrices.found for tensor in matrix.elsewhere})
 
 
 def _layer(name: str) -> str:
@@ -112,10 +116,10 @@ def _layer(name: str) -> str:
     return found[1] if found else MODEL
 
 
-def _inhabited(layer: str, every: list[Site], tensors: Collection[str]) -> bool:
+def _inhabited(layer: str, every: list[StoredMatrix], tensors: Collection[str]) -> bool:
     """Whether both sides call a layer by this name."""
     inside = {layer} - {MODEL}
-    return any(_within(site.path, inside) for site in every) and any(_within(tensor, inside) for tensor in tensors)
+    return any(_within(matrix.path, inside) for matrix in every) and any(_within(tensor, inside) for tensor in tensors)
 
 
 def _within(name: str, paths: Collection[str]) -> bool:
@@ -123,26 +127,28 @@ def _within(name: str, paths: Collection[str]) -> bool:
     return any(".".join(parts[:count]) in paths for count in range(1, len(parts) + 1))
 
 
-def _why_loaded(site: Site) -> str:
-    """Why a site's tensors cannot be written directly; empty: they can."""
-    if site.opaque:
-        return f"its parameter {site.opaque}"
-    if site.form is Form.PLAIN and sum(part.rows for part in site.parts) != max(p.row + p.rows for p in site.parts):
+def _why_loaded(matrix: StoredMatrix) -> str:
+    """Why a matrix's tensors cannot be written directly; empty: they can."""
+    if matrix.why_unknown:
+        return f"its parameter {matrix.why_unknown}"
+    if matrix.storage is Storage.PLAIN and sum(part.rows for part in matrix.parts) != max(
+        p.row + p.rows for p in matrix.parts
+    ):
         return "its parameter is padded between its parts"
     return ""
 
 
-def _closed(own: list[Site], loaded: dict[str, str], layers: set[str]) -> set[str]:
+def _closed(own: list[StoredMatrix], loaded: dict[str, str], layers: set[str]) -> set[str]:
     """Paths of the modules that must be reloaded so that `loaded` may be, and all of whose tensors must then be loaded
     as well: those are added to it."""
     paths = set(layers)
     while True:
         before = len(paths), len(loaded)
-        for site in own:
-            if any(part.tensor in loaded for part in site.parts) and not _within(site.path, paths):
-                paths.add(site.path)
-            if _within(site.path, paths):
-                for part in site.parts:
+        for matrix in own:
+            if any(part.tensor in loaded for part in matrix.parts) and not _within(matrix.path, paths):
+                paths.add(matrix.path)
+            if _within(matrix.path, paths):
+                for part in matrix.parts:
                     loaded.setdefault(part.tensor, BESIDE)
         if before == (len(paths), len(loaded)):
             return {path for path in paths if not _within(path.rpartition(".")[0], paths)}

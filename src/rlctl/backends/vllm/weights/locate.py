@@ -36,7 +36,7 @@ REORDERED = {
 DIGIT_BITS = 8  # indices travel as digits that every floating-point type of weights holds exactly
 
 
-class Form(Enum):
+class Storage(Enum):
     """How a module keeps a matrix."""
 
     PLAIN = "plain"
@@ -47,12 +47,12 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site(LocalMatrix):
+class StoredMatrix(LocalMatrix):
     """A matrix or vector of a running model, and how its module keeps it."""
 
     module: Any
     """The module or other object that has `parameter` as an attribute."""
-    form: Form = Form.PLAIN
+    storage: Storage = Storage.PLAIN
     lookup: bool = False
     """Rows are looked up in the parameter itself; a repacked copy is used for products."""
     output: bool = False
@@ -60,23 +60,23 @@ class Site(LocalMatrix):
     isa: str = ""
     """PERMUTED: the instruction set that decides the order."""
     label: str = ""
-    """The name in readings, if the boxes of one tensor lie in several sites."""
+    """The name in readings, if the boxes of one tensor lie in several matrices."""
     derived: bool = False
     """Made from, or the same memory as, what another module was loaded with: no loader writes here."""
-    opaque: str = ""
+    why_unknown: str = ""
     """Why it is unknown how the parts are kept; their shapes and rows mean nothing then. Empty: it is known."""
 
     @property
     def packed(self) -> bool:
-        return self.form is Form.REPACKED
+        return self.storage is Storage.REPACKED
 
     @property
     def name(self) -> str:
         return self.label or self.full_name
 
-    def because(self, why: str) -> Site:
-        """The site as an opaque one; itself where `why` is empty."""
-        return replace(self, opaque=why) if why else self
+    def because(self, why: str) -> StoredMatrix:
+        """The matrix as one of unknown storage; itself where `why` is empty."""
+        return replace(self, why_unknown=why) if why else self
 
     def kept(self) -> torch.Tensor:
         """The tensor as the module keeps it: the matrix of the stack, in whatever order it is in."""
@@ -86,7 +86,7 @@ class Site(LocalMatrix):
     def stored(self) -> torch.Tensor:
         """The matrix or vector with the published tensor's rows and columns; memory of its own only if PERMUTED."""
         value = self.kept()
-        if self.form is Form.PERMUTED:
+        if self.storage is Storage.PERMUTED:
             value = unpacked_expert(value, self.isa)
         return value.t() if self.transposed else value
 
@@ -97,8 +97,8 @@ class Site(LocalMatrix):
         return rows if rows.dim() == len(part.shape) else rows.unsqueeze(0)
 
 
-def _site(matrix: LocalMatrix, module: Any, **kept: Any) -> Site:
-    return Site(**vars(matrix), module=module, **kept)
+def _stored(matrix: LocalMatrix, module: Any, **kept: Any) -> StoredMatrix:
+    return StoredMatrix(**vars(matrix), module=module, **kept)
 
 
 # The order in which the CPU platform keeps experts
@@ -138,36 +138,41 @@ def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor
 # A model as a whole
 
 
-class Sites(NamedTuple):
+class StoredMatrices(NamedTuple):
     """Everything found in a model."""
 
-    found: list[Site]
-    """The sites that rlctl can read and write itself."""
-    opaque: list[Site]
-    """Sites whose tensors are known, and not how they are kept."""
+    found: list[StoredMatrix]
+    """The matrices that rlctl can read and write itself."""
+    unknown_storage: list[StoredMatrix]
+    """StoredMatrices whose tensors are known, and not how they are kept."""
     unreadable: dict[str, str]
     """Parameter -> why its values are not known."""
     unknown: tuple[str, ...]
     """Unreadable parameters whose tensors are not known either."""
 
 
-def sites(model: torch.nn.Module) -> Sites:
+def stored_matrices(model: torch.nn.Module) -> StoredMatrices:
     """The parameters that rlctl can read and write itself, and those that it cannot."""
     every = _walk(model)
     if getattr(model.config, "tie_word_embeddings", False):
         every = _name_after_input_embedding(every)
     for vllm, published in _renamings(model):
-        every = [_renamed(site, vllm, published) for site in every]
-    every = [site.because(site.opaque or _why_misshapen(site)) for site in every]
-    found, opaque = [site for site in every if not site.opaque], [site for site in every if site.opaque]
-    readable = {site.full_name for site in found}
-    unreadable = {name: site.opaque for site in opaque for name in _parameters(site) if name not in readable}
+        every = [_renamed(matrix, vllm, published) for matrix in every]
+    every = [matrix.because(matrix.why_unknown or _why_misshapen(matrix)) for matrix in every]
+    found, unknown_storage = (
+        [matrix for matrix in every if not matrix.why_unknown],
+        [matrix for matrix in every if matrix.why_unknown],
+    )
+    readable = {matrix.full_name for matrix in found}
+    unreadable = {
+        name: matrix.why_unknown for matrix in unknown_storage for name in _parameters(matrix) if name not in readable
+    }
     covered = readable | set(unreadable)
     unknown = [name for name, _ in model.named_parameters() if name not in covered]
     for name in unknown:
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         unreadable[name] = f"is stored in a form of its own by {owner}"
-    return Sites(found, opaque, unreadable, tuple(unknown))
+    return StoredMatrices(found, unknown_storage, unreadable, tuple(unknown))
 
 
 def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -178,24 +183,26 @@ def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) 
     return {name: buffer for name, buffer in every if sent.get(name) == tuple(buffer.shape)}
 
 
-def matched(every: Sites, sent: Collection[str], loaded: Collection[str], buffers: Collection[str]) -> Sites:
-    """The sites of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a layer
-    has another name than its tensors, only the loader can match them: such tensors cannot be read, except for those in
-    `buffers`."""
+def matched(
+    every: StoredMatrices, sent: Collection[str], loaded: Collection[str], buffers: Collection[str]
+) -> StoredMatrices:
+    """The matrices of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a
+    layer has another name than its tensors, only the loader can match them: such tensors cannot be read, except for
+    those in `buffers`."""
     if not loaded:
         return every
-    found = [site for site in every.found if all(part.tensor in sent for part in site.parts)]
-    held = {*(part.tensor for site in (*found, *every.opaque) for part in site.parts), *buffers}
+    found = [matrix for matrix in every.found if all(part.tensor in sent for part in matrix.parts)]
+    held = {*(part.tensor for matrix in (*found, *every.unknown_storage) for part in matrix.parts), *buffers}
     lost = [tensor for tensor in loaded if tensor not in held]
     unreadable = every.unreadable | dict.fromkeys(lost, "has no place that is known: vLLM calls it otherwise")
-    return Sites(found, every.opaque, unreadable, (*every.unknown, *lost))
+    return StoredMatrices(found, every.unknown_storage, unreadable, (*every.unknown, *lost))
 
 
-def _parameters(site: Site) -> Iterator[str]:
-    """The names of an opaque site's parameter and of the others of its module, such as scales."""
-    yield site.full_name
-    if isinstance(site.module, torch.nn.Module):
-        yield from (f"{site.path}.{name}" for name, _ in site.module.named_parameters(recurse=False))
+def _parameters(matrix: StoredMatrix) -> Iterator[str]:
+    """The names of a matrix of unknown storage's parameter and of the others of its module, such as scales."""
+    yield matrix.full_name
+    if isinstance(matrix.module, torch.nn.Module):
+        yield from (f"{matrix.path}.{name}" for name, _ in matrix.module.named_parameters(recurse=False))
 
 
 def elsewhere(model: torch.nn.Module) -> list[str]:
@@ -211,34 +218,34 @@ def elsewhere(model: torch.nn.Module) -> list[str]:
 def dtypes(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The dtype of each published tensor in the engine: a router's correction bias is float32 among bfloat16."""
     own = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
-    return own | {part.tensor: dtype_name(site) for site in sites(model).found for part in site.parts}
+    return own | {part.tensor: dtype_name(matrix) for matrix in stored_matrices(model).found for part in matrix.parts}
 
 
-def dtype_name(site: Site) -> str:
+def dtype_name(matrix: StoredMatrix) -> str:
     """The dtype in which the module keeps the matrix, as layouts spell it."""
-    return str(site.kept().dtype).removeprefix("torch.")
+    return str(matrix.kept().dtype).removeprefix("torch.")
 
 
-def _why_misshapen(site: Site) -> str:
+def _why_misshapen(matrix: StoredMatrix) -> str:
     """Why the parameter cannot hold its parts: kernels may have taken its memory away. Empty: it can."""
-    if site.form is Form.REPACKED or not site.parts:
+    if matrix.storage is Storage.REPACKED or not matrix.parts:
         return ""
-    kept = site.kept()
-    last, shape = max(part.row + part.rows for part in site.parts), tuple(kept.shape)
-    if site.transposed:
+    kept = matrix.kept()
+    last, shape = max(part.row + part.rows for part in matrix.parts), tuple(kept.shape)
+    if matrix.transposed:
         shape = shape[::-1]
-    holds = len(shape) > 0 and shape[0] >= last and (len(shape) == 1 or shape[1] >= site.columns)
+    holds = len(shape) > 0 and shape[0] >= last and (len(shape) == 1 or shape[1] >= matrix.columns)
     return "" if holds else f"is kept with shape {tuple(kept.shape)}"
 
 
-def _name_after_input_embedding(found: list[Site]) -> list[Site]:
+def _name_after_input_embedding(found: list[StoredMatrix]) -> list[StoredMatrix]:
     """With tied embeddings the output module computes with a copy of the input embedding's published tensor."""
-    name = next((site.parts[0].tensor for site in found if site.lookup), None)
+    name = next((matrix.parts[0].tensor for matrix in found if matrix.lookup), None)
     if name is None:  # another pipeline stage has both
         return found
     return [
-        replace(site, parts=tuple(replace(part, tensor=name) for part in site.parts)) if site.output else site
-        for site in found
+        replace(matrix, parts=tuple(replace(part, tensor=name) for part in matrix.parts)) if matrix.output else matrix
+        for matrix in found
     ]
 
 
@@ -252,42 +259,42 @@ def _renamings(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         yield from RENAMED.get(name, ())
 
 
-def _renamed(site: Site, vllm: str, published: str) -> Site:
-    """The site with tensors of other names: their first part, or with a dot before it any part."""
+def _renamed(matrix: StoredMatrix, vllm: str, published: str) -> StoredMatrix:
+    """The matrix with tensors of other names: their first part, or with a dot before it any part."""
     count = -1 if vllm.startswith(".") else 1
 
     def named(tensor: str) -> str:
         return tensor.replace(vllm, published, count) if count < 0 or tensor.startswith(vllm) else tensor
 
-    return replace(site, parts=tuple(replace(part, tensor=named(part.tensor)) for part in site.parts))
+    return replace(matrix, parts=tuple(replace(part, tensor=named(part.tensor)) for part in matrix.parts))
 
 
 # Its modules
 
 
-def _walk(model: torch.nn.Module) -> list[Site]:
+def _walk(model: torch.nn.Module) -> list[StoredMatrix]:
     fused: dict[str, list[str]] = held.FUSED | getattr(model, "packed_modules_mapping", {})
     fused |= UNFUSED.get(type(model).__name__, {})
     paths = {id(module): path for path, module in model.named_modules()}
-    found = [site for path, module in model.named_modules() for site in _of_module(path, module, fused, paths)]
+    found = [matrix for path, module in model.named_modules() for matrix in _of_module(path, module, fused, paths)]
     return list(_with_order(model, found))
 
 
-def _with_order(model: torch.nn.Module, found: list[Site]) -> Iterator[Site]:
-    """The sites; those of linear layers which the model's own loader puts in another order are opaque. It is looked for
-    in the sources of models that rlctl has no file for."""
+def _with_order(model: torch.nn.Module, found: list[StoredMatrix]) -> Iterator[StoredMatrix]:
+    """The matrices; those of linear layers that the model's own loader puts in another order are of unknown storage.
+    The loader is looked for in the sources of models that rlctl has no file for."""
     reordered = REORDERED.get(type(model).__name__)
     loader = "" if reordered else compat.reshaping_loader(model)
-    for site in found:
-        own = site.path.rpartition(".")[2] in (reordered or ())
-        linear = "LinearBase" in {base.__name__ for base in type(site.module).__mro__}
-        strange = own or (loader and linear)
-        yield site.because(f"is put in an order of its own by {loader or type(model).__name__}") if strange else site
+    for matrix in found:
+        own = matrix.path.rpartition(".")[2] in (reordered or ())
+        linear = "LinearBase" in {base.__name__ for base in type(matrix.module).__mro__}
+        why = f"is put in an order of its own by {loader or type(model).__name__}" if own or (loader and linear) else ""
+        yield matrix.because(why)
 
 
 def _of_module(
     path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str]
-) -> Iterator[Site]:
+) -> Iterator[StoredMatrix]:
     kind = {base.__name__ for base in type(module).__mro__}
     if "VocabParallelEmbedding" in kind:
         output = "ParallelLMHead" in kind
@@ -295,12 +302,12 @@ def _of_module(
         first, end = table.shard_indices.org_vocab_start_index, table.shard_indices.org_vocab_end_index
         rows = Rows(table.org_vocab_size, first, end - first)
         matrix = held.stacked_rows(path, "weight", [f"{path}.weight"], [rows], table.embedding_dim)
-        yield _site(matrix, module, form=_form(module), lookup=not output, output=output).because(
+        yield _stored(matrix, module, storage=_storage(module), lookup=not output, output=output).because(
             compat.why_quantized(module)
         )
     elif "LinearBase" in kind:
         why = compat.why_quantized(module)
-        yield from (site.because(why) for site in _linear(path, module, kind, fused))
+        yield from (matrix.because(why) for matrix in _linear(path, module, kind, fused))
         yield from _correction_bias(path, module, path)
     elif "MLAAttention" in kind:
         yield from _latent_attention(path, module, paths)
@@ -316,15 +323,15 @@ def _of_module(
         yield from _correction_bias(f"{path}.router", router, f"{_block(path)}.gate", derived=True)
 
 
-def _replicated(path: str, module: torch.nn.Module) -> Iterator[Site]:
+def _replicated(path: str, module: torch.nn.Module) -> Iterator[StoredMatrix]:
     """A module whose parameters are stored as published and on every rank (norms, positions that are learned)."""
     for name, parameter in module.named_parameters(recurse=False):
         rows, *columns = parameter.shape
         matrix = held.stacked_rows(path, name, [f"{path}.{name}"], [held.all_rows(rows)], sum(columns))
-        yield _site(matrix, module)
+        yield _stored(matrix, module)
 
 
-def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]]) -> Iterator[Site]:
+def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]]) -> Iterator[StoredMatrix]:
     parent, _, leaf = path.rpartition(".")
     names = [f"{parent}.{name}" if parent else name for name in fused.get(leaf, [leaf])]
     tp = 1 if getattr(module, "disable_tp", False) else getattr(module, "tp_size", 1)
@@ -340,9 +347,9 @@ def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]])
         if len(rows) != len(names) or count != getattr(module, "output_size_per_partition", count):
             return  # composed in a way of its own
         matrix = held.stacked_rows(path, "weight", [f"{name}.weight" for name in names], rows, module.input_size)
-    yield _site(matrix, module, form=_form(module))
+    yield _stored(matrix, module, storage=_storage(module))
     if getattr(module, "bias", None) is not None:
-        yield _site(held.stacked_rows(path, "bias", [f"{name}.bias" for name in names], rows), module)
+        yield _stored(held.stacked_rows(path, "bias", [f"{name}.bias" for name in names], rows), module)
 
 
 def _output_rows(module: Any, kind: set[str], tp: int, rank: int) -> list[Rows]:
@@ -358,11 +365,11 @@ def _output_rows(module: Any, kind: set[str], tp: int, rank: int) -> list[Rows]:
     return [held.all_rows(module.output_size)]
 
 
-def _form(module: torch.nn.Module) -> Form:
+def _storage(module: torch.nn.Module) -> Storage:
     product = getattr(module, "cpu_linear", None)
     # The plain fallback is a lambda around the live weight: it reads the parameter at each call.
     packed = product is not None and bool(getattr(product, "__closure__", None))
-    return Form.REPACKED if packed else Form.PLAIN
+    return Storage.REPACKED if packed else Storage.PLAIN
 
 
 def _block(path: str) -> str:
@@ -370,24 +377,24 @@ def _block(path: str) -> str:
     return path.removesuffix(".routed_experts").removesuffix(".experts")
 
 
-def _correction_bias(path: str, holder: Any, gate: str, derived: bool = False) -> Iterator[Site]:
+def _correction_bias(path: str, holder: Any, gate: str, derived: bool = False) -> Iterator[StoredMatrix]:
     """The expert score correction bias, as the gate, the experts and the router hold it: each must be up to date."""
     bias = getattr(holder, CORRECTION_BIAS, None)
     if isinstance(bias, torch.Tensor):
         tensor, rows = f"{gate}.{CORRECTION_BIAS}", held.all_rows(bias.shape[0])
-        yield _site(held.stacked_rows(path, CORRECTION_BIAS, [tensor], [rows]), holder, derived=derived)
+        yield _stored(held.stacked_rows(path, CORRECTION_BIAS, [tensor], [rows]), holder, derived=derived)
 
 
-def _sinks(path: str, module: Any) -> Iterator[Site]:
+def _sinks(path: str, module: Any) -> Iterator[StoredMatrix]:
     """Attention sinks, one a head of this rank, in the module and in the kernel that computes with them."""
     tp, rank = _tensor_parallel()
     matrix = held.stacked_rows(
         path, "sinks", [f"{path}.sinks"], [held.equal_rows(module.sinks.shape[0] * tp, tp, rank)]
     )
-    yield _site(matrix, module)
+    yield _stored(matrix, module)
     kernel = getattr(getattr(module, "attn", None), "impl", None)
     if isinstance(getattr(kernel, "sinks", None), torch.Tensor):
-        yield _site(replace(matrix, path=f"{path}.attn.impl"), kernel, derived=True)
+        yield _stored(replace(matrix, path=f"{path}.attn.impl"), kernel, derived=True)
 
 
 def _tensor_parallel() -> tuple[int, int]:
@@ -396,7 +403,7 @@ def _tensor_parallel() -> tuple[int, int]:
     return get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
 
-def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator[Site]:
+def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator[StoredMatrix]:
     """Latent attention decodes with the two halves of each head of kv_b, transposed and apart."""
     tensor = f"{paths[id(module.kv_b_proj)]}.weight"
     if why := _why_not_halved(module):
@@ -405,7 +412,7 @@ def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator
     heads, keys, columns = module.W_UK_T.shape
     values = module.W_UV.shape[2]
     for matrix in held.latent_halves(path, tensor, heads, keys, values, columns, *_tensor_parallel()):
-        yield _site(matrix, module, derived=True, label=f"{path}.W_UK_T and W_UV")
+        yield _stored(matrix, module, derived=True, label=f"{path}.W_UK_T and W_UV")
 
 
 def _why_not_halved(module: Any) -> str:
@@ -415,12 +422,14 @@ def _why_not_halved(module: Any) -> str:
     return "" if hasattr(module, "W_UK_T") and hasattr(module, "W_UV") else "is kept in an order of the kernel's own"
 
 
-def _opaque(path: str, module: Any, parameter: str, tensors: list[str], why: str, derived: bool = False) -> Site:
+def _opaque(
+    path: str, module: Any, parameter: str, tensors: list[str], why: str, derived: bool = False
+) -> StoredMatrix:
     parts = tuple(MatrixPart(name, (), (), 0, 0) for name in tensors)
-    return Site(path, parameter, parts, module=module, opaque=why, derived=derived)
+    return StoredMatrix(path, parameter, parts, module=module, why_unknown=why, derived=derived)
 
 
-def _experts(path: str, module: Any) -> Iterator[Site]:
+def _experts(path: str, module: Any) -> Iterator[StoredMatrix]:
     order, prefix, numbers = compat.expert_order(module), f"{_block(path)}.experts", compat.local_experts(module)
     stacked = bool(getattr(module, "w13_bias", None) is not None) and "GptOss" in type(module).__name__
     if order.reason:
@@ -436,7 +445,7 @@ def _experts(path: str, module: Any) -> Iterator[Site]:
             matrices = held.expert(path, prefix, number, index, names, sizes, half, order.swapped)
         for matrix in matrices:
             permuted = order.isa and matrix.columns
-            yield _site(matrix, module, form=Form.PERMUTED if permuted else Form.PLAIN, isa=order.isa)
+            yield _stored(matrix, module, storage=Storage.PERMUTED if permuted else Storage.PLAIN, isa=order.isa)
 
 
 def _expert_tensors(prefix: str, module: Any, numbers: list[int], stacked: bool) -> list[str]:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from rlctl.backends.vllm.weights.locate import Site, Sites, sites
+from rlctl.backends.vllm.weights.locate import StoredMatrices, StoredMatrix, stored_matrices
 from rlctl.backends.vllm.weights.reload import abandon
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import VerificationError
@@ -29,62 +29,62 @@ _recorded: WeakKeyDictionary[torch.nn.Module, Expected] = WeakKeyDictionary()
 # Weights
 
 
-def read(found: list[Site]) -> Iterator[Reading]:
+def read(found: list[StoredMatrix]) -> Iterator[Reading]:
     """Fingerprints of what products and look-ups really use."""
-    for site in found:
-        if site.packed:
-            yield from _read_packed(site)
-        if not site.packed or site.lookup:
-            stored = site.stored()
-            for part in site.parts:
-                box = site.box(part, stored)
+    for matrix in found:
+        if matrix.packed:
+            yield from _read_packed(matrix)
+        if not matrix.packed or matrix.lookup:
+            stored = matrix.stored()
+            for part in matrix.parts:
+                box = matrix.box(part, stored)
                 value = fingerprint(box, part.shape, part.start)
-                yield Reading(part.tensor, part.shape, part.start, tuple(box.shape), value, site.name)
+                yield Reading(part.tensor, part.shape, part.start, tuple(box.shape), value, matrix.name)
 
 
-def unread(every: Sites) -> list[Reading]:
-    """Why values are not known: one reading for each tensor of an opaque site and for each unknown parameter."""
-    tensors = {part.tensor: site for site in every.opaque for part in site.parts}
-    found = {name: f"{site.full_name} {site.opaque}" for name, site in tensors.items()}
+def unread(every: StoredMatrices) -> list[Reading]:
+    """One reading for each tensor of a matrix of unknown storage and for each unknown parameter, with the reason."""
+    tensors = {part.tensor: matrix for matrix in every.unknown_storage for part in matrix.parts}
+    found = {name: f"{matrix.full_name} {matrix.why_unknown}" for name, matrix in tensors.items()}
     found |= {name: every.unreadable[name] for name in every.unknown}
     return [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in found.items()]
 
 
-def _read_packed(site: Site) -> Iterator[Reading]:
+def _read_packed(matrix: StoredMatrix) -> Iterator[Reading]:
     """Multiply the identity: each output is one weight times one, plus zeros, hence exact."""
-    sums = [0] * len(site.parts)
-    for first, columns in _products(site):
-        for index, part in enumerate(site.parts):
+    sums = [0] * len(matrix.parts)
+    for first, columns in _products(matrix):
+        for index, part in enumerate(matrix.parts):
             box = columns[:, part.row : part.row + part.rows].t()
             start = (part.start[0], part.start[1] + first)
             sums[index] += fingerprint(box, part.shape, start)
-    for part, value in zip(site.parts, sums, strict=True):
-        extent = (part.rows, site.columns)
-        yield Reading(part.tensor, part.shape, part.start, extent, value & ((1 << 64) - 1), f"{site.path} (repacked)")
+    for part, value in zip(matrix.parts, sums, strict=True):
+        extent = (part.rows, matrix.columns)
+        yield Reading(part.tensor, part.shape, part.start, extent, value & ((1 << 64) - 1), f"{matrix.path} (repacked)")
 
 
-def _products(site: Site) -> Iterator[tuple[int, torch.Tensor]]:
+def _products(matrix: StoredMatrix) -> Iterator[tuple[int, torch.Tensor]]:
     """(first column, the matrix's columns from there on as rows [c, N]) of a repacked matrix."""
-    module, weight = site.module, getattr(site.module, site.parameter)
-    for first in range(0, site.columns, READ_COLUMNS):
-        width = min(READ_COLUMNS, site.columns - first)
-        eye = torch.zeros(width, site.columns, dtype=weight.dtype)
+    module, weight = matrix.module, getattr(matrix.module, matrix.parameter)
+    for first in range(0, matrix.columns, READ_COLUMNS):
+        width = min(READ_COLUMNS, matrix.columns - first)
+        eye = torch.zeros(width, matrix.columns, dtype=weight.dtype)
         eye[:, first : first + width].fill_diagonal_(1.0)
         yield first, module.cpu_linear(eye, weight, None)
 
 
-def values(found: list[Site], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
-    """Every copy of `tensor` that the engine computes with: (site, start of the box, values as float32)."""
-    for site in found:
-        parts = [part for part in site.parts if part.tensor == tensor]
-        if parts and (not site.packed or site.lookup):
-            stored = site.stored()
+def values(found: list[StoredMatrix], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+    """Every copy of `tensor` that the engine computes with: (matrix, start of the box, values as float32)."""
+    for matrix in found:
+        parts = [part for part in matrix.parts if part.tensor == tensor]
+        if parts and (not matrix.packed or matrix.lookup):
+            stored = matrix.stored()
             for part in parts:
-                yield site.name, part.start, site.box(part, stored).float().cpu().numpy()
-        if parts and site.packed:
-            whole = torch.cat([columns for _, columns in _products(site)]).t()
+                yield matrix.name, part.start, matrix.box(part, stored).float().cpu().numpy()
+        if parts and matrix.packed:
+            whole = torch.cat([columns for _, columns in _products(matrix)]).t()
             for part in parts:
-                yield f"{site.path} (repacked)", part.start, site.box(part, whole).float().numpy()
+                yield f"{matrix.path} (repacked)", part.start, matrix.box(part, whole).float().numpy()
 
 
 def read_stored(buffers: Mapping[str, torch.Tensor]) -> Iterator[Reading]:
@@ -162,16 +162,16 @@ def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
     """Fill what is made of weights with not-a-number, and the `stored` buffers, which refits send; return how many
     tensors that are. The other buffers stay."""
     abandon(model)  # parameters of an interrupted reload are not in place
-    every = sites(model)
-    known = {site.full_name for site in every.found}
-    for site in every.found:
-        if site.packed:
-            _poison_packed(site)
-        elif site.parts:  # the zeros that other ranks add to one rank's bias are no weights
-            site.kept().fill_(float("nan"))
-    for site in every.opaque:
-        if site.derived:  # no parameter in every version of vLLM
-            _poison_latent_halves(site)
+    every = stored_matrices(model)
+    known = {matrix.full_name for matrix in every.found}
+    for matrix in every.found:
+        if matrix.packed:
+            _poison_packed(matrix)
+        elif matrix.parts:  # the zeros that other ranks add to one rank's bias are no weights
+            matrix.kept().fill_(float("nan"))
+    for matrix in every.unknown_storage:
+        if matrix.derived:  # no parameter in every version of vLLM
+            _poison_latent_halves(matrix)
     named = model.named_parameters()
     unknown = [parameter for name, parameter in named if name not in known and parameter.is_floating_point()]
     for parameter in unknown:
@@ -182,20 +182,20 @@ def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
     return len(every.found) + len(unknown) + len(floating)
 
 
-def _poison_latent_halves(site: Site) -> None:
+def _poison_latent_halves(matrix: StoredMatrix) -> None:
     for name in ("W_UK_T", "W_UV"):
-        made = getattr(site.module, name, None)
+        made = getattr(matrix.module, name, None)
         if isinstance(made, torch.Tensor):
             made.data.fill_(float("nan"))
 
 
-def _poison_packed(site: Site) -> None:
+def _poison_packed(matrix: StoredMatrix) -> None:
     """Let the module pack a matrix of not-a-number as it packs its weight at the start."""
-    module, kept = site.module, getattr(site.module, site.parameter)
+    module, kept = matrix.module, getattr(matrix.module, matrix.parameter)
     if kept.numel():
         kept.data.fill_(float("nan"))
     else:
-        rows = max(part.row + part.rows for part in site.parts)
-        spoiled = torch.full((rows, site.columns), float("nan"), dtype=kept.dtype)
-        module.register_parameter(site.parameter, torch.nn.Parameter(spoiled, requires_grad=False))
+        rows = max(part.row + part.rows for part in matrix.parts)
+        spoiled = torch.full((rows, matrix.columns), float("nan"), dtype=kept.dtype)
+        module.register_parameter(matrix.parameter, torch.nn.Parameter(spoiled, requires_grad=False))
     module.quant_method.process_weights_after_loading(module)

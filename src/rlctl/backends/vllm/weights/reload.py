@@ -28,9 +28,9 @@ class Reload:
     """One reload of the modules at `paths` with all below them; the other modules stay in use. Between `begin` and
     `finish` the loader must be given all tensors of these modules, and of no other."""
 
-    def __init__(self, model: torch.nn.Module, paths: Sequence[str], opaque: Sequence[str] = ()) -> None:
-        """`opaque`: paths of modules that the loader must have filled, as what they hold cannot be read back."""
-        self.model, self.opaque = model, opaque
+    def __init__(self, model: torch.nn.Module, paths: Sequence[str], unknown_storage: Sequence[str] = ()) -> None:
+        """`unknown_storage`: paths of modules that the loader must have filled: nothing there can be read back."""
+        self.model, self.unknown_storage = model, unknown_storage
         # vLLM's functions walk the modules of what they are given; a list that only holds some of them has no others.
         self.part = model if MODEL in paths else torch.nn.ModuleList([model.get_submodule(path) for path in paths])
         self.fixes = _Fixes(self.part)
@@ -46,7 +46,7 @@ class Reload:
         """Put them back with what was loaded. Raises VerificationError naming a module for which nothing has come."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        left = [path for path in self.opaque if compat.waits_for_weights(self.model.get_submodule(path))]
+        left = [path for path in self.unknown_storage if compat.waits_for_weights(self.model.get_submodule(path))]
         if left:
             raise VerificationError(
                 f"vLLM's loader was given no weights for {len(left)} of its modules ({left[0]}).",

@@ -77,7 +77,7 @@ class WorkerWeights(ReceivingEnd):
             found = all_loaded(tensors, "torchao's loader renews a model as a whole")
         else:
             alone, elsewhere = torch.distributed.get_world_size() == 1, locate.elsewhere(self.model)
-            found = assign(locate.sites(self.model), tensors, alone=alone, elsewhere=elsewhere)
+            found = assign(locate.stored_matrices(self.model), tensors, alone=alone, elsewhere=elsewhere)
         if receive == "direct" and found.loaded:
             tensor, why = next(iter(found.loaded.items()))
             raise ConfigError(
@@ -102,7 +102,7 @@ class WorkerWeights(ReceivingEnd):
         abandon(self.model)
         self._received = Received(path=self.assignment.path)
         if self.assignment.loaded:
-            self.reload = Reload(self.model, self.assignment.reloaded, self.assignment.opaque)
+            self.reload = Reload(self.model, self.assignment.reloaded, self.assignment.unknown_storage)
             with set_current_vllm_config(self._config):
                 self.reload.begin()
 
@@ -126,7 +126,7 @@ class WorkerWeights(ReceivingEnd):
 
     def readings(self, tensors: list[str] | None = None) -> list[Reading]:
         """As `EngineWorker.readings`. Every parameter that cannot be read back has a reading that says why."""
-        every = locate.sites(self.model)
+        every = locate.stored_matrices(self.model)
         # In a known family names have to be right, whatever comes.
         if self.table and not compat.is_of_known_family(self.model):
             sent = {row[0] for row in self.table}
@@ -144,7 +144,7 @@ class WorkerWeights(ReceivingEnd):
         stored = self.stored_buffers()
         if tensor in stored:
             return [(tensor, (0,) * stored[tensor].dim(), stored[tensor].float().cpu().numpy())]
-        return list(read_back.values(locate.sites(self.model).found, tensor))
+        return list(read_back.values(locate.stored_matrices(self.model).found, tensor))
 
     def poison(self) -> int:
         self.applied = None

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from rlctl.backends.vllm.weights.locate import Form, Site, dtype_name, pack_expert
+from rlctl.backends.vllm.weights.locate import Storage, StoredMatrix, dtype_name, pack_expert
 from rlctl.errors import VerificationError, WorkerError
 from rlctl.transport.changes import MOST_ELEMENTS, read_piece, region
 from rlctl.transport.movers import Receiver, TimedReceiver, open_receiver
@@ -36,79 +36,79 @@ class Target:
 class LiveParameters:
     """The places in one worker's model that are written directly."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self.sites = [_without_unused_copy(site) for site in sites]
+    def __init__(self, matrices: Sequence[StoredMatrix]) -> None:
+        self.matrices = [_without_unused_copy(matrix) for matrix in matrices]
         self._padded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def layout(self) -> Layout:
-        """The layout of their contents: each site's rows one below the other. A site that shares its memory with
+        """The layout of their contents: each matrix's rows one below the other. A matrix that shares its memory with
         another (tied embeddings, a router's bias) is filled with the other."""
         shared = self.shared()
-        return layout_of(0, ((s, dtype_name(s)) for at, s in enumerate(self.sites) if at not in shared))
+        return layout_of(0, ((s, dtype_name(s)) for at, s in enumerate(self.matrices) if at not in shared))
 
     def targets(self) -> dict[str, Target]:
         """Where each parameter of `layout` goes, as things are now."""
         found: dict[str, Target] = {}
         shared = self.shared()
-        for index, site in enumerate(self.sites):
-            name = self.sites[shared.get(index, index)].param
-            packs = (partial(self.pack, site),) if site.form is not Form.PLAIN else ()
+        for index, matrix in enumerate(self.matrices):
+            name = self.matrices[shared.get(index, index)].param
+            packs = (partial(self.pack, matrix),) if matrix.storage is not Storage.PLAIN else ()
             if index in shared:
                 found[name] = replace(found[name], packs=found[name].packs + packs)
             else:
-                found[name] = Target(_memory(site), site.rows, packs)
+                found[name] = Target(_memory(matrix), matrix.rows, packs)
         return found
 
     def shared(self) -> dict[int, int]:
-        """Sites that compute with, or pack from, the memory of an earlier site; both by their place in `sites`."""
+        """Matrices that compute with, or pack from, the memory of an earlier one; both by their place in `matrices`."""
         first: dict[tuple, int] = {}
         found: dict[int, int] = {}
-        for index, site in enumerate(self.sites):
-            memory = _memory(site)
+        for index, matrix in enumerate(self.matrices):
+            memory = _memory(matrix)
             if memory is not None:
                 earlier = first.setdefault((memory.data_ptr(), memory.shape, memory.stride()), index)
                 if earlier != index:
                     found[index] = earlier
         return found
 
-    def pack(self, site: Site, rows: torch.Tensor) -> None:
-        """Renew the copy in another order from the site's whole matrix."""
-        if site.form is Form.PERMUTED:
-            self._permute(site, rows)
+    def pack(self, matrix: StoredMatrix, rows: torch.Tensor) -> None:
+        """Renew the copy in another order from the whole matrix."""
+        if matrix.storage is Storage.PERMUTED:
+            self._permute(matrix, rows)
             return
-        module = site.module
-        if not getattr(module, site.parameter).numel():
-            module.register_parameter(site.parameter, torch.nn.Parameter(rows, requires_grad=False))
+        module = matrix.module
+        if not getattr(module, matrix.parameter).numel():
+            module.register_parameter(matrix.parameter, torch.nn.Parameter(rows, requires_grad=False))
         module.quant_method.process_weights_after_loading(module)
 
-    def _permute(self, site: Site, rows: torch.Tensor) -> None:
+    def _permute(self, matrix: StoredMatrix, rows: torch.Tensor) -> None:
         """Write an expert in its kernel's order; the kernel's padding is zeros."""
-        kept = site.kept()
-        if not site.transposed and rows.shape == kept.shape and rows.dtype == kept.dtype:
-            pack_expert(rows.contiguous(), kept, site.isa)
+        kept = matrix.kept()
+        if not matrix.transposed and rows.shape == kept.shape and rows.dtype == kept.dtype:
+            pack_expert(rows.contiguous(), kept, matrix.isa)
             return
         plain = self._padded.setdefault(tuple(kept.shape), torch.zeros_like(kept))
-        stored, row = plain.t() if site.transposed else plain, 0
-        for part in site.parts:
-            stored[part.row : part.row + part.rows, : site.columns].copy_(rows[row : row + part.rows])
+        stored, row = plain.t() if matrix.transposed else plain, 0
+        for part in matrix.parts:
+            stored[part.row : part.row + part.rows, : matrix.columns].copy_(rows[row : row + part.rows])
             row += part.rows
-        pack_expert(plain, kept, site.isa)
+        pack_expert(plain, kept, matrix.isa)
 
 
-def _memory(site: Site) -> torch.Tensor | None:
-    """The live rows of a site; None where the engine holds nothing but a copy in another order."""
-    if site.form is Form.PERMUTED or not site.kept().numel():
+def _memory(matrix: StoredMatrix) -> torch.Tensor | None:
+    """The live rows of a matrix; None where the engine holds nothing but a copy in another order."""
+    if matrix.storage is Storage.PERMUTED or not matrix.kept().numel():
         return None
-    stored = site.stored()[: site.rows]
-    return stored if stored.dim() == 1 else stored[:, : site.columns]
+    stored = matrix.stored()[: matrix.rows]
+    return stored if stored.dim() == 1 else stored[:, : matrix.columns]
 
 
-def _without_unused_copy(site: Site) -> Site:
+def _without_unused_copy(matrix: StoredMatrix) -> StoredMatrix:
     """vLLM packs the input embedding for products too, which nobody computes with it."""
-    if not (site.lookup and site.packed):
-        return site
-    site.module.cpu_linear = torch.nn.functional.linear
-    return replace(site, form=Form.PLAIN)
+    if not (matrix.lookup and matrix.packed):
+        return matrix
+    matrix.module.cpu_linear = torch.nn.functional.linear
+    return replace(matrix, storage=Storage.PLAIN)
 
 
 @dataclass
