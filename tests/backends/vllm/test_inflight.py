@@ -82,8 +82,10 @@ class Direct(HostedEngine):
 def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> list[GroupResult]:
     """Results of a generation into whose middle a refit to `version` came."""
     policy.open(engine)
+    # The waiting begins first: on a busy machine samples could be over before a later call arrives.
+    begun = engine.group.submit(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.refit_begin, version)
     asked = engine.submit(EpisodeWorker.generate, requests(), LONG, 100.0)
-    engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.refit_begin, version)
+    begun.results()
     policy.transfer(engine, version)
     engine.call(EngineWorker.refit_finish, version)
     return engine.wait(asked)
@@ -251,9 +253,10 @@ def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_
     old.refit(engine, 1)
     new.perturb(5)
     new.open(engine)
+    asleep = engine.group.submit(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.sleep)
     engine.call(EpisodeWorker.submit, requests(), LONG)
     asked = engine.submit(EpisodeWorker.collect_apart, 100.0)
-    engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.sleep)
+    asleep.results()
     assert engine.wait(asked) == ([], [None] * VALUES_A_GROUP)
     tokens = engine.group.call(SwappingEngine.tokens_in_flight)
     engine.call(EngineWorker.refit_begin, 2)
