@@ -120,6 +120,10 @@ def test_a_value_that_leads_nowhere_is_an_entry_and_stops_a_run(
 
 
 ABSENT = object()
+MULTI_REWARD = {
+    "data__env_name": "math_multi_reward",
+    "env": {"math_multi_reward": {"num_workers": 8, "math_verify_impl": "hf_math_verify"}},
+}
 WANDB = {"wandb_enabled": True, "wandb": {"project": "sums", "name": "first"}}
 MLFLOW = {"mlflow_enabled": True, "mlflow": {"experiment_name": "e", "run_name": "r"}}
 PEFT = {"enabled": True, "dim": 8, "alpha": 16, "target_modules": ["linear_qkv", "linear_proj"], "dropout": 0.0}
@@ -288,6 +292,20 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
           "env": {"reward_model": {"model_name": "org/reward", "precision": "bfloat16"}}},
          {"reward.terms": [{"name": "model:org/reward"}]},
          {"env.reward_model.model_name": "changed", "env.reward_model.precision": "not applicable"}),
+        # GDPO: advantages of each of three rewards, whitened over the rollouts of the batch
+        ({**MULTI_REWARD, "grpo__adv_estimator": {"name": "gdpo", "use_leave_one_out_baseline": False,
+                                                  "normalize_rewards": True, "reward_weights": [1.0, 0.5, 2.0]}},
+         {"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts",
+          "advantage.baseline": "mean", "advantage.normalize_std": True, "reward.extract": "answer-tag",
+          "reward.terms": [{"name": "tagged-answer", "weight": 1.0}, {"name": "tagged-format", "weight": 0.5},
+                           {"name": "tagged-integer", "weight": 2.0}]},
+         {"grpo.adv_estimator.name": "mapped", "env.math_multi_reward.num_workers": "mapped"}),
+        ({"grpo__adv_estimator": {"name": "gdpo"}}, {}, {"grpo.adv_estimator.name": "not yet"}),
+        ({**MULTI_REWARD, "grpo__adv_estimator": {"name": "gdpo", "reward_weights": [1.0]}}, {},
+         {"env.math_multi_reward.num_workers": "not yet", "env.math_multi_reward.math_verify_impl": "not yet"}),
+        # NeMo-RL takes the deviation of the others as well
+        ({"grpo__use_leave_one_out_baseline": True},
+         {"advantage.baseline": "leave-one-out", "advantage.std_of": "others"}, {}),
         # DAPO's own comparison of answers
         ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
         ({"env__math__math_verify_impl": "dapo_math_verify",

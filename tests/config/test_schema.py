@@ -29,6 +29,7 @@ def test_ppo_needs_no_group_and_only_the_log_probs_that_its_returns_hold() -> No
     [
         ("ppo", ["advantage.normalize_std=true"], "advantage.normalize_std = true compares the rollouts of a prompt"),
         ("ppo", ["advantage.per_term=true"], "advantage.per_term = true"),
+        ("ppo", ["advantage.whiten_over=rollouts"], "advantage.whiten_over = rollouts"),
         ("ppo", ["training.lora.rank=8"], "training.lora.rank > 0"),
         ("ppo", ["loss.kl_coefficient=0.1", "loss.needs=[reference_logprobs]"], "add it to loss.needs"),
         ("ppo", ["batch.generations=1", "filter.groups=drop"], "but filter.groups = drop compares the rollouts"),

@@ -17,7 +17,7 @@ from rlctl.data.prompts import open_prompts
 from rlctl.envs import child_process, scoring_process
 from rlctl.envs.extraction import Extraction
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
-from rlctl.envs.rewards import mixed_rewards, prepare_rewards
+from rlctl.envs.rewards import mixed_rewards, prepare_rewards, require_known
 from rlctl.envs.scorers import RewardPlan
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
@@ -370,3 +370,11 @@ def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatc
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
     assert scores.rewards == (1, 0, 1)
     assert scores.failures == 1
+
+
+def test_a_reward_model_of_the_hub_is_looked_for_when_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run on a machine without it, or without a network, plans nevertheless."""
+    monkeypatch.setattr("rlctl.envs.rewards.reward_model", lambda name: pytest.fail(f"looked for {name}"))
+    require_known(reward("model:org/reward"))
+    with pytest.raises(InputError, match="no such directory"):
+        require_known(reward("model:./nowhere"))

@@ -10,7 +10,7 @@ from rlctl.config.schema import DataConfig
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_gym
 from rlctl.envs.extraction import choose_extraction, vote
-from rlctl.envs.scorers import DapoMath, ExactMatch, IfEval, MathVerify, TaskScorer
+from rlctl.envs.scorers import DapoMath, ExactMatch, IfEval, MathVerify, Tagged, TaskScorer
 from rlctl.errors import InputError, MachineError
 
 
@@ -179,6 +179,27 @@ def test_math_verify_compares_expressions_not_texts(answer: object, completion: 
 )
 def test_dapo_compares_texts_that_are_written_alike(answer: str, completion: str, score: float) -> None:
     assert DapoMath()(completion, row(answer)) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "scores"),
+    [
+        ("<think>2 + 3</think>\n<answer>5</answer>", (1, 1, 1)),
+        ("<think>a\nb</think>\n<answer> 5 </answer>\n", (1, 1, 1)),
+        ("<think></think>\n<answer>6</answer>", (0, 1, 1)),
+        ("<think>2 + 3</think>\n<answer>five</answer>", (0, 0, 1)),
+        ("<think>2 + 3</think> <answer>5</answer>", (1, 1, 0)),
+        ("So <think>2</think>\n<answer>5</answer>", (1, 1, 0)),
+        ("<think>2</think>\n<answer>5</answer>.", (1, 1, 0)),
+        ("<think>no <answer>4</answer></think>\n<answer>5</answer>", (1, 1, 0)),
+        ("5", (1, 1, 0)),
+        ("<answer>5.0</answer>", (0, 0, 0)),
+        ("The answer is 5", (0, 0, 0)),
+    ],
+)
+def test_the_three_rewards_of_tagged_answers(completion: str, scores: tuple[float, ...]) -> None:
+    """Those of NeMo-RL's math_multi_reward: the text behind the last tag, up to its end or that of the completion."""
+    assert tuple(Tagged(what)(completion, row("5")) for what in ("answer", "integer", "format")) == scores
 
 
 def test_math_verify_keeps_to_the_extraction_that_is_asked_for() -> None:

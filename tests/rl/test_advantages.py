@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rlctl.rl.advantages import group_advantages, overlong_penalty, token_weights, whitened
+from rlctl.rl.advantages import group_advantages, overlong_penalty, token_weights, whitened, whitened_rollouts
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "none"])
@@ -35,6 +35,27 @@ def test_rounding_gives_equal_rewards_no_advantage_at_all(size: int) -> None:
     for baseline in ("mean", "leave-one-out"):
         for reward in (0.1, 0.7, 1 / 3):
             assert not group_advantages(np.full(size, reward), baseline).any()
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0]])
+def test_leave_one_out_can_divide_by_the_deviation_of_the_others(rewards: list[float]) -> None:
+    """NeMo-RL's: (r - mean) / (std + 1e-6), both of the other rollouts, or r - mean where their std is 0."""
+    expected = []
+    for index, reward in enumerate(rewards):
+        others = rewards[:index] + rewards[index + 1 :]
+        std = statistics.stdev(others) if len(others) > 1 else 0.0
+        expected.append((reward - statistics.fmean(others)) / (std + 1e-6 if std > 0 else 1.0))
+    got = group_advantages(np.array(rewards), "leave-one-out", std_of="others")
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def test_whitening_over_rollouts_counts_each_once() -> None:
+    """GDPO in NeMo-RL: (A - mean(A)) / std(A) over the rollouts of the batch, with one degree of freedom less."""
+    advantages = [1.0, -0.5, 0.25, 3.0]
+    mean, std = statistics.fmean(advantages), statistics.stdev(advantages)
+    got = whitened_rollouts(np.array(advantages))
+    np.testing.assert_allclose(got, [(value - mean) / std for value in advantages], rtol=1e-12)
+    assert not whitened_rollouts(np.full(5, 0.1)).any()
 
 
 def test_whitening_is_over_the_tokens_of_the_batch() -> None:

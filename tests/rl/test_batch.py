@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rlctl.backends.batch import TrainBatch
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.rl.advantages import group_advantages, whitened
+from rlctl.rl.advantages import group_advantages, whitened, whitened_rollouts
 from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.rl.loop import make_batch
 from support.groups import group
@@ -124,11 +124,12 @@ def test_each_term_is_normalized_by_itself_and_the_sum_over_the_batch():
         2.0 * group_advantages(np.array(terms["right"])) + 0.5 * group_advantages(np.array(terms["form"])),
         2.0 * group_advantages(np.array([0.0, 1.0])),
     ]
-    for whiten, expected in (
-        (False, np.concatenate(sums)),
-        (True, whitened(np.concatenate(sums), np.array([3, 1, 2, 2, 4, 4]))),
+    for options, expected in (
+        ({}, np.concatenate(sums)),
+        ({"whiten": True}, whitened(np.concatenate(sums), np.array([3, 1, 2, 2, 4, 4]))),
+        ({"whiten": True, "whiten_over": "rollouts"}, whitened_rollouts(np.concatenate(sums))),
     ):
-        algorithm = grpo(reward=reward, advantage={"per_term": True, "whiten": whiten}, filter={"groups": "drop"})
+        algorithm = grpo(reward=reward, advantage={"per_term": True, **options}, filter={"groups": "drop"})
         (part,) = make_batch(groups, algorithm, 1).minibatches
         np.testing.assert_allclose([row.advantage for row in part], expected, rtol=1e-12)
 

@@ -383,10 +383,15 @@ class AdvantageConfig(Section):
     or at each token the value that a critic gives it (see the section `critic`)."""
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group."""
+    std_of: Literal["group", "others"] = "group"
+    """Rewards of that standard deviation: those of the whole group, or those of its other rollouts, where advantages
+    stay as they are if these are all equal. NeMo-RL has `others` with its leave-one-out baseline."""
     per_term: bool = False
     """Compute the advantages of each reward term by itself and add them up by the weights of the terms (GDPO)."""
     whiten: bool = False
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
+    whiten_over: Literal["tokens", "rollouts"] = "tokens"
+    """Unit of that mean and standard deviation: tokens, so that long rollouts count more, or rollouts."""
     clip_low: float | None = None
     """Least advantage of a rollout, below which it is cut; unset: none."""
     clip_high: float | None = None
@@ -1170,6 +1175,8 @@ class RlctlConfig(Section):
              "advantage.baseline = critic compares tokens with their values: set it to false"),
             (self.advantage.per_term, "advantage.per_term = true compares reward terms within a group, and "
              "advantage.baseline = critic learns from their sum: set it to false"),
+            (self.advantage.whiten_over == "rollouts", "advantage.whiten_over = rollouts compares an advantage of each "
+             "rollout, and advantage.baseline = critic has those of tokens: set it to tokens"),
             (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters, and advantage.baseline = critic "
              "trains all weights of both models: set it to 0, or use an algorithm without a critic"),
             (self.penalty_in_reward and self.loss.needs is not None and "old_logprobs" not in self.loss.needs,

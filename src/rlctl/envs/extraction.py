@@ -27,7 +27,7 @@ _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 # A minus is a sign only where no operand stands right before it: `5-3` ends in 3, `= -3` in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _BRACE = re.compile(r"\\boxed\{|[{}]")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 # `A` and `I` before a word in small letters are words themselves, unless that word goes on from an answer.
 _OPTION = r"([B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|not|which|is)\b)[a-z]))(?![A-Za-z0-9]|['\u2019][a-z])"
@@ -59,7 +59,7 @@ def extract(completion: str, how: Extraction) -> str | None:
         case "boxed":
             return _last_boxed(completion)
         case "answer-tag":
-            found = _TAG.findall(completion)
+            found = TAG.findall(completion)
             return found[-1].strip() if found else None
         case "choice":
             return _choice(completion)
@@ -82,7 +82,7 @@ def _last_boxed(text: str) -> str | None:
 def _choice(text: str) -> str | None:
     """Return the capital letter of the option that a completion settles on: the one in the last box or tag, else the
     last after words such as `the answer is`, else a line that is only a letter, else the last letter by itself."""
-    for marked in (_last_boxed(text), *_TAG.findall(text)[-1:]):
+    for marked in (_last_boxed(text), *TAG.findall(text)[-1:]):
         if marked is not None and (found := re.fullmatch(rf"{_LETTER}[\s*_)\]}}.:$]*(?:\s.*)?", marked, re.DOTALL)):
             return found[1]
     for pattern in _CHOICES:

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable
 
+from rlctl.checkpoints.model_source import require_name_or_directory
+from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.reward_model import reward_model
-from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards, Trial
+from rlctl.envs.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.envs.scoring_process import ScoringProcess, Work, outcomes
 from rlctl.envs.user_function import MODEL, is_reference, split_reference
 from rlctl.errors import InputError, RlctlError, suggest
@@ -38,7 +40,7 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource, completion: str 
         raise InputError(f"Reward {twice!r} is given twice.", "Give it once, with the sum of the weights.")
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
-    accuracy = next((name for name in names if name in BUILT_IN), None)
+    accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
     plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
     return tried(plan, source[0], completion)
 
@@ -55,9 +57,13 @@ def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> boo
 
 
 def require_known(reward: SourceReward) -> None:
-    """Raises InputError for a scorer that no data could bring: an unknown name, or a file that is not there."""
+    """Raises InputError for a scorer that no data could bring: an unknown name, or a file or directory that is not
+    there. A reward model of the hub is looked for when a run starts."""
     for term in reward.terms:
-        _known_name(term.name)
+        if term.name.startswith(MODEL):
+            require_name_or_directory(term.name.removeprefix(MODEL))
+        if not term.name.startswith(MODEL) or user_path(term.name.removeprefix(MODEL)).is_dir():
+            _known_name(term.name)
 
 
 def _known_name(name: str) -> str:
@@ -84,7 +90,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
     if name == "ifeval" and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
         why = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
         raise InputError(why, "Use data with the fields of google/IFEval.")
-    if name in ("task", "ifeval"):
+    if name in ("task", "ifeval", *OF_FORM):
         return name
     for index in range(source.checked):  # a comparison
         row = source[index]
@@ -129,6 +135,6 @@ def tried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> Re
         f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
         + (f" ({score.failure})" if score.failure else "")
         for name, score in zip(plan.scorers, scores, strict=False)
-        if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
+        if name in set(BUILT_IN) - set(OF_FORM) and score.value not in (None, 1) and row.answer is not None
     )
     return dataclasses.replace(plan, trials=tuple(trials), notes=notes)

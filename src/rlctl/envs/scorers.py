@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from rlctl.config.schema import OnError, RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
-from rlctl.envs.extraction import ANSWER, DESCRIPTION, Extraction, answers_alike, as_number, extract, readable_math
+from rlctl.envs.extraction import ANSWER, DESCRIPTION, TAG, Extraction, answers_alike, as_number, extract, readable_math
 from rlctl.envs.reward_model import ModelScorer
 from rlctl.envs.user_function import MODEL, user_scorer
 from rlctl.errors import InputError, MachineError
 
-BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval")
+OF_FORM = ("tagged-integer", "tagged-format")
+"""Scorers that look at how a completion is written, and at no reference answer."""
+BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval", "tagged-answer", *OF_FORM)
 """Scorers of which rlctl knows what a failure means (0), rather than the user."""
+TAGGED = re.compile(r"<think>.*</think>\n<answer>.*</answer>\n?", re.DOTALL)
 
 
 class Scorer(Protocol):
@@ -114,6 +118,24 @@ class DapoMath:
         return float(answers_alike(completion, str(row.answer)))
 
 
+class Tagged:
+    """1 where the text of the last `<answer>` is the reference to the letter (`answer`), where it is digits alone
+    (`integer`), or where the completion is thoughts and one answer in their tags (`format`): the three rewards that
+    NeMo-RL trains on with GDPO. Without a tag the whole completion is the answer."""
+
+    def __init__(self, what: Literal["answer", "integer", "format"]) -> None:
+        self._what = what
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+        if self._what == "answer":
+            return float(answer == str(row.answer))
+        if self._what == "integer":
+            return float(answer.isdigit())
+        once = completion.count("<answer>") == completion.count("</answer>") == 1
+        return float(once and TAGGED.fullmatch(completion) is not None)
+
+
 class IfEval:
     """The share of the instructions in a row that the completion follows to the letter (IFEval, arXiv 2311.07911)."""
 
@@ -197,8 +219,9 @@ class RewardPlan:
         """Return whether each completion has an answer that can be read; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
-        if self.accuracy_by == "dapo-math":
-            return tuple(bool(ANSWER.search(text)) for text in completions)
+        if self.accuracy_by in ("dapo-math", "tagged-answer"):
+            by = ANSWER if self.accuracy_by == "dapo-math" else TAG
+            return tuple(bool(by.search(text)) for text in completions)
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
         by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
         ways = own if by_itself else (self.extraction,)
@@ -217,6 +240,9 @@ class RewardPlan:
             "ifeval": IfEval,
             "dapo-math": DapoMath,
             "math-verify": lambda: MathVerify(chosen),
+            "tagged-answer": lambda: Tagged("answer"),
+            "tagged-integer": lambda: Tagged("integer"),
+            "tagged-format": lambda: Tagged("format"),
         }
         others = {name: ModelScorer if name.startswith(MODEL) else user_scorer for name in self.scorers}
         return [made[name]() if name in made else others[name](name) for name in self.scorers]

@@ -15,9 +15,12 @@ STD_EPSILON = 1e-6
 
 Baseline = Literal["mean", "leave-one-out", "none", "critic"]
 Level = Literal["token", "sequence", "constant"]
+StdOf = Literal["group", "others"]
 
 
-def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normalize_std: bool = True) -> np.ndarray:
+def group_advantages(
+    rewards_G: np.ndarray, baseline: Baseline = "mean", normalize_std: bool = True, std_of: StdOf = "group"
+) -> np.ndarray:
     """Return the advantage of each rollout over the others of its group; float64 [G].
 
     - `mean` subtracts the mean of the group (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
@@ -27,6 +30,7 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
     - `critic` subtracts nothing here: the ranks subtract the values of each rollout's tokens (`rl/critic.py`).
     - `normalize_std` divides by the group's sample standard deviation (G - 1 degrees of freedom, as published
       implementations of GRPO do). Without it each prompt weighs as its rewards do (Dr. GRPO, arXiv 2503.20783).
+      With `std_of` others it is that of the *other* rollouts, and where these are all equal nothing is divided.
 
     Equal rewards have exactly the advantage 0 wherever they are compared, whatever the rounding of their mean: without
     a baseline too, where `normalize_std` finds no deviation to divide by.
@@ -51,7 +55,10 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
             advantages_G = rewards_G
     if not normalize_std:
         return advantages_G
-    return advantages_G / (np.sqrt((deviation_G**2).sum() / (size - 1)) + STD_EPSILON)
+    if std_of == "group":
+        return advantages_G / (np.sqrt((deviation_G**2).sum() / (size - 1)) + STD_EPSILON)
+    others = (np.delete(rewards_G, index) for index in range(size))
+    return advantages_G / [one.std(ddof=1) + STD_EPSILON if np.ptp(one) else 1.0 for one in others]
 
 
 def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndarray:
@@ -67,6 +74,14 @@ def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndar
         return np.zeros_like(advantages_N)
     deviation_N = advantages_N - np.average(advantages_N, weights=tokens_N)
     return deviation_N / (np.sqrt(np.average(deviation_N**2, weights=tokens_N)) + STD_EPSILON)
+
+
+def whitened_rollouts(advantages_N: np.ndarray) -> np.ndarray:
+    """Return the advantages with mean 0 and sample standard deviation 1 over the rollouts of the batch, long or short;
+    float64 [N]. Equal ones have advantage 0."""
+    if not np.ptp(advantages_N):
+        return np.zeros(len(advantages_N))
+    return (advantages_N - advantages_N.mean()) / advantages_N.std(ddof=1)
 
 
 def overlong_penalty(response_tokens_N: np.ndarray, limit: int, buffer: float, factor: float) -> np.ndarray:

@@ -310,6 +310,8 @@ TASKS = {
     "mmlu_pro": "mmlu-pro",
 }
 """Tasks of `rlctl eval`, by NeMo-RL's names of the same data."""
+MULTI_REWARD = "math_multi_reward"
+"""The environment whose rewards GDPO compares one by one."""
 GYM, GYM_DATA = "nemo_gym", "NemoGymDataset"
 """The environment of NeMo Gym, and the data set of its rows."""
 TEXT_DATA = frozenset({*DATASETS, "ResponseDataset", GYM_DATA})
@@ -408,6 +410,11 @@ def estimator(found: Found) -> None:
     elif found.value == "reinforce_plus_plus":
         minus = found.get("grpo.adv_estimator.minus_baseline") is not False
         found.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
+    elif found.value == "gdpo" and environment_used(found.leaves) == MULTI_REWARD:
+        found.map_all({"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts"})
+    elif found.value == "gdpo":
+        why = f"it compares the terms of a reward, which the environment {MULTI_REWARD} has"
+        found.say("not yet", why, "reward.terms")
     else:
         found.say("not yet", f"{found.value} is not imported; rlctl has --algorithm and advantage.*", "run.algorithm")
 
@@ -484,9 +491,34 @@ def in_epochs(result: Import, epochs: int) -> None:
 
 
 def of_groups(rule: Rule) -> Rule:
-    """Return the rule of a key of GRPO's own advantages, which another estimator does not read."""
-    grpo = (None, "grpo")
-    return when(lambda found: found.get("grpo.adv_estimator.name") in grpo, rule, "grpo.adv_estimator does not use it")
+    """Return the rule of a key of advantages within groups, which other estimators than these do not read."""
+    read = (None, "grpo", "gdpo")
+    return when(lambda found: found.get("grpo.adv_estimator.name") in read, rule, "grpo.adv_estimator does not use it")
+
+
+def baseline(found: Found) -> None:
+    """Map the baseline of a group, of whose rollouts NeMo-RL takes the standard deviation as well."""
+    to("advantage.baseline", {True: "leave-one-out", False: "mean"})(found)
+    if isinstance(found.value, bool):
+        found.set("advantage.std_of", "others" if found.value else "group")
+
+
+TERMS = {"correctness": "tagged-answer", "format": "tagged-format", "integer": "tagged-integer"}
+"""The rewards of NeMo-RL's environment with several of them, in its order, and rlctl's."""
+
+
+def multi_reward(found: Found) -> None:
+    """Map the environment with several rewards, and the weights of these."""
+    weights = found.get("grpo.adv_estimator.reward_weights") or [1.0] * len(TERMS)
+    if environment_used(found.leaves) != MULTI_REWARD:
+        environment(found)
+    elif found.name.endswith(".math_verify_impl") and found.value not in (None, "hf_math_verify"):
+        found.say("not yet", "NeMo-RL knows hf_math_verify here", "reward.terms")
+    elif len(weights) != len(TERMS):
+        found.say("not yet", f"reward_weights has a weight for each of {', '.join(TERMS)}", "reward.terms")
+    else:
+        terms = [{"name": name, "weight": weight} for name, weight in zip(TERMS.values(), weights, strict=True)]
+        found.map_all({"reward.terms": terms, "reward.extract": "answer-tag"})
 
 
 def reward_scaling(found: Found) -> None:

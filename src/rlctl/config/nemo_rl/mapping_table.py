@@ -142,9 +142,8 @@ _DISTILLATION: dict[str, Rule] = {
 _GRPO: dict[str, Rule] = {
     **{f"grpo.{key}": rule for key, rule in _STEPS.items()},
     **each("grpo", "normalize_rewards adv_estimator.normalize_rewards", rules.of_groups(to("advantage.normalize_std"))),
-    **each("grpo", "use_leave_one_out_baseline adv_estimator.use_leave_one_out_baseline", rules.of_groups(
-        to("advantage.baseline", {True: "leave-one-out", False: "mean"})
-    )),
+    **each("grpo", "use_leave_one_out_baseline adv_estimator.use_leave_one_out_baseline",
+           rules.of_groups(rules.baseline)),
     **each("grpo", "val_num_generations_per_prompt num_val_generations_per_prompt",
            validated(to("validation.samples"))),
     "grpo.val_start_at": validated(differs(None, 0, why="the first validation is after validation.every steps")),
@@ -193,6 +192,7 @@ _GRPO: dict[str, Rule] = {
     "grpo.adv_estimator.normalize_advantages": of_gae(to("advantage.whiten")),
     **each("grpo.adv_estimator", "gae_lambda_value gae_lambda_policy length_adaptive_alpha",
            of_gae(without("read with gae_lambda"))),
+    "grpo.adv_estimator.reward_weights": without("read with the environment's rewards"),
     "grpo.adv_estimator.*": without("for other estimators"),
     "grpo.ppo_epochs": to("batch.epochs"),
     "grpo.policy_training_start_step": to("critic.warmup_steps"),
@@ -537,6 +537,7 @@ _REST: dict[str, Rule] = {
     f"{PUZZLE}.cfg.game_config.shuffle_moves": to("environment.params.shuffle_moves"),
     f"{PUZZLE}.cfg.max_moves": to("environment.params.max_moves"),
     f"{PUZZLE}.*": only(None, why="the puzzle has the keys game_config.size, game_config.shuffle_moves and max_moves"),
+    f"env.{rules.MULTI_REWARD}.*": rules.multi_reward,
     "env.reward_model.model_name": rules.scored_by_model,
     "env.reward_model.*": rules.of_reward_model,
     "env.should_use_nemo_gym": without("read with the environment"),

@@ -29,7 +29,7 @@ from rlctl.backends.batch import (
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
+from rlctl.rl.advantages import overlong_penalty, token_weights, whitened, whitened_rollouts
 from rlctl.rl.algorithms.user_loss import UserLoss
 from rlctl.telemetry.metrics import TOKENS, Metric, nested
 
@@ -140,8 +140,9 @@ class Algorithm(ABC):
         if not self.config.advantage.whiten or self.config.has_critic or not groups:
             return self._clipped(found)  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
-        ends = np.cumsum([len(group.rollouts) for group in groups])[:-1]
-        return self._clipped(np.split(whitened(np.concatenate(found), tokens_N), ends))
+        ends, all_N = np.cumsum([len(group.rollouts) for group in groups])[:-1], np.concatenate(found)
+        of_tokens = self.config.advantage.whiten_over == "tokens"
+        return self._clipped(np.split(whitened(all_N, tokens_N) if of_tokens else whitened_rollouts(all_N), ends))
 
     def _clipped(self, advantages_P_G: list[np.ndarray]) -> list[np.ndarray]:
         low, high = self.config.advantage.clip_low, self.config.advantage.clip_high

@@ -61,7 +61,7 @@ class PolicyGradient(Algorithm):
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return the rewards compared with those of the group."""
         options = self.config.advantage
-        return group_advantages(rewards_G, options.baseline, options.normalize_std)
+        return group_advantages(rewards_G, options.baseline, options.normalize_std, options.std_of)
 
     def ratio_to_anchor(self, batch: TokenBatch) -> torch.Tensor:
         """Return the ratio [R] to the policy that `loss.importance_correction` asks for."""
