@@ -34,10 +34,7 @@ pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 SHARING = {"backends": "engines", "refit": "engines", "test_vector_math.py": "engines"}
 """Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
 
-SHARED_IN_GUARD = "tests/apps/test_same_run.py"
-"""The guard's tests stand alone but for those of this file, which are held against one run."""
-
-LONGEST = ("faults", "apps", "backends", "refit", "parallel")
+LONGEST = ("apps", "faults", "backends", "refit", "parallel")
 """Folders that take longest: they come first, so that two processes end at about the same time."""
 
 
@@ -61,12 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a folder's tests in one process where several run tests: they share what is slow to start."""
     from xdist.scheduler import LoadScopeScheduling
 
-    guard = config.option.markexpr == "guard"
-
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if guard:  # mostly whole runs, each with processes of its own
-                return SHARED_IN_GUARD if nodeid.startswith(SHARED_IN_GUARD) else nodeid
             return SHARING.get(folder_of(nodeid), folder_of(nodeid))
 
     return ByFolder(config, log)

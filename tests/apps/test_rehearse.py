@@ -130,6 +130,7 @@ def rehearsed(run_here: Run, *arguments: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_a_preset_is_rehearsed_from_start_to_export(run_here: Run) -> None:
     found = rehearsed(run_here, "--preset", "laptop-sft")
     assert "validated: loss" in found["rehearsed"]["step 2"]
