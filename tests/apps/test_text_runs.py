@@ -255,10 +255,27 @@ def test_a_reward_model_is_trained_exported_and_scores_as_in_transformers(
         texts, [PromptRow(place, "", row["prompt"], None) for place, row in enumerate(prompts)]
     )
     assert found == pytest.approx(expected, abs=1e-5)  # in batches, and one by one
-    reward = ("--reward", f"model:{exported}")
-    wanted = ("train", "grpo", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--dry-run", *reward)
-    assert run_here(*wanted).returncode == 0
-    refused = run_here(*wanted[:-1], f"model:{tiny_llama}")
+    run, length = tmp_path / "grpo", tmp_path / "length.py"
+    length.write_text("def shorter(completion):\n    return -len(completion) / 100\n")
+    wanted = (
+        "train", "grpo", "--model", str(tiny_llama), "--data", str(pairs), *LAYOUT, "--backend", backend, "--prompts",
+        "2", "--generations", "4", "--max-new-tokens", "6", "--steps", "2", "--set", "run.checkpoint_every=1",
+        "--set", "validation.holdout=1", "--set", "validation.at_end=true", "--set", "generation.threads=1",
+    )  # fmt: skip
+    done = run_here(*wanted, "--reward", f"model:{exported}", "--reward", f"{length}:shorter", "--run-dir", str(run))
+    assert done.returncode == 0, done.stderr
+    samples = [json.loads(line) for line in (run / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    again = ModelScorer(f"model:{exported}").score_all(
+        [one["completion"] for one in samples], [PromptRow(0, "", one["prompt"], None) for one in samples]
+    )
+    assert [one["terms"]["exported"] for one in samples] == pytest.approx(again, abs=1e-4)
+    assert (run / "logs" / "reward-model-0.log").exists()
+    assert "exported" in lines_of(run)[0]["reward_terms"]
+    part = cut_after(1, run, tmp_path / "part-of-grpo")
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines_of(run))]
+    refused = run_here(*wanted, "--reward", f"model:{tiny_llama}")
     assert (refused.returncode, "is no reward model, but LlamaForCausalLM" in refused.stderr) == (2, True)
 
 

@@ -12,6 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -21,10 +22,13 @@ from rlctl.commands import options, train
 from rlctl.commands.generate import model_or_checkpoint
 from rlctl.config.keys import known_keys
 from rlctl.config.schema import RlctlConfig
+from rlctl.planner.inputs.request import Request
 
 SOURCE = Path(rlctl.__file__).parent
 SECTIONS = {info.annotation.__name__: name for name, info in RlctlConfig.model_fields.items()}
 """Section class -> section."""
+ROLES = get_args(get_type_hints(Request)["role"])
+"""Sections of the models next to the policy, whose pins are read by the name of the section in `role`."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -84,6 +88,10 @@ def reads() -> dict[str, list[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node.value in keys and name.startswith("planner/"):
                 places[node.value].append(f"{name}:{node.lineno} (a pin)")
+            match node:
+                case ast.JoinedStr(values=[ast.FormattedValue(value=ast.Name(id="role")), ast.Constant(value=key)]):
+                    for section in ROLES:
+                        places[f"{section}{key}"].append(f"{name}:{node.lineno} (a pin of one of {len(ROLES)} models)")
             if not isinstance(node, ast.Attribute):
                 continue
             owner = node.value

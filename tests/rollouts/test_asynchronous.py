@@ -23,6 +23,7 @@ from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError, WaitTimeoutError, WorkerError
 from rlctl.rollouts import asynchronous, scored_groups
 from rlctl.rollouts.asynchronous import GROUPS_FILE, AsynchronousSource
+from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, refuse_async, sample_seed
 from rlctl.telemetry.phases import StepTimer
 from support.rollouts import VERSION, Prompts, Scorer, answer
@@ -145,7 +146,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
             "batch": {"prompts": 2, "generations": 2}, "run": {"seed": 5, "steps": steps},
             "refit": {"in_flight": in_flight}, "rollouts": {"mode": "async", **rollouts}, **(sections or {}),
         })  # fmt: skip
-        engines, workers = Engines(), Scorer(fails)
+        engines, workers = Engines(), Scorers(Scorer(fails))  # type: ignore[arg-type]
         sync = Sync(engines, takes_turns=turns)
         source: Any = AsynchronousSource(
             config, Prompts(), engines, workers, sync, StepTimer(), trains_on, told.append  # type: ignore[arg-type]

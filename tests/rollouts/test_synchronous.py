@@ -16,6 +16,7 @@ from rlctl.backends.messages import GroupRequest
 from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.errors import InputError, WorkerError
 from rlctl.rollouts import synchronous
+from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.telemetry.phases import StepTimer
@@ -56,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[GroupRequest]:
 
 def source(turns: Turns | None = None, fails: Callable[[int], bool] = lambda position: False) -> SynchronousSource:
     prompts: Any = Prompts()
-    workers: Any = Scorer(fails)
+    workers: Any = Scorers(Scorer(fails))  # type: ignore[arg-type]
     return SynchronousSource(CONFIG, prompts, SimpleNamespace(), workers, turns or Turns(), StepTimer())  # type: ignore
 
 
@@ -100,7 +101,7 @@ REPLACES = CONFIG.model_copy(update={"filter": FilterConfig(groups="replace", ma
 def fussy(config: RlctlConfig = REPLACES, turns: Turns | None = None) -> SynchronousSource:
     """A source whose algorithm trains on the groups at every third position."""
     prompts: Any = Prompts()
-    workers: Any = Scorer()
+    workers: Any = Scorers(Scorer())  # type: ignore[arg-type]
     engines: Any = SimpleNamespace()
     sync: Any = turns or Turns()
     return SynchronousSource(config, prompts, engines, workers, sync, StepTimer(), lambda one: one.position % 3 == 0)

@@ -18,6 +18,7 @@ from rlctl.envs.reward_worker import GroupScores, ScoreRequest
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts import validation
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, SampledValidation, ValidationSet
 
@@ -69,7 +70,7 @@ class Scorer:
     def within(self, _: float) -> Scorer:
         return self
 
-    def call(self, _: object, requests: Sequence[ScoreRequest]) -> list[list[GroupScores]]:
+    def call(self, _: object, requests: Sequence[ScoreRequest], __: object) -> list[list[GroupScores]]:
         found = self.rewards[: len(requests)]
         del self.rewards[: len(requests)]
         return [[self._scores(rewards) for rewards in found]]
@@ -86,7 +87,7 @@ def validating(
     engines, plan = Engines(), SimpleNamespace(timeout_s=1.0, terms=())
     monkeypatch.setattr(validation, "generate_groups", engines.generate)
     data = ValidationSet("d", ROWS, ((1, 2), (3,), (4,)), Sampling(8, temperature=0.0), plan, {})  # type: ignore[arg-type]
-    return SampledValidation(asked, data, engines, Scorer(rewards), engines), engines  # type: ignore[arg-type]
+    return SampledValidation(asked, data, engines, Scorers(Scorer(rewards)), engines), engines  # type: ignore[arg-type]
 
 
 def test_it_is_due_at_its_interval_and_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

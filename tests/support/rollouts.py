@@ -53,7 +53,7 @@ class Scorer:
     def within(self, timeout_s: float) -> Scorer:
         return self
 
-    def call(self, method: object, requests: Sequence[ScoreRequest]) -> list[list[GroupScores]]:
+    def call(self, method: object, requests: Sequence[ScoreRequest], _: object) -> list[list[GroupScores]]:
         return [[self._scores(int(str(request.row.prompt).split()[-1])) for request in requests]]
 
     def _scores(self, position: int) -> GroupScores:

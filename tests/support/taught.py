@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlctl.backends.base import Teaching
-from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss
+from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss, WeightedRollout
+from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Model, Piece, gather_gradients, load_batch, make_worker, pieces
 from support.reference import Optim
 
@@ -23,6 +25,18 @@ def run_teacher(rank: int, case: Case, model: Model, batch: Batch, teaching: Tea
     trained = sum(parameter.requires_grad for own in worker.models for parameter in own.parameters())
     found = {"optimizer": worker.optimizer, "trained": trained, "freed": freed}
     return {group: [own] for group, own in zip(shard.columns, values, strict=False)}, found
+
+
+def run_scorer(
+    rank: int, case: Case, directory: Path, facts: ModelFacts, batch: Batch, rows: list[WeightedRollout]
+) -> dict[int, GroupLogprobs]:
+    """The scores that this rank gives, by group; the reward model has been in host memory before."""
+    worker = make_worker(rank, case, directory, own_facts=facts, valued=True, teaches=Teaching(facts.vocab))
+    worker.sleep()
+    worker.wake()
+    shard = load_batch(worker, rank, case, batch, rows)
+    _, values = worker.teach()
+    return dict(zip(shard.columns, values, strict=False))
 
 
 def together(ranks: list[Taught]) -> Taught:

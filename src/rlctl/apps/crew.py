@@ -87,7 +87,7 @@ class CrewSpec:
     validation: Rewards | None = None
     """The scorer of validation; None: there is none."""
     teacher: PolicySpec | None = None
-    """The teacher, on the policy's devices; None: there is none."""
+    """The teacher or the reward model, on the policy's devices; None: there is neither."""
     colocated: bool = True
     """False: the engines have devices of their own."""
     own_nodes: bool = False
@@ -112,11 +112,14 @@ class Crew:
     validation: WorkerGroup[RewardWorker] | None = None
     """The scorer of validation."""
     teacher: PolicyClient[PolicyWorker] | None = None
+    """The teacher or the reward model."""
 
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
         """The processes that compute, by the name of their kind."""
-        clients = {"policy": self.policy, "engine": self.engines, "teacher": self.teacher}
+        clients = {"policy": self.policy, "engine": self.engines}
+        if self.teacher is not None:
+            clients[self.teacher.group.name] = self.teacher
         return {name: client.group for name, client in clients.items() if client is not None}
 
     def weight_sync(
@@ -187,7 +190,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
             doing("starting engines")
             loading.results()
         if teacher_ranks is not None:
-            doing("starting teacher")
+            doing(f"starting {teacher_ranks.name}")
             teacher_ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(teacher_ranks))
         for scorer in filter(None, (reward, validation)):
             doing("starting scorer")
@@ -260,7 +263,8 @@ class _Start:
         )
 
     def teacher(self, spec: CrewSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
-        return self._group("teacher", spec.backend.worker, self._ranks(spec, teacher, {}), self.of_policy)
+        name = "reward-model" if teacher.valued else "teacher"
+        return self._group(name, spec.backend.worker, self._ranks(spec, teacher, {}), self.of_policy)
 
     def _ranks(self, spec: CrewSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
         places = self.of_policy.bundles
@@ -283,7 +287,7 @@ class _Start:
     def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
         env = {"CUDA_VISIBLE_DEVICES": ""}
-        worker = WorkerSpec({"plan": plan, "fetch": fetch}, (self.of_policy.bundles[0],), env)
+        worker = WorkerSpec({"plan": plan, "fetch": fetch, "apart": True}, (self.of_policy.bundles[0],), env)
         return self._group(name, REWARD_WORKER, [worker], self.of_policy)
 
     def _group(
@@ -408,9 +412,9 @@ def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
 def planned_teacher(
     config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
 ) -> PolicySpec:
-    """The teacher that a plan starts; `config` holds the plan's values, and the algorithm needs the `top` most likely
-    tokens of each position. It computes as the policy does, without what is the policy's own: adapters,
-    quantization, a critic, routers that follow the engines, and fields that are passed through."""
+    """The teacher or the reward model that a plan starts; `config` holds the plan's values, and the algorithm needs the
+    `top` most likely tokens of each position of a teacher. It computes as the policy does, without what is the policy's
+    own: adapters, quantization, a critic, routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
     choice, vocab = plan.teacher.choice, min(student.vocab, teacher.vocab)
     spec = replace(
@@ -425,6 +429,7 @@ def planned_teacher(
         lora=LoraConfig(),
         quantization=QuantizationConfig(),
         critic=None,
+        valued=choice.valued,
         megatron={},
         ddp={},
         teaches=Teaching(vocab, min(top, vocab)),

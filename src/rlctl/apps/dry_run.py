@@ -258,7 +258,7 @@ def about(job: Job) -> list[str]:
         *job.prompts.describe(),
         *(environment.describe() if environment else []),
         *(job.rewards.describe() if job.rewards else [f"reward: {environment.plan.label if environment else 'none'}"]),
-        *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
+        *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None and job.config.teacher.model else []),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),

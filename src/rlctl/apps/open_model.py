@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
-from rlctl.checkpoints.conversion.prepared_model import planned_text_part, repositioned, text_part_of
+from rlctl.checkpoints.conversion.prepared_model import body_of, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -14,7 +14,8 @@ from rlctl.config.files import user_path
 from rlctl.config.presets import preset_names, read_preset
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer
-from rlctl.errors import InputError, RlctlError
+from rlctl.envs.reward_model import reward_model
+from rlctl.errors import InputError, RlctlError, listed
 from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES
@@ -130,7 +131,10 @@ def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
 
 
 def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
-    """Find out about the teacher as `published_facts` does about the model; None: the run has none."""
+    """Find out about the teacher or the reward model as `published_facts` does about the model; None: the run has
+    neither."""
+    if (scorer := open_scorer(config, weights=False)) is not None:
+        return scorer.facts
     named = config.teacher
     return published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
 
@@ -138,10 +142,10 @@ def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> Model
 def open_teacher(
     config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True, copies: bool = True
 ) -> NamedModel | None:
-    """Find or fetch the teacher as `open_model` does the model; None: the run has none. Raises InputError where it
-    takes fewer tokens than the run's rollouts have."""
+    """Find or fetch the teacher or the reward model as `open_model` does the model; None: the run has neither. Raises
+    InputError where a teacher takes fewer tokens than the run's rollouts have."""
     if not config.teacher.model:
-        return None
+        return open_scorer(config, weights=weights)
     wanted = ModelConfig(
         name=config.teacher.model, revision=config.teacher.revision, trust_remote_code=config.model.trust_remote_code
     )
@@ -156,6 +160,27 @@ def open_teacher(
             "Lower it.",
         )
     return found
+
+
+def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | None:
+    """Find or fetch the reward model; None: the run has none. Raises InputError for more models than a run has, and for
+    one that no policy backend loads."""
+    names = [*config.reward_models]
+    if not names:
+        return None
+    if len(names) > 1 or config.teacher.model:
+        others = [*names[1:], *([f"the teacher {config.teacher.model}"] if config.teacher.model else [])]
+        raise InputError(
+            f"The run has the reward model {names[0]!r} and {listed(others)}; beside the policy it computes one model.",
+            "Name one of them.",
+        )
+    try:
+        source = body_of(reward_model(names[0]), weights=weights)
+        return NamedModel(source, facts_in(source.directory))
+    except InputError as error:
+        if names[0] in error.message:
+            raise
+        raise InputError(f"Reward {names[0]!r}: {error.message}", error.hint) from error
 
 
 def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:

@@ -85,7 +85,7 @@ class Job:
     validation: ValidationSet | HeldOutTexts | None = None
     """None: the run does not validate."""
     teacher: NamedModel | None = None
-    """None: nothing is learned from another model."""
+    """A teacher or a reward model; None: the run has neither."""
     prompt_tokens: tuple[int, ...] = ()
     """Lengths of the first prompts that the run uses."""
 
@@ -157,7 +157,7 @@ class Job:
                 "label": self.source.label,
                 "note": self.source.note,
             },
-            "teacher": self.teacher.source.fingerprint() if self.teacher else None,
+            "teacher": self.teacher.source.fingerprint() if self.teacher and self.config.teacher.model else None,
             "data": self.prompts.fingerprint(),
             "rewards": [reward_digest(name) for name in self.rewards.scorers] if self.rewards else [],
             "environment": self.prompts.environment.manifest() if self.prompts.environment else None,
@@ -239,10 +239,10 @@ def prepare_job(
     prompts = _opened(config, source.directory)
     resolved = _with_epochs(resolved, prompts)
     config = resolved.config
-    if teacher:
+    if teacher and config.teacher.model:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed, completion) if _scores(config, prompts) else None
+    rewards = mixed_rewards(listed, completion, apart=True) if _scores(config, prompts) else None
     if isinstance(prompts, TextStream):
         validation = HeldOutTexts.open(config, prompts, source.directory)
     else:

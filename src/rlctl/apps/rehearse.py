@@ -154,7 +154,9 @@ def _stage(config: RlctlConfig, plan: Plan, folder: Path, found: Rehearsal) -> S
         found.stand_ins.append(("tokenizer", why))
     teacher = None
     if plan.teacher is not None:
-        write_model(teacher := folder / "teacher", config.model, plan, plan.teacher.facts)
+        teacher, scores = folder / plan.teacher.role, plan.teacher.choice.valued
+        write_model(teacher, config.model, plan, plan.teacher.facts, scores=scores)
+        found.stand_ins.append((plan.teacher.label, f"a random {plan.teacher.facts.family} of two layers"))
     rows: list[tuple[str, Path]] = []
     for number, (name, data, rewards) in enumerate(names_of_data(config)):
         try:

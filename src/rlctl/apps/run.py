@@ -18,10 +18,11 @@ from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
-from rlctl.cluster.workers import telling_waits
+from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.algorithm_settings import command_of
 from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
+from rlctl.envs.reward_worker import RewardWorker
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
@@ -36,6 +37,7 @@ from rlctl.rl.saving import Saver, newest_intact
 from rlctl.rl.text_validation import TextValidation
 from rlctl.rollouts.asynchronous import AsynchronousSource
 from rlctl.rollouts.dataset import DatasetSource, HeldOutTexts, TextStream
+from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.rollouts.validation import SampledValidation, Validated
@@ -183,7 +185,8 @@ def _train(
             told = journal.refitted
             validation = TextValidation(job.config, job.validation, policy, job.algorithm, sync, told)
         elif job.validation is not None and sync is not None:
-            validation = SampledValidation(job.config, job.validation, sync.engines, crew.validation, sync)
+            scorers = _scorers(job, crew.validation, policy)
+            validation = SampledValidation(job.config, job.validation, sync.engines, scorers, sync)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
@@ -253,7 +256,7 @@ def _converted(job: Job, display: Display) -> Job:
     if job.converts and job.source.megatron is None:
         display.doing("preparing the converted model", own_bar=True)
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
-    if job.converts and job.teacher is not None:
+    if job.converts and job.teacher is not None and job.config.teacher.model:
         display.doing("preparing the converted teacher", own_bar=True)
         source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
         job = replace(job, teacher=replace(job.teacher, source=source))
@@ -281,10 +284,16 @@ def _rollouts(
     if isinstance(job.prompts, TextStream):
         return contextlib.nullcontext(DatasetSource(job.config, job.prompts))
     assert sync is not None  # prompts are answered by engines
-    parts = (job.config, job.prompts, sync.engines, crew.reward, sync, timer)
+    parts = (job.config, job.prompts, sync.engines, _scorers(job, crew.reward, crew.policy), sync, timer)
     if job.config.rollouts.mode == "async":
         return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
+
+
+def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
+    """Return the scorers of `workers`, with the reward model where that is what computes beside the policy."""
+    model = None if job.config.teacher.model else policy.teacher
+    return Scorers(workers, model) if workers is not None else None
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
@@ -313,8 +322,10 @@ def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
     if crew.teacher is not None and job.teacher is not None:
-        display.doing("loading the teacher")
-        policy.teacher = Teacher(crew.teacher, job.offload)
+        display.doing(f"loading the {crew.teacher.group.name}")
+        # Rollouts are scored while the policy trains, where they are sampled meanwhile.
+        stays = job.config.rollouts.mode == "async" and not job.config.teacher.model
+        policy.teacher = Teacher(crew.teacher, job.offload and not stays)
         policy.teacher.load_model(job.teacher.source.weights)
     return policy
 
@@ -460,7 +471,8 @@ class Machine:
         driver = self._driver.sample()
         try:
             used = {name: group.usage() for name, group in self._crew.groups.items()}
-            return system_metrics(driver, [*used["policy"], *used.get("teacher", [])], used.get("engine", []))
+            policy = [one for name in ("policy", "teacher", "reward-model") for one in used.get(name, [])]
+            return system_metrics(driver, policy, used.get("engine", []))
         except RlctlError:  # Ray is broken, which the step that needs it tells
             return system_metrics(driver, [], [])
 

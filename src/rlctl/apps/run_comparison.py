@@ -66,8 +66,8 @@ def compare_run(run: Path) -> list[Comparison]:
 
 
 ELSEWHERE = (
-    "total", "runtime", "teacher runtime", "teacher asleep", "engine asleep", "policy asleep", "engine runtime",
-    "CUDA graphs",
+    "total", "runtime", "teacher runtime", "teacher asleep", "reward model runtime", "reward model asleep",
+    "engine asleep", "policy asleep", "engine runtime", "CUDA graphs",
 )  # fmt: skip
 """Entries of a GPU's memory that are no part that torch's allocator hands out in the process itself."""
 MEMORY_SUSPECTS = {

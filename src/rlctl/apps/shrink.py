@@ -17,7 +17,7 @@ from rlctl.backends.base import resolve_dtype
 from rlctl.config.keys import TEACHER_SIZES
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
-from rlctl.config.schema import RlctlConfig, SourceReward
+from rlctl.config.schema import MODEL, RewardTerm, RlctlConfig, SourceReward
 from rlctl.data.mixing import source_settings
 from rlctl.planner.result import Plan
 
@@ -71,6 +71,7 @@ class Stage:
     model: Path
     """The directory of the tiny model."""
     teacher: Path | None = None
+    """The directory of the tiny teacher or reward model."""
     keeps_tokenizer: bool = False
     """Whether `model.tokenizer` can be had here."""
     stop: str = ""
@@ -127,7 +128,7 @@ def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any
         "model.dtype": resolve_dtype(config.model.dtype, "cpu" if plan.cluster.is_cpu else "cuda"),
         "model.max_length": min(config.model.max_length or plan.facts.max_length, MOST_LENGTH),
     }  # fmt: skip
-    if stage.teacher is not None:
+    if stage.teacher is not None and config.teacher.model:
         values |= {"teacher.model": str(stage.teacher), "teacher.revision": None}
     if not stage.keeps_tokenizer:
         values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
@@ -177,14 +178,22 @@ def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
     if config.learns_from_rewards:
         values["reward.terms"] = _with_variation(config, config.reward, stage)["terms"]
         if config.validation.wanted and not config.validation.reward and config.reward.terms:
-            values["validation.reward"] = config.reward.model_dump(mode="json")["terms"]
+            values["validation.reward"] = _played(config.reward.terms, stage)
+        elif config.validation.reward:
+            values["validation.reward"] = _played(config.validation.reward, stage)
     return values
+
+
+def _played(terms: Sequence[RewardTerm], stage: Stage) -> list[dict[str, Any]]:
+    """Return the terms of a reward, with the tiny reward model in place of the run's."""
+    tiny = {"name": f"{MODEL}{stage.teacher}"}
+    return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
 
 
 def _with_variation(config: RlctlConfig, reward: SourceReward, stage: Stage) -> dict[str, Any]:
     """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
     environment gives the rewards."""
-    named = [term.model_dump() for term in reward.terms]
+    named = _played(reward.terms, stage)
     terms = named or ([] if config.environment.name else [{"name": "task"}])
     return {"terms": [*terms, {"name": f"{stage.scorer}:varies"}], "extract": reward.extract}
 
@@ -207,7 +216,7 @@ def small_layout(plan: Plan) -> dict[str, Any]:
     if plan.backend == "dtensor":
         values["training.replicate"] = parallel.replicate
     if plan.teacher is not None:
-        values |= {f"teacher.{size}": 1 for size in TEACHER_SIZES}
+        values |= {f"{plan.teacher.role}.{size}": 1 for size in TEACHER_SIZES}
     if plan.generation is not None:
         sizes = {size: min(2, getattr(plan.generation, size)) for size in ("tp", "pp", "dp", "ep")}
         if sizes["tp"] * sizes["pp"] * sizes["dp"] > 2:  # one of them is rehearsed, or the experts over two

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 
 def write_model(
-    directory: Path, model: ModelConfig, plan: Plan, facts: ModelFacts | None = None
+    directory: Path, model: ModelConfig, plan: Plan, facts: ModelFacts | None = None, *, scores: bool = False
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
     """Write a tiny random model of the family of `facts` (None: the policy's) with the run's tokenizer, or with a
-    generated one, and return the tokenizer and why it is a generated one (None: it is the run's).
+    generated one, and return the tokenizer and why it is a generated one (None: it is the run's). `scores`: the model
+    is a reward model.
 
     Raises InputError for a family whose models rlctl cannot make.
     """
@@ -44,7 +45,7 @@ def write_model(
     stages = plan.training.parallel.pp > 1 and plan.training.parallel.vpp > 1 if plan.training else False
     # The rows of a matrix of embeddings may be more than the tokens, and divide over the ranks.
     vocab = -(-max(facts.vocab, len(tokenizer)) // 8) * 8 if tokenizer is not None else VOCAB_SIZE
-    write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab))
+    write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), scores=scores)
     if tokenizer is None:
         write_tokenizer(directory)
         return load_tokenizer(directory, ModelConfig()), why

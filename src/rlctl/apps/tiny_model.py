@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.checkpoints.hf.reward_models import SCORE, scorer_class
 from rlctl.models.facts import ModelFacts, RopeFacts
 from rlctl.models.families import facts_from_hf_config, weights_of
 
@@ -92,8 +93,9 @@ def write_tiny_family(directory: Path, family: str = "llama", *, seed: int = 0, 
     return directory
 
 
-def write_tiny_model(directory: Path, config: dict[str, Any], *, seed: int = 0) -> ModelFacts:
-    """Write the configuration and random fp32 weights into `directory`, and return the facts of the model."""
+def write_tiny_model(directory: Path, config: dict[str, Any], *, seed: int = 0, scores: bool = False) -> ModelFacts:
+    """Write the configuration and random fp32 weights into `directory`, and return the facts of the model; with
+    `scores` a reward model of the same kind."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,6 +107,10 @@ def write_tiny_model(directory: Path, config: dict[str, Any], *, seed: int = 0) 
     centred = {w.tensor for layer in range(config["num_hidden_layers"]) for w in weights.layer(layer) if w.offset}
     centred |= {w.tensor for w in weights.outer if w.offset}
     tensors = {name: _random(rng, name, shape, name in centred) for name, shape in weights.tensors.items()}
+    if scores:
+        tensors.pop("lm_head.weight", None)
+        tensors[SCORE] = _random(rng, SCORE, (1, facts.hidden), centred=False)
+        write_json(directory / "config.json", config | {"architectures": [scorer_class(config)], "num_labels": 1})
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return facts
 

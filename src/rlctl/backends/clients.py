@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Generic, TypeVar
 
 from rlctl.backends.base import EpisodeWorker, PolicySpec, PolicyWorker
@@ -48,6 +49,8 @@ class PolicyClient(Generic[W_co]):
         the rollouts of a group together, which then share a row."""
         self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
+        self._reads_others = spec.valued and spec.teaches is not None
+        """Its texts are those of a tokenizer of its own, and may be longer than the policy's."""
         self.teacher: Teacher | None = None
         self._loaded: TrainBatch | None = None
         self._shards: tuple[BatchShard, ...] = ()
@@ -68,11 +71,12 @@ class PolicyClient(Generic[W_co]):
 
     def load_batch(self, batch: TrainBatch) -> PackingStats:
         """Give each data-parallel rank its rows; the ranks fetch the columns themselves."""
+        longest = max((one.tokens for part in batch.minibatches for one in part), default=0) * self._reads_others
         plan = plan_batch(
             batch.minibatches,
             batch.columns,
             dp=self.parallel.dp,
-            micro_batch_tokens=self._micro_batch_tokens,
+            micro_batch_tokens=max(self._micro_batch_tokens, longest),
             **self._batching,
             multiple=self._row_multiple,
             micro_batch_multiple=self.parallel.micro_batch_multiple,
@@ -157,11 +161,13 @@ class PolicyClient(Generic[W_co]):
 
 @dataclass(frozen=True)
 class Teacher:
-    """A second policy, never trained, on the devices of the first. It has them while it computes, and where it is to
-    wait in host memory it waits there else."""
+    """A second policy or a reward model, never trained, on the devices of the first. It has them while it computes, and
+    where it is to wait in host memory it waits there else."""
 
     policy: PolicyClient[PolicyWorker]
     offload: bool
+    _busy: Lock = field(default_factory=Lock)
+    """A validation and rollouts that are made meanwhile may ask at once."""
 
     def load_model(self, directory: Path) -> None:
         self.policy.load_model(directory)
@@ -169,14 +175,15 @@ class Teacher:
             self.policy.sleep()
 
     def taught(self, batch: TrainBatch) -> dict[int, list[object]]:
-        """Return the handles of its log-probs of each group of a batch."""
-        if self.offload:
-            self.policy.wake()
-        self.policy.load_batch(batch)
-        found = self.policy.teach()
-        if self.offload:
-            self.policy.sleep()
-        return found
+        """Return the handles of its log-probs or scores of each group of a batch."""
+        with self._busy:
+            if self.offload:
+                self.policy.wake()
+            self.policy.load_batch(batch)
+            found = self.policy.teach()
+            if self.offload:
+                self.policy.sleep()
+            return found
 
 
 @dataclass(frozen=True)

@@ -251,11 +251,11 @@ def taught_by_group(
     shard: BatchShard, rows: Sequence[Sequence[PackedRow]], outputs: Sequence[torch.Tensor]
 ) -> list[GroupLogprobs]:
     """Return a teacher's log-probs of each group of the shard, in its order, from the float32 [2 + 2 K, R] that its
-    model has put out for each row (`chunked_logprobs`)."""
+    model has put out for each row (`chunked_logprobs`), or a reward model's scores in their place from [1, R]."""
     found: dict[int, GroupLogprobs] = {position: {} for position in shard.columns}
     pairs = [pair for own in zip(shard.minibatches, rows, strict=True) for pair in zip(*own, strict=True)]
     for (micro, row), output in zip(pairs, outputs, strict=True):
-        top = (len(output) - 2) // 2
+        top = max(0, len(output) - 2) // 2
         logprobs_R, tops_RK, ids_RK = output[0], output[2 : 2 + top].T, output[2 + top :].T.int()
         for index, rollout in enumerate(micro):
             own_R = row.columns_R["rollout"] == index

@@ -97,6 +97,15 @@ def load_value_head(directory: Path) -> torch.Tensor:
     return reader.whole(MASTERS + key if MASTERS + key in reader.shapes else key)
 
 
+def published_value_head(directory: Path) -> torch.Tensor | None:
+    """Read the head of a published reward model, [1, H]; None: the directory is no such model."""
+    from rlctl.checkpoints.hf.reward_models import SCORE
+    from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+
+    files = SafetensorsDirectory.open(directory) if find(directory) is None else None
+    return files.read(SCORE) if files is not None and SCORE in files.tensors else None
+
+
 def _open(
     directory: Path, facts: ModelFacts | None, valued: bool, masters: bool
 ) -> tuple[World, ParamReader, dict[str, int]]:

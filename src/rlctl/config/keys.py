@@ -19,16 +19,18 @@ from rlctl.config.schema import PassThrough, RlctlConfig, Section
 TRAINING_CHOSEN = (*SIZES, "sequence_parallel", "micro_batch_tokens", "recompute", "optimizer_offload")
 """Keys of `training` that every plan of a training decides."""
 TEACHER_SIZES = tuple(size for size in SIZES if size != "vpp")
-"""Keys of `teacher` that every plan with a teacher decides."""
+"""Keys of `teacher` or `reward_model` that every plan with such a model decides."""
 LAID_OUT = {
     "teacher": TEACHER_SIZES,
+    "reward_model": TEACHER_SIZES,
     "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers", "replicate"),
     "generation": (
         "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
         "threads", "colocated", "devices",
     ),
 }  # fmt: skip
-"""Keys of how policy, teacher and engines are laid out, by section: the planner decides what of them is unset."""
+"""Keys of how policy, teacher or reward model, and engines are laid out, by section: the planner decides what of them
+is unset."""
 LAYOUT = (
     "training.backend", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
     *(f"{section}.{key}" for section, keys in LAID_OUT.items() for key in keys),

@@ -188,6 +188,8 @@ class SourceReward(Section):
     option."""
 
 
+MODEL = "model:"
+"""Beginning of the name of a reward model as a scorer."""
 OnError = Literal["stop", "zero", "drop"]
 
 
@@ -487,7 +489,29 @@ class LossConfig(Section):
         return self
 
 
-class TeacherConfig(Section):
+class ModelSizes(Section):
+    """The layout of a second model; unset, the planner decides it."""
+
+    tp: Positive | None = None
+    """Tensor parallel size."""
+    pp: Positive | None = None
+    """Pipeline parallel size."""
+    cp: Positive | None = None
+    """Context parallel size."""
+    ep: Positive | None = None
+    """Expert parallel size."""
+    etp: Positive | None = None
+    """Tensor parallel size of the experts."""
+    dp: Positive | None = None
+    """Data parallel size."""
+
+
+class RewardModelConfig(ModelSizes):
+    """The layout of the reward model that `reward.terms` name (`model:DIR`). It is computed by the policy's training
+    engine on the policy's devices; unset, the planner decides."""
+
+
+class TeacherConfig(ModelSizes):
     """A second model, whose log-probs of the policy's rollouts are learned from. It has the policy's tokenizer, and is
     computed by the policy's training engine on the policy's devices."""
 
@@ -495,18 +519,6 @@ class TeacherConfig(Section):
     """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    tp: Positive | None = None
-    """Tensor parallel size of the teacher."""
-    pp: Positive | None = None
-    """Pipeline parallel size of the teacher."""
-    cp: Positive | None = None
-    """Context parallel size of the teacher."""
-    ep: Positive | None = None
-    """Expert parallel size of the teacher."""
-    etp: Positive | None = None
-    """Tensor parallel size of the teacher's experts."""
-    dp: Positive | None = None
-    """Data parallel size of the teacher."""
 
 
 class DistillationConfig(Section):
@@ -1017,6 +1029,7 @@ class RlctlConfig(Section):
     rollouts: RolloutsConfig = RolloutsConfig()
     filter: FilterConfig = FilterConfig()
     teacher: TeacherConfig = TeacherConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     distillation: DistillationConfig = DistillationConfig()
     preference: PreferenceConfig = PreferenceConfig()
     training: TrainingConfig = TrainingConfig()
@@ -1118,6 +1131,13 @@ class RlctlConfig(Section):
         if self.distillation.sft_weight and self.run.algorithm != "distill":
             raise ValueError("distillation.sft_weight is for `train distill`, whose texts have a likelihood to learn")
         return self
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """Names of the reward models that score rollouts, each once."""
+        of_sources = [term for one in self.data.sources if one.reward for term in one.reward.terms]
+        terms = (*self.reward.terms, *of_sources, *self.validation.reward)
+        return tuple(dict.fromkeys(term.name for term in terms if term.name.startswith(MODEL)))
 
     @property
     def trains_reward_model(self) -> bool:

@@ -1,6 +1,7 @@
 """A reward model as a scorer: sequence classification with one label, as `rlctl train rm` and others publish it.
 
-It is computed by transformers in float32 on the CPUs of the node that scores, all completions of a step at once.
+In a run the training engine computes it. Where there is none, as in `eval`, transformers does, in float32 on the CPUs
+of the node that scores. All completions of a step are scored at once.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.model_source import resolve_model
-from rlctl.config.schema import DataConfig, ModelConfig
+from rlctl.config.schema import MODEL, DataConfig, ModelConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import trained_texts
-from rlctl.envs.user_function import MODEL
 from rlctl.errors import InputError
 
 BATCH_TOKENS = 8192
@@ -42,34 +44,47 @@ def reward_model(name: str) -> Path:
     return found.directory.absolute()
 
 
-class ModelScorer:
-    """The score of prompt and completion, written by the reward model's own tokenizer and chat template. The prompt is
-    as the data has it, without the run's system prompt, template and suffix."""
+class ModelTexts:
+    """Prompts and completions as the reward model's own tokenizer and chat template write them. The prompt is as the
+    data has it, without the run's system prompt, template and suffix."""
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoModelForSequenceClassification
+        from transformers import AutoConfig
 
         directory = Path(name.removeprefix(MODEL))
         tokenizer = load_tokenizer(directory, ModelConfig())
         self._encoder = PromptEncoder.build(tokenizer, ModelConfig(), DataConfig(), directory)
+        limit = getattr(AutoConfig.from_pretrained(directory), "max_position_embeddings", None)
+        self._limit = int(limit or 2**31)
+
+    def tokens(self, completion: str, row: PromptRow) -> np.ndarray:
+        """Return a text's tokens. Raises InputError where it cannot be written or is too long."""
+        asked = PromptRow(row.index, row.where, row.prompt, (completion,), row.fields)
+        tokens_T = trained_texts(self._encoder, asked)[0].tokens_T
+        if len(tokens_T) > self._limit:
+            raise InputError(
+                f"{row.where}: prompt and completion have {len(tokens_T):,} tokens, and the reward model takes "
+                f"{self._limit:,}.",
+                "Lower --max-length, or name another reward model.",
+            )
+        return tokens_T
+
+
+class ModelScorer:
+    """The score of prompt and completion, as transformers computes it."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        self._texts = ModelTexts(name)
+        directory = Path(name.removeprefix(MODEL))
         self._model = AutoModelForSequenceClassification.from_pretrained(directory, dtype="float32").eval()
-        self._limit = int(getattr(self._model.config, "max_position_embeddings", None) or 2**31)
 
     def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]:
         """Return the score of each completion. Raises InputError for one that cannot be written or is too long."""
         import torch
 
-        texts = [
-            trained_texts(self._encoder, PromptRow(row.index, row.where, row.prompt, (text,), row.fields))[0].tokens_T
-            for text, row in zip(completions, rows, strict=True)
-        ]
-        for text, row in zip(texts, rows, strict=True):
-            if len(text) > self._limit:
-                raise InputError(
-                    f"{row.where}: prompt and completion have {len(text):,} tokens, and the reward model takes "
-                    f"{self._limit:,}.",
-                    "Lower --max-length, or name another reward model.",
-                )
+        texts = [self._texts.tokens(text, row) for text, row in zip(completions, rows, strict=True)]
         found: list[float | None] = [None] * len(texts)
         padding = self._model.config.pad_token_id
         with torch.no_grad():

@@ -8,8 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from rlctl.config.schema import RewardTerm
+import numpy as np
+
+from rlctl.config.schema import MODEL, RewardTerm
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.envs.reward_model import ModelTexts
 from rlctl.envs.scorers import MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work
 from rlctl.envs.user_function import LARGEST_REWARD, TURNS
@@ -47,38 +51,84 @@ class GroupScores:
     """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
 
 
+@dataclass(frozen=True)
+class WrittenGroup:
+    """The texts of one group as a reward model reads them. Its score stands at one more token at the end."""
+
+    prompt_tokens: int
+    """Tokens that all texts begin with."""
+    tokens: tuple[int | str, ...]
+    """The tokens of each, or why it cannot be read."""
+
+
 class RewardWorker:
     """Scores completions where they are fetched, so that texts do not pass through the driver."""
 
-    def __init__(self, plan: Rewards, fetch: Callable[[object], list[Any]]) -> None:
-        """`fetch` turns a handle of texts into the texts."""
+    def __init__(self, plan: Rewards, fetch: Callable[[object], list[Any]], *, apart: bool = False) -> None:
+        """`fetch` turns a handle of texts into the texts. `apart`: the scores of a reward model are given."""
         self._fetch = fetch
-        plans = plan.plans if isinstance(plan, MixedRewards) else {"": plan}
-        self._processes = {source: ScoringProcess(one) for source, one in plans.items()}
+        self._plans = plan.plans if isinstance(plan, MixedRewards) else {"": plan}
+        self._processes: dict[str, ScoringProcess] = {}
+        self._models: dict[str, str] = {}
+        """By source, the reward model whose scores are given."""
+        self._texts: ModelTexts | None = None
+        for source, one in self._plans.items():
+            own = tuple(term for term in one.terms if not (apart and term.name.startswith(MODEL)))
+            if own:
+                self._processes[source] = ScoringProcess(replace(one, terms=own))
+            if model := next((term.name for term in one.terms if term not in own), None):
+                self._models[source] = model
         self._logged: set[str] = set()
 
     def setup(self) -> None:
         """Starts the scorers, so that the first step does not wait for their imports."""
         for process in self._processes.values():
             process.start()
+        if self._models:
+            self._texts = ModelTexts(next(iter(self._models.values())))  # a run has one
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[GroupScores]:
-        """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`."""
+    def write(self, requests: Sequence[ScoreRequest]) -> tuple[list[WrittenGroup], list[RolloutColumns]]:
+        """Write the texts of each group for the reward model; return them with their columns."""
+        written, columns = [], []
+        for one in requests:
+            found: list[np.ndarray | str] = []
+            for text in self._fetch(one.texts) if one.row.source in self._models else ():
+                assert self._texts is not None  # `setup` came before
+                try:
+                    found.append(self._texts.tokens(text, one.row))
+                except InputError as error:
+                    found.append(str(error))
+            texts = [text if isinstance(text, np.ndarray) else np.zeros(0, np.int32) for text in found]
+            columns.append(text_columns(texts))
+            shared = common_prefix([text for text in texts if len(text)])
+            counts = (len(text) + 1 if isinstance(text, np.ndarray) else text for text in found)
+            written.append(WrittenGroup(shared, tuple(counts)))
+        return written, columns
+
+    def score(
+        self, requests: Sequence[ScoreRequest], given: Sequence[Sequence[float | str]] | None = None
+    ) -> list[GroupScores]:
+        """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`. `given`
+        has what the reward model gives each text of each group, or why it cannot be read."""
         found: dict[int, GroupScores] = {}
-        for source, process in self._processes.items():
-            plan = process.plan
+        for source, plan in self._plans.items():
+            process, model = self._processes.get(source), self._models.get(source)
+            own = process.plan.scorers if process is not None else ()
             texts = {i: self._fetch(one.texts) for i, one in enumerate(requests) if one.row.source == source}
             rows = {i: self._rows(requests[i], len(group)) for i, group in texts.items()}
             work = [
                 Work(scorer, text, row)
                 for i, group in texts.items()
-                for scorer in range(len(plan.scorers))
+                for scorer in range(len(own))
                 for text, row in zip(group, rows[i], strict=True)
             ]
-            scores = iter(process.score(work) if work else ())
+            scores = iter(process.score(work) if process is not None and work else ())
             for i, group in texts.items():
-                by_scorer = [list(islice(scores, len(group))) for _ in plan.scorers]
-                found[i] = self._group_scores(plan, requests[i], group, by_scorer)
+                by_scorer = {name: list(islice(scores, len(group))) for name in own}
+                if model is not None and given is not None:
+                    by_scorer[model] = [_given(plan, value) for value in given[i]]
+                in_order = [by_scorer[name] for name in plan.scorers]
+                found[i] = self._group_scores(plan, requests[i], group, in_order)
         return [found[i] for i in range(len(requests))]
 
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
@@ -121,6 +171,36 @@ class RewardWorker:
         """Ends the scoring processes."""
         for process in self._processes.values():
             process.close()
+
+
+def _given(plan: RewardPlan, value: float | str) -> Score:
+    """Return the score that a reward model gives a text, or what its failure counts. Raises InputError where that ends
+    the run."""
+    if not isinstance(value, str):
+        return Score(value)
+    if plan.on_error == "stop":
+        raise InputError(value)
+    return Score(0.0 if plan.on_error == "zero" else None, value)
+
+
+def common_prefix(texts: Sequence[np.ndarray]) -> int:
+    """Return the number of tokens that all texts begin with."""
+    if not texts:
+        return 0
+    shortest = min(map(len, texts))
+    alike_T = np.all([text[:shortest] == texts[0][:shortest] for text in texts], axis=0)
+    return shortest if alike_T.all() else int(alike_T.argmin())
+
+
+def text_columns(texts: Sequence[np.ndarray]) -> RolloutColumns:
+    """Return the columns of texts, each with its last token once more, at which its score stands."""
+    longer = [np.append(text, text[-1:]).astype(np.int32) for text in texts]
+    tokens_T = np.concatenate([*longer, np.zeros(0, np.int32)])
+    offsets_G = np.cumsum([0, *map(len, longer)]).astype(np.int32)
+    mask_T = np.zeros(len(tokens_T), bool)
+    mask_T[[end - 1 for text, end in zip(texts, offsets_G[1:], strict=True) if len(text)]] = True
+    zeros_T = np.zeros(len(tokens_T), np.float32)
+    return RolloutColumns(tokens_T, offsets_G, mask_T, zeros_T, np.full(len(tokens_T), -1, np.int32))
 
 
 def weighted_sum(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:

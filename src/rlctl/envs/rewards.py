@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rlctl.checkpoints.model_source import require_name_or_directory
 from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
-from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
+from rlctl.config.schema import MODEL, RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.reward_model import reward_model
 from rlctl.envs.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.envs.scoring_process import ScoringProcess, Work, outcomes
-from rlctl.envs.user_function import MODEL, is_reference, split_reference
+from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError, RlctlError, suggest
 
 QUICK = frozenset(("task", "exact-match"))
 """Scorers that are tried in this process, which has imported all that they need."""
 
 
-def prepare_rewards(reward: RewardConfig, source: PromptSource, completion: str | None = None) -> RewardPlan:
+def prepare_rewards(
+    reward: RewardConfig, source: PromptSource, completion: str | None = None, *, apart: bool = False
+) -> RewardPlan:
     """Return the plan for this reward on this source, every scorer tried once on the first row's reference answer.
 
-    `completion` is tried too. Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded,
-    or raises.
+    `completion` is tried too. `apart`: a reward model is computed by the training engine, and is not tried. Raises
+    InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
     """
     terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
     if not terms:
@@ -42,12 +44,16 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource, completion: str 
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
     accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
     plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
-    return tried(plan, source[0], completion)
+    own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
+    return replace(tried(replace(plan, terms=own), source[0], completion) if own else plan, terms=terms)
 
 
-def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]], completion: str | None = None) -> Rewards:
-    """Return the plan of one source or of several by their labels, where `completion` is tried too."""
-    plans = {label: prepare_rewards(reward, source, completion) for label, reward, source in sources}
+def mixed_rewards(
+    sources: Iterable[tuple[str, RewardConfig, PromptSource]], completion: str | None = None, *, apart: bool = False
+) -> Rewards:
+    """Return the plan of one source or of several by their labels; `completion` and `apart` as `prepare_rewards` takes
+    them."""
+    plans = {label: prepare_rewards(reward, source, completion, apart=apart) for label, reward, source in sources}
     return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
 
 
@@ -123,7 +129,7 @@ def tried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> Re
                 raise outcome
             scores.append(outcome)
     else:
-        with contextlib.closing(ScoringProcess(dataclasses.replace(plan, on_error="stop"))) as process:
+        with contextlib.closing(ScoringProcess(replace(plan, on_error="stop"))) as process:
             scores = process.score(work)
     trials = []
     for number, text in enumerate(texts):
@@ -137,4 +143,4 @@ def tried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> Re
         for name, score in zip(plan.scorers, scores, strict=False)
         if name in set(BUILT_IN) - set(OF_FORM) and score.value not in (None, 1) and row.answer is not None
     )
-    return dataclasses.replace(plan, trials=tuple(trials), notes=notes)
+    return replace(plan, trials=tuple(trials), notes=notes)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from rlctl.config.schema import OnError, RewardTerm
+from rlctl.config.schema import MODEL, OnError, RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
 from rlctl.envs.extraction import ANSWER, DESCRIPTION, TAG, Extraction, answers_alike, as_number, extract, readable_math
 from rlctl.envs.reward_model import ModelScorer
-from rlctl.envs.user_function import MODEL, user_scorer
+from rlctl.envs.user_function import user_scorer
 from rlctl.errors import InputError, MachineError
 
 OF_FORM = ("tagged-integer", "tagged-format")

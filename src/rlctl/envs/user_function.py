@@ -21,6 +21,7 @@ from typing import Any, cast
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.config.files import read_text, user_path
 from rlctl.config.plugins import find_plugin, load_plugin
+from rlctl.config.schema import MODEL
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, suggest, suggest_file
 
@@ -77,10 +78,6 @@ class UserCode:
         place = self.place(error)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
         return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
-
-
-MODEL = "model:"
-"""Beginning of the name of a reward model as a scorer."""
 
 
 def is_reference(name: str) -> bool:

@@ -266,9 +266,11 @@ def plan_from_config(
         for key in ("packing", "share_prompts") if facts.unpacked else ():  # unset, the planner decides
             if key in training.model_fields_set and getattr(training, key):
                 raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
-        if config.teacher.model is None and (idle := [key for key in pins if key.startswith("teacher.")]):
-            why = f"{idle[0]} = {pins[idle[0]]} has no effect: there is no teacher."
-            raise ConfigError(why, "Name one: --teacher NAME.")
+        lacking = [] if config.reward_models else [("reward_model.", "no reward model", "--reward model:DIR")]
+        lacking += [] if config.teacher.model else [("teacher.", "no teacher", "--teacher NAME")]
+        for section, what, flag in lacking:
+            if idle := [key for key in pins if key.startswith(section)]:
+                raise ConfigError(f"{idle[0]} = {pins[idle[0]]} has no effect: there is {what}.", f"Name one: {flag}.")
     if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",
@@ -282,7 +284,8 @@ def plan_from_config(
     if not workload.engines:
         pins = {key: value for key, value in pins.items() if not key.startswith(("generation.", "refit."))}
     if not workload.trains:
-        of_training = ("training.", "teacher.", "generation.colocated", "generation.devices", "refit.mover")
+        models = ("training.", "teacher.", "reward_model.")
+        of_training = (*models, "generation.colocated", "generation.devices", "refit.mover")
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
     precision, lora = precision_from_config(config, cluster), config.training.lora
     adapters = Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
@@ -297,6 +300,6 @@ def plan_from_config(
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
-        moment_bytes(config.optimizer.passed), teacher,
+        moment_bytes(config.optimizer.passed), teacher, "teacher" if config.teacher.model else "reward_model",
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)

@@ -70,7 +70,7 @@ class Plan:
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
     pins: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherPlan | None = None
-    """None: there is no teacher."""
+    """The teacher or the reward model; None: there is neither."""
     blocked: tuple[str, ...] = ()
     """Further reasons why it cannot run: what each backend refuses, keys of an imported recipe."""
     engine_devices: int = 0
@@ -141,7 +141,9 @@ class Plan:
                 values["training.share_prompts"] = False
             values |= {"training.threads": training.threads} if training.threads else {}
         if self.teacher is not None:
-            values |= {f"teacher.{size}": getattr(self.teacher.choice.parallel, size) for size in TEACHER_SIZES}
+            values |= {
+                f"{self.teacher.role}.{size}": getattr(self.teacher.choice.parallel, size) for size in TEACHER_SIZES
+            }
         if generation is None:
             return values
         values |= {f"generation.{key}": getattr(generation, key) for key in GENERATION_KEYS}

@@ -30,15 +30,14 @@ from typing import Any, TypeVar
 
 from rlctl.backends.clients import EngineClient, PendingGroups
 from rlctl.backends.messages import GroupRequest, GroupResult
-from rlctl.cluster.workers import WorkerGroup, first_done
+from rlctl.cluster.workers import first_done
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.envs.reward_worker import RewardWorker
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, load_groups, save_groups
+from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, Scorers, load_groups, save_groups
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -60,7 +59,7 @@ class AsynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker] | None,
+        rewards: Scorers | None,
         sync: WeightSync,
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,

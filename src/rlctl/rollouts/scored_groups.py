@@ -7,12 +7,14 @@ import json
 import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlctl.backends.batch import TrainBatch, WeightedRollout
+from rlctl.backends.clients import Teacher
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.cluster.workers import WorkerGroup
@@ -37,10 +39,53 @@ COLUMNS = ("tokens_T", "offsets_G", "loss_mask_T", "logprobs_T", "weight_version
 SCALARS = "scalars"
 
 
+@dataclass(frozen=True)
+class Scorers:
+    """The process that scores a run's completions, and the reward model whose scores it is given."""
+
+    workers: WorkerGroup[RewardWorker]
+    model: Teacher | None = None
+    """None: there is no reward model."""
+
+    def score(self, asked: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores]:
+        """Return the scores of each group. Raises as `RewardWorker.score`."""
+        workers = self.workers.within(timeout_s + MARGIN_S)
+        try:
+            given = self._of_model(self.model, workers, asked) if self.model is not None and asked else None
+            (found,) = workers.call(RewardWorker.score, asked, given)
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
+        return found
+
+    def _of_model(
+        self, model: Teacher, workers: WorkerGroup[RewardWorker], asked: Sequence[ScoreRequest]
+    ) -> list[list[float | str]]:
+        """Return what the reward model gives the texts of each group, or why a text cannot be read."""
+        call, (columns,) = workers.submit_apart(RewardWorker.write, [(asked,)], [len(asked)])
+        (written,) = call.results()
+        texts = tuple(
+            WeightedRollout(group, sample, one.prompt_tokens, tokens, advantage=0.0, token_weight=1.0)
+            for group, one in enumerate(written)
+            for sample, tokens in enumerate(one.tokens)
+            if isinstance(tokens, int)
+        )
+        taught = model.taught(TrainBatch((texts,), dict(enumerate(columns)))) if texts else {}
+        values: dict[tuple[int, int], float] = {
+            (group, sample): float(one.logprobs_R[-1])
+            for group, parts in taught.items()
+            for part in fetch(parts)
+            for (sample, _), one in part.items()
+        }
+        return [
+            [why if isinstance(why, str) else values[group, sample] for sample, why in enumerate(one.tokens)]
+            for group, one in enumerate(written)
+        ]
+
+
 class GroupMaker:
     """Makes requests and scored groups of a run; every source of rollouts uses it."""
 
-    def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: WorkerGroup[RewardWorker] | None) -> None:
+    def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: Scorers | None) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
         encoder = prompts.encoder
         sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
@@ -108,23 +153,19 @@ class GroupMaker:
 
 
 def scored(
-    workers: WorkerGroup[RewardWorker] | None,
+    scorers: Scorers | None,
     results: Sequence[GroupResult],
     rows: Mapping[int, PromptRow],
     seeds: Mapping[int, Sequence[int]],
     settings: RewardConfig,
 ) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with the rewards of the `workers`, if there are any, and of environments, and the
+    """Return the groups of `results` with the rewards of the `scorers`, if there are any, and of environments, and the
     number of failures."""
-    timeout_s, on_error = settings.timeout_s, settings.on_error
     answers: Sequence[GroupScores | None] = [None] * len(results)
-    if workers is not None:
+    if scorers is not None:
         asked = [ScoreRequest(rows[one.group], one.texts, one.transcripts if one.episodes else None) for one in results]
-        try:
-            (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
-        except WaitTimeoutError as error:
-            raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
-    return groups_of(results, rows, seeds, answers, on_error)
+        answers = scorers.score(asked, settings.timeout_s)
+    return groups_of(results, rows, seeds, answers, settings.on_error)
 
 
 def groups_of(

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.backends.clients import EngineClient, generate_groups
-from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.envs.reward_worker import RewardWorker
 from rlctl.errors import InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import GroupMaker
+from rlctl.rollouts.scored_groups import GroupMaker, Scorers
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -34,7 +32,7 @@ class SynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker] | None,
+        rewards: Scorers | None,
         sync: WeightSync,
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,

@@ -19,14 +19,12 @@ import numpy as np
 
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
-from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig, ValidationConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.statistics import Estimate
@@ -35,7 +33,7 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.environment_play import episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
-from rlctl.rollouts.scored_groups import FAILING_SHARE, scored
+from rlctl.rollouts.scored_groups import FAILING_SHARE, Scorers, scored
 from rlctl.rollouts.source import sample_seed
 from rlctl.telemetry.headline import error_of
 from rlctl.telemetry.metrics import LOSS
@@ -76,7 +74,7 @@ class ValidationSet:
         order = PromptOrder(len(source), config.run.seed)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
-        rewards = None if alone else prepare_rewards(reward, source)
+        rewards = None if alone else prepare_rewards(reward, source, apart=True)
         judged = rewards is not None and rewards.accuracy_by
         names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if judged else [])]
         if metric_of_the_best(config) not in names:
@@ -202,7 +200,7 @@ class SampledValidation(Validation):
         config: RlctlConfig,
         data: ValidationSet,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker] | None,
+        rewards: Scorers | None,
         sync: WeightSync,
     ) -> None:
         wanted = config.validation

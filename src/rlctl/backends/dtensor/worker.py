@@ -19,7 +19,7 @@ from rlctl.backends.lora import Adapter, is_adapter
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow
-from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head
+from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
 from rlctl.checkpoints.rounding import narrowed
 from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
@@ -138,7 +138,9 @@ class DTensorWorker(PolicyRank):
         valued = saved and self.spec.valued
         load_rank(directory, world, self.rank, self.parameters(), world.facts, valued=valued, masters=saved)
         if valued:
-            self._load_head(directory)
+            self._load_head(load_value_head(directory))
+        elif self.spec.valued and (published := published_value_head(directory)) is not None:
+            self._load_head(published)
         self.round_weights()  # a forward pass follows
         if world.facts.unpacked:
             from rlctl.backends.dtensor.model import require_causal
@@ -151,9 +153,9 @@ class DTensorWorker(PolicyRank):
         self._states_away = None
         self._state_memory.rewind()
 
-    def _load_head(self, directory: Path) -> None:
+    def _load_head(self, whole_1H: Tensor) -> None:
         head = local_part(self.model.get_parameter("head.weight").detach())
-        head.copy_(load_value_head(directory)[: len(head)])  # of its one row, the first shard has all
+        head.copy_(whole_1H[: len(head)])  # of its one row, the first shard has all
 
     @contextlib.contextmanager
     def with_weights(self, others: dict[str, Tensor]) -> Iterator[None]:
@@ -256,7 +258,7 @@ class DTensorWorker(PolicyRank):
         stored = load_adapters(directory, world.facts)
         tensors = {param: tensor for tensor, param in param_names(world.facts).items()}
         if self.spec.valued:
-            self._load_head(directory)
+            self._load_head(load_value_head(directory))
         for name, value in adapter_parameters(self.model.inner).items():
             module, _, which = name.rpartition(".")
             if f"{module}.weight" not in tensors:

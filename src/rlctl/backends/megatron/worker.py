@@ -20,7 +20,7 @@ from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.adapters import fill_layer
-from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head
+from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
 from rlctl.checkpoints.rounding import narrow_into
 from rlctl.weights.megatron import MegatronWorld
 
@@ -162,6 +162,8 @@ class MegatronWorker(PolicyRank):
         head = named.pop(HEAD, None) if self.spec.valued else None  # the last pipeline stage alone has it
         if not saved:
             load_rank(directory, world, self.rank, {name: value.data for name, value in named.items()}, world.facts)
+            if head is not None and (published := published_value_head(directory)) is not None:
+                head.data.copy_(published)
             self.weights_changed()
             return
         masters = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in named.items()}

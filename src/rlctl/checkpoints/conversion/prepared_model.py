@@ -21,7 +21,8 @@ from typing import Any
 from rlctl.checkpoints import locations
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.model_facts import built_as, facts_in
+from rlctl.checkpoints.hf.reward_models import SCORE
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_directory
 from rlctl.checkpoints.identity import source_identity
@@ -141,18 +142,37 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
 
 
 def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any]) -> ModelSource:
-    """Return a model whose config.json has other positions than it was published with, and every other as it is.
-
-    It lies where conversions do: a config.json of its own, and links to all other files.
-    """
+    """Return a model whose config.json has other positions than it was published with, and every other as it is."""
     if most is None and not scaling:
         return source
     if source.megatron is not None:
         why = f"{source.label} is a Megatron checkpoint, which keeps the positions that it was made with"
         raise InputError(f"model.rope_scaling and model.max_position_embeddings: {why}.", "Leave both out.")
-    config = json.dumps(replaced_positions(read_config(source.directory), most, scaling), indent=2, sort_keys=True)
+    return _with_config(source, "positions", replaced_positions(read_config(source.directory), most, scaling))
+
+
+def body_of(directory: Path, *, weights: bool = True) -> ModelSource:
+    """Return the reward model of a directory as one that policy backends build: config.json names the class that
+    writes, and no output layer of its own. Raises InputError where there is no such class or, with `weights`, no
+    score."""
+    config = read_config(directory)
+    model_type = str(config.get("model_type"))
+    if not (written := built_as(model_type)):
+        raise InputError(f"{directory}: transformers has no model of type {model_type} that writes, which is loaded.")
+    held = SafetensorsDirectory.open(directory).tensors if weights else {SCORE}
+    if SCORE not in held:
+        raise InputError(f"{directory}: the head of the model is not {SCORE}, which a backend could load.")
+    tied = "lm_head.weight" not in held or config.get("tie_word_embeddings", False)
+    changed = {**config, "architectures": [written], "tie_word_embeddings": tied}
+    return _with_config(ModelSource(directory, str(directory)), "scores", changed)
+
+
+def _with_config(source: ModelSource, what: str, changed: Mapping[str, Any]) -> ModelSource:
+    """Return a model with another config.json. It lies where conversions do, named `what`, with links to all other
+    files."""
+    config = json.dumps(changed, indent=2, sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:DIGITS]
-    place = conversion_directory(source.directory, f"positions-{digest}")
+    place = conversion_directory(source.directory, f"{what}-{digest}")
     place.mkdir(parents=True, exist_ok=True)
     for path in source.directory.iterdir():
         if path.name != "config.json" and not (place / path.name).is_symlink():

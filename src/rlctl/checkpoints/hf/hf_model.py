@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.reward_models import SCORE
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
@@ -131,9 +132,10 @@ def _checked(
 
 
 def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirectory, extra: list[str]) -> None:
-    """Tensors that would be dropped silently are refused; known duplicates and tables are not. A head that is tied to
+    """Tensors that would be dropped silently are refused; known duplicates and tables are not, nor the score of a
+    reward model, which is read by itself. A head that is tied to
     the embeddings has to be the same as these."""
-    known = (".rotary_emb.inv_freq", SCALE)
+    known = (".rotary_emb.inv_freq", SCALE, SCORE)
     repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
     kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
     if lost := [name for name in kept if not name.endswith(known) and name not in repeated]:

@@ -202,6 +202,9 @@ class Request:
     gradient_bytes: int = 4
     moment_bytes: int = 8
     teacher: ModelFacts | None = None
+    """A model that is not trained and computes on the policy's devices: a teacher, or a reward model."""
+    role: Literal["teacher", "reward_model"] = "teacher"
+    """The section of that model's layout."""
     backend: str = "megatron"
     """The backend that trains, also where none is pinned."""
 
@@ -213,6 +216,11 @@ class Request:
         """The value of a key that is pinned, else `options`."""
         value = self.pins.get(key)
         return options if value is None else [value]
+
+    @property
+    def of_teacher(self) -> str:
+        """The name of the model that computes next to the policy, in texts."""
+        return self.role.replace("_", " ")
 
     @property
     def precision(self) -> Precision:

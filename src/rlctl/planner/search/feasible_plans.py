@@ -241,7 +241,8 @@ def assemble(
         host_memory=_host_memory(request, training, generation, colocated),
         seconds=_seconds(request, training, generation, colocated, mover),
         mfu=mfu, mover=mover, pins=request.pins, teacher=training.teacher if training else None,
-        engine_devices=engine_devices, rollouts_s=_rollout_seconds(request, generation) if generation else 0.0,
+        engine_devices=engine_devices,
+        rollouts_s=_rollout_seconds(request, training, generation) if generation else 0.0,
     )  # fmt: skip
 
 
@@ -260,7 +261,9 @@ def _memory(
         # On a GPU it computes next to the policy's states, on a CPU in a process of its own.
         kept = {} if request.cluster.is_cpu else phases["logprobs"].parts
         states = {name: size for name, size in kept.items() if name not in ("activations", "logits")}
-        phases["teacher"] = mem.PhaseMemory(states | training.teacher.memory.parts)
+        phases["scores" if training.teacher.choice.valued else "teacher"] = mem.PhaseMemory(
+            states | training.teacher.memory.parts
+        )
     engine = generation_memory(request, generation, policy_asleep(request, training) if colocated else 0.0)
     if colocated:
         phases["refit"] = mem.refit_memory(request, training.choice, weight_bytes(request.facts, generation))
@@ -279,7 +282,7 @@ def _host_memory(
             return ranks * 4 * GIB + 10 * GIB
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
-        teacher = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
+        teacher = training.teacher.weights if training.teacher else 0.0
         return mem.host_memory(request.facts, training.choice, cluster, shared, weights) + ranks * teacher
     policy = engine = 0.0
     if generation is not None:
@@ -306,12 +309,12 @@ def _seconds(
     seconds[Phase.OTHER] = 0.1 if request.cluster.is_cpu else request.constants.other_s
     if generation is not None and workload.rollouts:
         if workload.staleness is None:
-            seconds[Phase.REWARD] = _reward_seconds(request)
+            seconds[Phase.REWARD] = _reward_seconds(request, training)
         else:
             # Who shares devices takes turns on them; the rest of the rollouts' work goes on while the policy trains.
             turn = _generation_seconds(request, generation) if colocated else 0.0
             meanwhile = sum(seconds.values()) if workload.overlaps else 0.0
-            seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, generation) - turn - meanwhile)
+            seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, training, generation) - turn - meanwhile)
         seconds[Phase.REFIT] = refit_time(request, training.choice, generation, colocated, mover)
     return seconds
 
@@ -322,13 +325,17 @@ def _generation_seconds(request: Request, generation: GenerationChoice) -> float
     return generation_time(request, generation).total
 
 
-def _reward_seconds(request: Request) -> float:
-    return 0.05 if request.cluster.is_cpu else request.constants.reward_s
+def _reward_seconds(request: Request, training: search.TrainingCandidate | None) -> float:
+    model = training.teacher if training is not None else None
+    of_model = model.seconds if model is not None and model.choice.valued else 0.0
+    return of_model + (0.05 if request.cluster.is_cpu else request.constants.reward_s)
 
 
-def _rollout_seconds(request: Request, generation: GenerationChoice) -> float:
+def _rollout_seconds(
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice
+) -> float:
     """Seconds in which engines and scorers work at the rollouts of a step."""
-    return _generation_seconds(request, generation) + _reward_seconds(request)
+    return _generation_seconds(request, generation) + _reward_seconds(request, training)
 
 
 def policy_asleep(request: Request, training: search.TrainingCandidate) -> float:

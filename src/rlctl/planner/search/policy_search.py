@@ -33,16 +33,29 @@ class Reject(Protocol):
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """The layout of a teacher, and what it costs. Bytes of one device (of one process, on a CPU) and seconds."""
+    """The layout of a teacher or a reward model, and what it costs. Bytes of one device (of one process, on a CPU) and
+    seconds."""
 
     facts: ModelFacts
     choice: TrainingChoice
     memory: mem.PhaseMemory
-    """Memory of the teacher itself while it computes."""
+    """Memory of the model itself while it computes."""
     asleep: float
     """Memory that its process keeps on the device while others compute."""
     seconds: float
-    """Its log-probs of a step, with the way from host memory and back."""
+    """Its log-probs or scores of a step, with the way from host memory and back."""
+    role: str = "teacher"
+    """The section of its layout."""
+
+    @property
+    def label(self) -> str:
+        """Its name in texts."""
+        return self.role.replace("_", " ")
+
+    @property
+    def weights(self) -> float:
+        """Bytes of its weights."""
+        return self.memory.parts[f"{self.label} weights"]
 
     @property
     def score(self) -> float:
@@ -63,10 +76,11 @@ class TrainingCandidate:
         return (self.seconds + self.logprobs + self.critic) * (1 + SIMPLICITY * complexity(self.choice))
 
     def with_teacher(self, teacher: TeacherPlan) -> TrainingCandidate:
-        """Return this layout with a teacher next to it."""
-        asleep = {"teacher asleep": teacher.asleep} if teacher.asleep else {}
+        """Return this layout with a teacher or a reward model next to it."""
+        asleep = {f"{teacher.label} asleep": teacher.asleep} if teacher.asleep else {}
         peak = mem.PhaseMemory(self.peak.parts | asleep)
-        return replace(self, peak=peak, logprobs=self.logprobs + teacher.seconds, teacher=teacher)
+        logprobs = self.logprobs + (0.0 if teacher.choice.valued else teacher.seconds)
+        return replace(self, peak=peak, logprobs=logprobs, teacher=teacher)
 
 
 def complexity(choice: TrainingChoice) -> int:

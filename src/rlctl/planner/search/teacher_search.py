@@ -1,7 +1,9 @@
-"""The layout of a teacher: it computes log-probs next to the policy, on the policy's devices.
+"""The layout of a teacher, or of a reward model: it computes log-probs or scores next to the policy, on the policy's
+devices.
 
-It waits in host memory while others compute, except on a CPU, where that is the same memory. Its rows are those of the
-policy. Where no size is given, the fastest layout is taken of those that fit next to what the policy keeps on a device.
+It waits in host memory while others compute, except on a CPU, where that is the same memory, and a reward model where
+rollouts are scored while the policy trains. Its rows are those of the policy. Where no size is given, the fastest
+layout is taken of those that fit next to what the policy keeps on a device.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def with_teachers(
             found.append(training.with_teacher(min(room, key=lambda one: one.score)))
         elif options:
             least = min(one.memory.total for one in options)
-            why = f"next to it the teacher needs {least / GIB:.0f} GiB, and {(budget - beside) / GIB:.0f} are left"
+            left = f"{(budget - beside) / GIB:.0f} are left"
+            why = f"next to it the {request.of_teacher} needs {least / GIB:.0f} GiB, and {left}"
             rejected(training.choice, why, (least + beside) / max(budget, 1.0))
         else:
             rejected(training.choice, why_none)
@@ -57,14 +60,14 @@ def with_teachers(
 def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
     """Return all valid layouts of the teacher with rows of that many tokens, and why there is none: the rule that the
     first layout breaks, or that its sizes fit no devices."""
-    found, broken = list[TeacherPlan](), ""
+    found, broken, name = list[TeacherPlan](), "", request.of_teacher
     for choice in _choices(request, devices, row_tokens):
         if problems := _problems(request, choice):
-            broken = broken or f"the teacher as {choice.parallel.name()}: {problems[0].message}"
+            broken = broken or f"the {name} as {choice.parallel.name()}: {problems[0].message}"
         elif choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp):
             found.append(_costed(request, choice))
     count = "one device does" if devices == 1 else f"{devices} devices do"
-    sizes = f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
+    sizes = f"the {name}'s sizes ({request.role}.tp, {request.role}.pp, ...) make ranks that {count} not divide into"
     return found, broken or sizes
 
 
@@ -75,13 +78,14 @@ def _problems(request: Request, choice: TrainingChoice) -> list[Problem]:
 
 def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[TrainingChoice]:
     facts, cluster, on_cpu, fsdp = request.facts, request.cluster, request.cluster.is_cpu, request.fsdp
-    experts, etp = facts.moe.experts if facts.moe else 1, request.pin("teacher.etp", 1)
-    tps = request.values("teacher.tp", [1] if on_cpu else powers(min(facts.heads, cluster.near_devices, devices, 16)))
-    pps = request.values("teacher.pp", [1] if on_cpu or fsdp else powers(min(facts.layers, devices, 64)))
-    cps = request.values("teacher.cp", [1])
-    eps = request.values("teacher.ep", [1] if on_cpu else powers(experts))
+    experts, role = facts.moe.experts if facts.moe else 1, request.role
+    etp = request.pin(f"{role}.etp", 1)
+    tps = request.values(f"{role}.tp", [1] if on_cpu else powers(min(facts.heads, cluster.near_devices, devices, 16)))
+    pps = request.values(f"{role}.pp", [1] if on_cpu or fsdp else powers(min(facts.layers, devices, 64)))
+    cps = request.values(f"{role}.cp", [1])
+    eps = request.values(f"{role}.ep", [1] if on_cpu else powers(experts))
     for tp, pp, cp, ep in product(tps, pps, cps, eps):
-        dp = request.pin("teacher.dp", -(-ep // (tp * cp)) if on_cpu else devices // (tp * pp * cp))
+        dp = request.pin(f"{role}.dp", -(-ep // (tp * cp)) if on_cpu else devices // (tp * pp * cp))
         world = tp * pp * cp * dp
         if dp < 1 or (world > devices and not on_cpu) or (tp * cp * dp) % (ep * etp):
             continue
@@ -91,6 +95,7 @@ def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[Traini
             precision="bf16" if request.precision in ("fp8", "fp4") else request.precision,
             threads=max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None,
             sharding="full" if fsdp else "optimizer",
+            valued=role == "reward_model",
         )
 
 
@@ -99,10 +104,13 @@ def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     whole = mem.logprobs_memory(request, choice, 0.0).parts
     states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
     weights = max(own["weights"] for own in states)
-    kept = {f"teacher {part}": whole[part] for part in ("activations", "logits", "runtime")}
-    kept = {"teacher weights": weights + max(own.get("gathered", 0.0) for own in states)} | kept
+    name, parts = request.of_teacher, ("activations", *(() if choice.valued else ("logits",)), "runtime")
+    kept = {f"{name} {part}": whole[part] for part in parts}
+    kept = {f"{name} weights": weights + max(own.get("gathered", 0.0) for own in states)} | kept
     seconds, asleep = timing.logprobs_time(request, choice, passes=1), 0.0
-    if not cluster.is_cpu:
+    if not cluster.is_cpu and choice.valued and request.workload.staleness is not None:
+        asleep = sum(kept.values())  # it scores while the policy trains
+    elif not cluster.is_cpu:
         asleep = whole["runtime"] + CONTEXT_BYTES
         seconds += 2 * weights / (cluster.device.host_link * request.constants.pinned_copy)
-    return TeacherPlan(facts, choice, mem.PhaseMemory(kept), asleep, seconds)
+    return TeacherPlan(facts, choice, mem.PhaseMemory(kept), asleep, seconds, request.role)

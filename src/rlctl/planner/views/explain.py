@@ -29,12 +29,12 @@ def explain(plan: Plan) -> str:
         lines += ["memory in training", *_memory(request, training, plan.micro_batches)]
         lines += ["training", *_training(request, training, plan.colocated)]
     if plan.teacher is not None:
-        lines += ["teacher", *_teacher(replace(request, facts=plan.teacher.facts), plan.teacher)]
+        lines += [plan.teacher.label, *_teacher(replace(request, facts=plan.teacher.facts), plan.teacher)]
     if generation is not None:
         lines += ["generation", *_generation(request, generation)]
     if training is not None and generation is not None:
         lines += ["refit", *_refit(request, plan, training, generation)]
-    titles = ("model", "memory in training", "training", "teacher", "generation", "refit")
+    titles = ("model", "memory in training", "training", "teacher", "reward model", "generation", "refit")
     return "\n".join(line if line in titles else f"  {line}" for line in lines)
 
 
@@ -92,7 +92,7 @@ def _training(request: Request, t: TrainingChoice, colocated: bool) -> list[str]
 
 
 def _teacher(request: Request, teacher: TeacherPlan) -> list[str]:
-    t, weights = teacher.choice, teacher.memory.parts["teacher weights"]
+    t, weights = teacher.choice, teacher.weights
     number, tokens = timing.micro_batches(request, t)
     milliseconds = 1e3 * timing.forward_time(request, t, tokens).total
     moved = "" if request.cluster.is_cpu else ", and its weights from host memory and back"

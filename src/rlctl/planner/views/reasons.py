@@ -153,9 +153,9 @@ def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
     where = "in processes of its own" if plan.cluster.is_cpu else "next to what the policy keeps on a device"
     for key in TEACHER_SIZES:
         value = getattr(parallel, key)
-        rule = "More would only add communication: the teacher fits without it."
+        rule = f"More would only add communication: the {teacher.label} fits without it."
         if key in ("ep", "etp") and value == 1 and teacher.facts.moe is None:
-            rule = "The teacher has no experts."
+            rule = f"The {teacher.label} has no experts."
         elif key == "pp" and teacher.choice.sharding == "full":
             rule = "FSDP2 has no pipeline stages."
         elif key == "dp" and plan.cluster.is_cpu:
@@ -163,8 +163,8 @@ def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
         elif key == "dp":
             rule = f"It divides the policy's devices by TP x PP x CP = {parallel.model_size:,}."
         elif value > 1:
-            rule = f"It is the fastest of the teacher's layouts that fit: {size} a rank, {where}."
-        yield f"teacher.{key}", value, rule
+            rule = f"It is the fastest of the {teacher.label}'s layouts that fit: {size} a rank, {where}."
+        yield f"{teacher.role}.{key}", value, rule
 
 
 def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> str:

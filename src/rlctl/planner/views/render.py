@@ -66,7 +66,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "workload": {key: getattr(plan.workload, key) for key in WORK},
         "training": training,
         "generation": generation,
-        "teacher": teacher,
+        "teacher": None,
+        **({plan.teacher.role: teacher} if plan.teacher is not None else {}),
         "colocated": plan.colocated,
         "mover": plan.mover,
         "memory_gib": {phase: memory.gib() for phase, memory in plan.memory.items()},
@@ -119,7 +120,7 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         where = "next to the policy; " if not cluster.is_cpu else ""
         layout = f"{teacher.choice.parallel.name()}, {teacher.choice.precision}"
         said = f"{_size(teacher.facts)} parameters, {layout}, {where}{teacher.seconds:.1f} s a step"
-        lines += wrapped(said, "  teacher     ", INDENT)
+        lines += wrapped(said, f"  {'scores' if teacher.choice.valued else 'teacher':<12}", INDENT)
     if generation is not None:
         g, tokens = generation, generation.kv_cache_tokens
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
