@@ -1427,6 +1427,15 @@ def test_rows_of_nemo_gym_are_played_by_its_agents(tmp_path: Path) -> None:
     assert [entry.status for entry in said].count("changed") == 1
     assert "environment.params.head=http://HOST:PORT" in next(one.note for one in said if one.status == "changed")
     assert not result.unsupported
+    marks = {"thinking_tags": ["<think>", "</think>"], "uv_venv_dir": "${oc.env:RLCTL_NO_SUCH_NAME}/venvs"}
+    judged = {"grpo__malformed_thinking_advantage": -5.0, "grpo__invalid_tool_call_advantage": -4.0}
+    result = recipe(tmp_path, data=data, env={**gym, "nemo_gym": {**gym["nemo_gym"], **marks}}, **judged)
+    advantage = resolve(files=[result.path], environment={}).config.advantage
+    assert (advantage.malformed_thinking, advantage.invalid_tool_call) == (-5.0, -4.0)
+    assert not result.unsupported
+    other = {**gym, "nemo_gym": {"thinking_tags": ["[THINK]", "[/THINK]"]}}
+    assert "known by <think>, </think>" in recipe(tmp_path, data=data, env=other).unsupported[0]
+    assert "in NeMo Gym alone" in recipe(tmp_path, **judged).unsupported[0]
 
 
 def test_the_sliding_puzzle_is_an_environment_with_turns(tmp_path: Path) -> None:

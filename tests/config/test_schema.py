@@ -29,6 +29,12 @@ def test_ppo_needs_no_group_and_only_the_log_probs_that_its_returns_hold() -> No
     [
         ("ppo", ["advantage.normalize_std=true"], "advantage.normalize_std = true compares the rollouts of a prompt"),
         ("ppo", ["advantage.per_term=true"], "advantage.per_term = true"),
+        ("grpo", ["advantage.malformed_thinking=-5"], "is for the turns of an environment"),
+        (
+            "ppo",
+            ["advantage.invalid_tool_call=-5", "environment.name=guess-number", "loss.kl_coefficient=0.1"],
+            "advantage.invalid_tool_call leaves no place for loss.kl_in = reward",
+        ),
         ("ppo", ["advantage.whiten_over=rollouts"], "advantage.whiten_over = rollouts"),
         ("ppo", ["training.lora.rank=8"], "training.lora.rank > 0"),
         ("ppo", ["loss.kl_coefficient=0.1", "loss.needs=[reference_logprobs]"], "add it to loss.needs"),

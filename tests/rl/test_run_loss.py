@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from rlctl.backends.batch import MinibatchResult, TokenBatch
 from rlctl.config.schema import RlctlConfig
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.telemetry.metrics import Metric
 from support.token_batches import token_batch
 
@@ -59,6 +61,24 @@ def test_the_loss_is_the_weighted_sum_over_tokens_that_count() -> None:
     batch = token_batch(tokens=6, counted_R=torch.arange(6) != 2)
     expected = sum(-batch.token_weights_R[i] * batch.logprobs_R[i] for i in range(6) if i != 2)
     torch.testing.assert_close(RunLoss(Toy(RlctlConfig()))(batch).loss, expected)
+
+
+@pytest.mark.parametrize(("thinking", "call"), [(-5.0, None), (None, -3.0), (-5.0, -3.0)])
+def test_turns_with_a_fault_have_an_advantage_of_their_own(thinking: float | None, call: float | None) -> None:
+    """NeMo-RL: that of an invalid call, else that of malformed thinking, in place of the episode's."""
+    advantage = {"malformed_thinking": thinking, "invalid_tool_call": call, "normalize_std": False}
+    config = RlctlConfig.model_validate({"advantage": advantage, "environment": {"name": "guess-number"}})
+    faults = [0, 1, 2, 3, 0, 1]
+    batch = token_batch(tokens=6, extra_R={"turn_faults": torch.tensor(faults, dtype=torch.float32)})
+    expected = [
+        call if fault & 2 and call is not None else thinking if fault & 1 and thinking is not None else own
+        for fault, own in zip(faults, batch.advantages_R.tolist(), strict=True)
+    ]
+    algorithm = Grpo(config)
+    given = replace(batch, advantages_R=torch.tensor(expected, dtype=torch.float64), extra_R={})
+    torch.testing.assert_close(RunLoss(algorithm)(batch).loss, RunLoss(Grpo(RlctlConfig()))(given).loss)
+    assert algorithm.learns_without_advantage
+    assert not Grpo(RlctlConfig()).learns_without_advantage
 
 
 def test_measuring_something_else_than_declared_is_refused() -> None:

@@ -398,12 +398,23 @@ class AdvantageConfig(Section):
     """Least advantage of a rollout, below which it is cut; unset: none."""
     clip_high: float | None = None
     """Largest advantage of a rollout, above which it is cut; unset: none."""
+    malformed_thinking: float | None = None
+    """Advantage of the tokens of a turn with `<think>` or `</think>` where its answer stands, whatever its episode has;
+    unset: that of its episode."""
+    invalid_tool_call: float | None = None
+    """Advantage of the tokens of a turn whose call of a tool cannot be read or is refused; unset: that of its episode.
+    It goes before `malformed_thinking`."""
 
     @model_validator(mode="after")
     def validate_where_advantages_are_clipped(self) -> AdvantageConfig:
         if self.baseline == "critic" and (self.clip_low, self.clip_high) != (None, None):
             raise ValueError("advantage.clip_low and advantage.clip_high need a baseline other than critic")
         return self
+
+    @property
+    def judges_turns(self) -> bool:
+        """Whether turns with a fault have an advantage of their own."""
+        return (self.malformed_thinking, self.invalid_tool_call) != (None, None)
 
     @property
     def compares(self) -> bool:
@@ -1164,6 +1175,17 @@ class RlctlConfig(Section):
                 f"rollouts.timeout_s = {self.rollout_timeout_s:g} is not below cluster.step_timeout_s = "
                 f"{self.cluster.step_timeout_s:g}, after which a step fails"
             )
+        return self
+
+    @model_validator(mode="after")
+    def validate_turns_that_are_judged(self) -> RlctlConfig:
+        if not self.advantage.judges_turns:
+            return self
+        key = f"advantage.{'malformed_thinking' if self.advantage.invalid_tool_call is None else 'invalid_tool_call'}"
+        if not self.environment.wanted:
+            raise ValueError(f"{key} is for the turns of an environment: set environment.name or environment.tools")
+        if self.penalty_in_reward:
+            raise ValueError(f"{key} leaves no place for loss.kl_in = reward: set loss.kl_in=loss")
         return self
 
     @model_validator(mode="after")

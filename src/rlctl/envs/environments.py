@@ -195,7 +195,7 @@ class RunningEpisode:
                     "type": "function",
                     "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
                 }
-                for number, one in enumerate(_calls(text, self._loaded.plan.form))
+                for number, one in enumerate(readable_calls(text, self._loaded.plan.form))
             ]
         return self._reply(_step(await _called(self._made.step, message)))
 
@@ -228,7 +228,7 @@ class RunningEpisode:
         return Reply(_messages(step.messages), float(step.reward), bool(step.done), stop, numbers, self._asked)
 
 
-def _calls(text: str, form: str) -> list[Call]:
+def readable_calls(text: str, form: str) -> list[Call]:
     """Return the calls in a text; none where they cannot be read."""
     try:
         return read_calls(text, form)

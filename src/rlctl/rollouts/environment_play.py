@@ -21,12 +21,15 @@ from rlctl.data.rollouts import Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.envs.environment import Ask, Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
-from rlctl.envs.environments import Answer, EnvironmentPlan, Reply, plan_environment
+from rlctl.envs.environments import Answer, EnvironmentPlan, Reply, plan_environment, readable_calls
 from rlctl.envs.tools import INSTRUCTIONS, format_of, listed
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
+from rlctl.rollouts.turn_faults import BITS, THINK, faults_of
 
+OPENING_TOKENS = 8
+"""Tokens at the end of a context that can spell `<think>`."""
 ENDS_TURN = ("abort", "timeout")
 """Ends of the model's turn that end the episode."""
 
@@ -247,6 +250,11 @@ class Player:
         answer = Answer(text, tokens, found.logprobs_R.tolist(), read, found.stop_reason)
         reply = await session.ask("step", answer, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
+        opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
+        called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form))
+        if found_faults := faults_of(text, opened=opened, called=called, broken=reply.broken > 0):
+            episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in found_faults)
+            episode.count(dict.fromkeys(found_faults, 1.0))
         return reply
 
     def _reason(self, episode: Episode, reply: Reply, calls: int, broken: int) -> str | None:

@@ -35,7 +35,16 @@ from rlctl.backends.messages import (
 from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import ROUTED_EXPERTS, TURN, TURN_REWARD, EpisodeFacts, MediaPart, RolloutColumns, Turn
+from rlctl.data.rollouts import (
+    FAULTS,
+    ROUTED_EXPERTS,
+    TURN,
+    TURN_REWARD,
+    EpisodeFacts,
+    MediaPart,
+    RolloutColumns,
+    Turn,
+)
 from rlctl.errors import WaitTimeoutError
 from rlctl.rollouts.source import sample_seed
 
@@ -66,6 +75,8 @@ class Episode:
         """The model's answers, each behind the number of tokens that it goes on from."""
         self.rewards: list[float] = []
         """The reward of each answer, where there is an environment; else its completion is to be scored."""
+        self.faults: dict[int, int] = {}
+        """The bits of the faults of those answers that have any."""
         self.counts: dict[str, float] = {}
         """Sums over the turns of what there is to count."""
         self.transcript: list[Turn] = []
@@ -406,14 +417,16 @@ def _shared_prompt(episodes: Sequence[Episode]) -> int:
 
 
 def _of_turns(episodes: Sequence[Episode], offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns of the turns and of their rewards."""
-    turn_T, reward_T = np.full(int(offsets[-1]), -1, np.int32), np.zeros(int(offsets[-1]), np.float32)
+    """Return the columns of the turns, of their rewards, and of their faults where there are any."""
+    turn_T = np.full(int(offsets[-1]), -1, np.int32)
+    reward_T, faults_T = (np.zeros(int(offsets[-1]), np.float32) for _ in range(2))
     for begin, episode in zip(offsets, episodes, strict=False):
         for turn, (first, answer) in enumerate(episode.answers):
             chosen = slice(begin + first, begin + first + len(answer.tokens_R))
             turn_T[chosen] = turn
             reward_T[chosen] = episode.rewards[turn] if turn < len(episode.rewards) else 0.0
-    return {TURN: turn_T, TURN_REWARD: reward_T}
+            faults_T[chosen] = episode.faults.get(turn, 0)
+    return {TURN: turn_T, TURN_REWARD: reward_T} | ({FAULTS: faults_T} if faults_T.any() else {})
 
 
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:

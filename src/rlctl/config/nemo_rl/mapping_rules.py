@@ -1162,8 +1162,11 @@ def environment(found: Found) -> None:
 
 def gym(found: Found) -> None:
     """Say once that Gym is started by the user."""
+    marks = MARKS.get(found.name.removeprefix(f"env.{GYM}."))
     if environment_used(found.leaves) != GYM:
         environment(found)
+    elif marks:
+        only(None, marks, why=f"turns with a fault are known by {', '.join(marks)}")(found)
     elif any(entry.key.startswith(f"env.{GYM}.") and entry.status == "changed" for entry in found.result.entries):
         found.skip("NeMo Gym is started with it")
     else:
@@ -1171,6 +1174,19 @@ def gym(found: Found) -> None:
         found.say(
             "changed", f"start NeMo Gym with this section and vllm_model.yaml in place of the one for training; {where}"
         )
+
+
+def of_turns(key: str) -> Rule:
+    """Return the rule of the advantage of turns that have a fault, as the environment NeMo Gym finds them."""
+    gym_alone = only(None, why="NeMo-RL knows such turns in NeMo Gym alone")
+    return when(lambda found: environment_used(found.leaves) == GYM, to(key), gym_alone)
+
+
+MARKS = {
+    "thinking_tags": ["<think>", "</think>"],
+    "invalid_tool_call_patterns": ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"],
+}
+"""Texts by which NeMo-RL knows turns with a fault: its defaults, which are rlctl's."""
 
 
 def scored_by_model(found: Found) -> None:

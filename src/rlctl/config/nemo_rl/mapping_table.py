@@ -52,7 +52,6 @@ def of_gae(rule: Rule) -> Rule:
 
 READ_WITH_PERIOD = validated(without("read with grpo.val_period"))
 LOGS = logs("rlctl writes metrics, logs and a report to the run directory, under its own names")
-TOOLS = without("rollouts have no tools")
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
 ENGINE_CALLS = without("results do not depend on how an engine is called")
 UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
@@ -151,8 +150,8 @@ _GRPO: dict[str, Rule] = {
     "grpo.stop_at_validation_threshold": only(None, why="a plateau can end a run (validation.stop_after), no value"),
     "grpo.debug_payload_metrics": LOGS,
     "grpo.deduplicate_multimodal_data": without("prompts are texts"),
-    "grpo.invalid_tool_call_advantage": TOOLS,
-    "grpo.malformed_thinking_advantage": only(None, why="advantages follow from rewards alone"),
+    "grpo.invalid_tool_call_advantage": rules.of_turns("advantage.invalid_tool_call"),
+    "grpo.malformed_thinking_advantage": rules.of_turns("advantage.malformed_thinking"),
     "grpo.advantage_clip_low": to("advantage.clip_low"),
     "grpo.advantage_clip_high": to("advantage.clip_high"),
     "grpo.zero_variance_prompt_filtering": when(

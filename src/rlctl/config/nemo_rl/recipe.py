@@ -53,7 +53,7 @@ MARKS = ("policy", "defaults", "grpo", "ppo", "loss_fn", "checkpointing", "eval"
 """Top-level keys that a NeMo-RL file has and an rlctl file never does (which has a section `distillation` too)."""
 
 
-ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
+ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.", "env.nemo_gym.")
 """Sections that a run goes on without where they refer to what is not there."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -26,11 +26,12 @@ from rlctl.backends.batch import (
     TokenBatch,
     TrainBatch,
 )
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import AdvantageConfig, RlctlConfig
 from rlctl.data.mixing import source_settings
-from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened, whitened_rollouts
 from rlctl.rl.algorithms.user_loss import UserLoss
+from rlctl.rollouts.turn_faults import BITS
 from rlctl.telemetry.metrics import TOKENS, Metric, nested
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ class RunLoss:
         import torch
 
         algorithm, own = self.algorithm, self.algorithm.user_loss
+        batch = _judged(batch, algorithm.config.advantage)
         found = algorithm.token_loss(batch) if own is None else own(batch, algorithm.config.loss)
         loss_R, measured = found if isinstance(found, tuple) else (found, None)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
@@ -285,6 +287,19 @@ class RunLoss:
             if metric.flat:
                 flat[metric.name] = found.pop(metric.name)
         return nested(found) | flat
+
+
+def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
+    """Return the batch with the advantages of turns that have a fault."""
+    import torch
+
+    if not options.judges_turns or (faults_R := batch.extra_R.get(FAULTS)) is None:
+        return batch
+    advantages_R = batch.advantages_R
+    for name, bit in BITS.items():
+        if (value := getattr(options, name)) is not None:
+            advantages_R = torch.where(faults_R.int() & bit != 0, value, advantages_R)
+    return replace(batch, advantages_R=advantages_R)
 
 
 def _measured_always(batch: TokenBatch, config: RlctlConfig) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ class PolicyGradient(Algorithm):
     def learns_without_advantage(self) -> bool:
         """Whether there is a term next to the surrogate, which is 0 where the advantage is."""
         own_loss = self.user_loss is not None or type(self).token_loss is not PolicyGradient.token_loss
-        if own_loss or self.config.has_critic:
+        if own_loss or self.config.has_critic or self.config.advantage.judges_turns:
             return True  # with a critic, the driver has rewards, which the critic may have expected or not
         return self.config.loss.kl_coefficient > 0 or self.config.loss.entropy_coefficient > 0
 

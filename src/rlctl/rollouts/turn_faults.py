@@ -1,0 +1,35 @@
+"""Faults of a turn of the model: thoughts where its answer stands, and a call of a tool that is none.
+
+A turn is a thought and an answer, which `</think>` divides. Where it never ends, it is the thought alone if the prompt
+or the turn begins one, else the answer. NeMo-RL judges the turns of NeMo Gym by the same rules.
+"""
+
+from __future__ import annotations
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL_MARKS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+BITS = {"malformed_thinking": 1, "invalid_tool_call": 2}
+"""The faults by their names in the section `advantage`, the stronger one last; their bits in the column `FAULTS`."""
+
+
+def parts_of(text: str, *, opened: bool) -> tuple[str, str]:
+    """Return the thought and the answer of a turn; `opened`: its prompt ends with `<think>`."""
+    thought, ends, answer = text.partition(THOUGHT)
+    if not ends and not opened and not text.lstrip().startswith(THINK):
+        thought, answer = "", text
+    return thought.strip().removeprefix(THINK).strip(), answer.strip()
+
+
+def faults_of(text: str, *, opened: bool, called: bool, broken: bool) -> list[str]:
+    """Return the faults of a turn. One that calls a tool has none (`called`), and one whose call cannot be read or is
+    refused has an invalid one (`broken`). Else its answer has no tag of thoughts and no mark of calls; where there is
+    no answer, the thought has each tag at most once."""
+    if called:
+        return []
+    thought, answer = parts_of(text, opened=opened)
+    most, looked_at = (0, answer) if answer else (1, thought)
+    found = {
+        "malformed_thinking": any(looked_at.count(tag) > most for tag in (THINK, THOUGHT)),
+        "invalid_tool_call": broken or any(mark in looked_at for mark in CALL_MARKS),
+    }
+    return [name for name, has_it in found.items() if has_it]
