@@ -1433,6 +1433,10 @@ def test_rows_of_nemo_gym_are_played_by_its_agents(tmp_path: Path) -> None:
     advantage = resolve(files=[result.path], environment={}).config.advantage
     assert (advantage.malformed_thinking, advantage.invalid_tool_call) == (-5.0, -4.0)
     assert not result.unsupported
+    for weights, said in ((None, []), ([2.0, 1.0], ["the weight 1"])):
+        estimator = {"name": "gdpo", "reward_weights": weights}
+        told = recipe(tmp_path, data=data, env=gym, grpo__adv_estimator=estimator).unsupported
+        assert [words in line for words, line in zip(said, told, strict=True)] == [True] * len(said)
     other = {**gym, "nemo_gym": {"thinking_tags": ["[THINK]", "[/THINK]"]}}
     assert "known by <think>, </think>" in recipe(tmp_path, data=data, env=other).unsupported[0]
     assert "in NeMo Gym alone" in recipe(tmp_path, **judged).unsupported[0]

@@ -164,6 +164,13 @@ def test_a_term_compares_the_rollouts_that_it_applies_to():
     assert plain.batch_advantages([one])[0].tolist() == [1.0, 3.0, 3.0]
 
 
+def test_parts_of_an_environment_s_reward_have_the_weight_one() -> None:
+    form, right = [10.0, 30.0, 10.0], [1.0, 0.0, 0.0]
+    one = with_terms(0, {"form": form, "right": right}, [3, 3, 3])
+    expected = sum(group_advantages(np.array(values)) for values in (form, right))
+    np.testing.assert_allclose(grpo(advantage={"per_term": True}).batch_advantages([one])[0], expected, rtol=1e-12)
+
+
 def test_the_cost_of_length_is_part_of_what_rollouts_are_compared_by():
     """DAPO (2503.14476) equation 13, with 20 tokens at most of which the last 10 cost."""
     options = {"reward": {"overlong_buffer": 0.5}, "generation": {"max_new_tokens": 20}}

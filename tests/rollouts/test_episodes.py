@@ -322,6 +322,8 @@ def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llam
                 assert len(require_exact(result, policy, sample)) == 1
                 assert (result.episodes[sample].turns, result.episodes[sample].counts["turns"]) == (2, 5.0)
             assert (result.rewards, result.finish_reasons) == ((0.5, 0.5), ("done", "done"))
+            groups, _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
+            assert [one.terms for one in groups[0].rollouts] == [{"form": 0.3, "right": 0.2}] * 2
     with pytest.raises(InputError, match="There is no head server of NeMo Gym"):
         play(tiny_llama, "nemo-gym", head=head, listen=listen, agent="guesser")
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
+REWARD = {"reward": 0.5, "reward_components": {"right": 0.2, "form": 0.3}}
+
 
 def free_port() -> int:
     with socket.socket() as taken:
@@ -39,7 +41,7 @@ def toy_gym(policy_base_url: str) -> Iterator[str]:
                 async with session.post(f"{policy_base_url}/chat/completions", json=body) as answer:
                     found = await answer.json()
                 messages += [found["choices"][0]["message"], {"role": "user", "content": "Again."}]
-        return web.json_response({**row, "response": {"output": []}, "reward": 0.5, "turns": len(messages)})
+        return web.json_response({**row, "response": {"output": []}, **REWARD, "turns": len(messages)})
 
     async def serve() -> None:
         app = web.Application()

@@ -14,6 +14,7 @@ from typing import Any
 from rlctl.config.plugins import find_plugin, load_plugin, plugin_names
 from rlctl.config.schema import EnvironmentConfig
 from rlctl.data.prompt_rows import PromptRow, checked_messages
+from rlctl.data.rollouts import REWARD_PART
 from rlctl.envs.builtin import BUILT_IN
 from rlctl.envs.environment import Ask, Environment, Message, Step
 from rlctl.envs.tools import BrokenCallError, Call, as_text, read_calls, refusal, schema_of
@@ -208,9 +209,10 @@ class RunningEpisode:
         reward = 0.0
         if hasattr(self._made, "get_reward"):
             reward = float(await _called(self._made.get_reward))
+        parts = {f"{REWARD_PART}{name}": part for name, part in getattr(self._made, "reward_parts", {}).items()}
         if hasattr(self._made, "close"):
             await _called(self._made.close)
-        return Reply((), reward, done=True)
+        return Reply((), reward, done=True, metrics=parts)
 
     def _told(self, answers: Sequence[str], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
         role = self._loaded.plan.tool_role

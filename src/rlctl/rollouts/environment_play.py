@@ -202,6 +202,7 @@ class Player:
         episode.stop_reason = reason
         last = await session.ask("close", timeout_s=limits.turn_timeout_s)
         episode.rewarded(last.reward)
+        episode.count(last.metrics)
 
     def _reads(self, episode: Episode, story: _Story, reply: Reply) -> bool:
         """Let the model read a reply, and return whether there was room for it."""

@@ -20,7 +20,7 @@ from rlctl.cluster.ray_session import fetch, put
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import OnError, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import EpisodeFacts, MediaPart, Rollout, RolloutColumns, RolloutGroup, Turn
+from rlctl.data.rollouts import REWARD_PART, EpisodeFacts, MediaPart, Rollout, RolloutColumns, RolloutGroup, Turn
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.ledger import Ledger
@@ -224,11 +224,18 @@ def _with_environment(scores: GroupScores | None, result: GroupResult, on_error:
         lost = why is not None and (on_error == "drop" or not result.response_tokens[sample])
         rewards.append(None if scored is None or lost else (0.0 if why else own or 0.0) + scored)
     dropped = tuple(why for why, reward in zip(failed, rewards, strict=True) if why and reward is None)
-    base = scores or GroupScores((), None, {})
+    base, names = scores or GroupScores((), None, {}), {name for one in result.episodes for name in one.counts}
+    parts: dict[str, Sequence[float | None]] = {
+        name.removeprefix(REWARD_PART): tuple(one.counts.get(name, 0.0) for one in result.episodes)
+        for name in sorted(names)
+        if name.startswith(REWARD_PART)
+    }
+    if scores and not parts:
+        parts = {ENVIRONMENT: result.rewards}
     return replace(
         base,
         rewards=tuple(rewards),
-        terms={**base.terms, **({ENVIRONMENT: result.rewards} if scores else {})},
+        terms={**base.terms, **parts},
         failures=base.failures + sum(why is not None for why in failed),
         dropped=(*base.dropped, *dropped),
     )

@@ -403,6 +403,7 @@ def sequence_ratios(found: Found) -> None:
 
 def estimator(found: Found) -> None:
     """Map the form of advantages."""
+    weights = found.get("grpo.adv_estimator.reward_weights")
     if found.value in (None, "grpo"):
         found.skip("what rlctl does")
     elif found.value == "gae" and found.result.values.get("run.algorithm") == "ppo":
@@ -410,10 +411,12 @@ def estimator(found: Found) -> None:
     elif found.value == "reinforce_plus_plus":
         minus = found.get("grpo.adv_estimator.minus_baseline") is not False
         found.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
-    elif found.value == "gdpo" and environment_used(found.leaves) == MULTI_REWARD:
+    elif found.value == "gdpo" and environment_used(found.leaves) == GYM and weights:
+        found.say("not yet", "the parts of NeMo Gym's rewards have the weight 1", "advantage.per_term")
+    elif found.value == "gdpo" and environment_used(found.leaves) in (MULTI_REWARD, GYM):
         found.map_all({"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts"})
     elif found.value == "gdpo":
-        why = f"it compares the terms of a reward, which the environment {MULTI_REWARD} has"
+        why = f"it compares the terms of a reward, which {MULTI_REWARD} and NeMo Gym have"
         found.say("not yet", why, "reward.terms")
     else:
         found.say("not yet", f"{found.value} is not imported; rlctl has --algorithm and advantage.*", "run.algorithm")

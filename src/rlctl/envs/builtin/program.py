@@ -83,6 +83,11 @@ class Program:
         await self._finished()
         return float(self.result["reward"])
 
+    @property
+    def reward_parts(self) -> dict[str, float]:
+        """The parts of the reward, where the program says of which it is the sum (`reward_components`)."""
+        return {str(name): float(part) for name, part in (self.result.get("reward_components") or {}).items()}
+
     async def close(self) -> None:
         self._end()
         if self.process is not None and self.process.returncode is None:

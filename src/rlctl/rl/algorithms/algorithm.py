@@ -158,11 +158,12 @@ class Algorithm(ABC):
         factor_G = np.where([one.truncated for one in group.rollouts], self.config.reward.truncated_factor, 1.0)
         if not (self.config.advantage.per_term and group.rollouts[0].terms):
             return [(1.0, factor_G * group.rewards_G + penalties_G)]
-        # They are in the order of the configured ones, or the task's own scorer is there alone. Rollouts from before a
-        # resume that changed the terms may have more or fewer.
+        # They are in the order of the configured ones. Rollouts from before a resume that changed the terms may have
+        # more or fewer.
         names = group.rollouts[0].terms
         terms = {source.label: source.reward.terms for source in source_settings(self.config)}
-        weights = [term.weight for term in terms[group.prompt.source]] or [1.0]
+        weights = [term.weight for term in terms[group.prompt.source]]
+        weights += [1.0] * (len(names) - len(weights))  # a task's own scorer, and what an environment gives
         terms_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
         values_G = (factor_G * term_G for term_G in terms_G)
         found = [pair for pair in zip(weights, values_G, strict=False) if not np.isnan(pair[1]).all()]
