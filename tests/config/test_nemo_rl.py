@@ -1433,6 +1433,15 @@ def test_rows_of_nemo_gym_are_played_by_its_agents(tmp_path: Path) -> None:
     advantage = resolve(files=[result.path], environment={}).config.advantage
     assert (advantage.malformed_thinking, advantage.invalid_tool_call) == (-5.0, -4.0)
     assert not result.unsupported
+    penalties = {f"penalize_{name}": True for name in ("empty_final_answer", "malformed_think_tag", "unwanted_tokens")}
+    penalties |= {"penalize_duplicated_reasoning": False, "token_ids": {"unwanted": [2], "think_open": 12}}
+    rows_to_come = {**data, "train": {"data_path": None}}
+    result = recipe(tmp_path, data=rows_to_come, env=gym, reward_penalties=penalties)
+    environment = resolve(files=[result.path], environment={}).config.environment
+    assert (set(environment.no_reward), environment.unwanted_tokens) == ({"empty-answer", "malformed-thinking"}, (2,))
+    assert status(result, "data.default.dataset_name") == "changed"
+    assert not result.unsupported
+    assert recipe(tmp_path, reward_penalties=penalties).unsupported
     for weights, said in ((None, []), ([2.0, 1.0], ["the weight 1"])):
         estimator = {"name": "gdpo", "reward_weights": weights}
         told = recipe(tmp_path, data=data, env=gym, grpo__adv_estimator=estimator).unsupported

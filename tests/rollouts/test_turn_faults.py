@@ -17,7 +17,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.environments import Reply
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
-from rlctl.rollouts.turn_faults import faults_of
+from rlctl.rollouts.turn_faults import Said, episode_faults, faults_of
 
 THINKS, CALLS = "malformed_thinking", "invalid_tool_call"
 
@@ -53,13 +53,15 @@ def test_a_call_that_cannot_be_read_is_a_fault_whatever_marks_it() -> None:
 
 
 class Session:
-    """An environment that says which calls were broken."""
+    """An environment that says which calls were broken, and gives each step and the end a reward."""
 
-    def __init__(self, *broken: int) -> None:
-        self.broken = list(broken)
+    def __init__(self, *broken: int, reward: float = 0.0) -> None:
+        self.broken, self.reward = list(broken), reward
 
     async def ask(self, what: str, *arguments: Any, timeout_s: float) -> Reply:
-        return Reply((), broken=self.broken.pop(0))
+        if what == "reset":
+            return Reply(({"role": "user", "content": "?"},))
+        return Reply((), self.reward, broken=self.broken.pop(0) if what == "step" else 0)
 
 
 class Saying:
@@ -93,3 +95,49 @@ def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:
     assert bits == [{0.0}, {1.0}, {2.0}, {3.0}]
     assert not columns.extra_T["turn_faults"][~columns.loss_mask_T].any()
     assert result.episodes[0].counts == {THINKS: 2.0, CALLS: 2.0}
+
+
+def said(text: str, *, opened: bool = False, call: str = "") -> Said:
+    return Said(text + call, text, opened, bool(call), faults_of(text, opened=opened, called=bool(call), broken=False))
+
+
+CALL = '<tool_call>{"name": "add"}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turns", "faults"),
+    [
+        ([said("a</think>5", opened=True)], set()),
+        ([said("5</think> 5\n", opened=True)], {"duplicated-thinking"}),
+        ([said("a</think>", opened=True)], {"empty-answer"}),
+        ([said("")], {"empty-answer"}),
+        ([said("a</think>", opened=True, call=CALL)], set()),
+        ([said("a</think>", opened=True, call=CALL), said("b</think>", opened=True)], {"empty-answer"}),
+        ([said("a</think>so", opened=True, call=CALL), said("b</think>", opened=True)], set()),
+        ([said("a", opened=True)], {"empty-answer", "malformed-thinking"}),
+        ([said("<think>a</think>5")], {"malformed-thinking"}),
+        ([said("5</think>")], {"malformed-thinking", "empty-answer"}),
+        ([said("a</think>5</think>", opened=True)], {"malformed-thinking"}),
+        ([said("5")], set()),
+    ],
+)
+def test_faults_that_take_the_reward_are_those_of_nemo_rl(turns: list[Said], faults: set[str]) -> None:
+    """Its `reward_penalties`: the thought is the answer, the last message is empty, or a turn has other tags than the
+    one that ends the thought of its prompt."""
+    assert episode_faults(turns) == faults
+
+
+@pytest.mark.parametrize("limits", [{"no_reward": ["malformed-thinking"]}, {"unwanted_tokens": [7]}, {}])
+def test_an_episode_with_such_a_fault_has_no_reward(tiny_llama: Path, limits: dict[str, Any]) -> None:
+    config = RlctlConfig.model_validate({"environment": {"name": "guess-number", "turns": 1, **limits}})
+    encoder = PromptEncoder.build(load_tokenizer(tiny_llama, config.model), config.model, config.data, tiny_llama)
+    row = PromptRow(0, "row 0", "2 + 3?", "5")
+    play = EnvironmentPlay.open(config, encoder, row)
+    assert play is not None
+    engine = Saying(encoder.tokenizer, "<think>")
+    engine.answers[0].append(7)
+    episode = Episode(engine, "0", episode_request(0, row, encoder, [1], 2), 1, Sampling(64))  # type: ignore[arg-type]
+    session = Session(0, reward=0.5)
+    asyncio.run(Player(replace(play, max_length=512), None)._played(episode, session))  # type: ignore[arg-type]
+    assert sum(episode.rewards) == (0.0 if limits else 1.0)  # of the step, and at the end
+    assert ("no_reward" in episode.counts) == bool(limits)

@@ -240,6 +240,11 @@ class EnvironmentConfig(Section):
     """Largest number of calls; unset: as many as there are turns for."""
     broken_calls: Positive | None = None
     """Calls that cannot be read or are refused, after which an episode ends; unset: it goes on."""
+    no_reward: tuple[Literal["duplicated-thinking", "empty-answer", "malformed-thinking"], ...] = ()
+    """Faults that take the reward of a whole episode: a turn whose answer is its thought, no answer at the end, or a
+    turn with `<think>`, with `</think>` where no thought has begun or more often, or without it where one has."""
+    unwanted_tokens: tuple[NonNegative, ...] = ()
+    """Token ids that take the reward of an episode in which the model writes one of them."""
     tool_s: NonNegativeNumber = 0.0
     """Seconds that the environment takes for one answer on average, for the plan."""
     turn_timeout_s: Seconds = 60.0

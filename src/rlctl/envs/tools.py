@@ -160,6 +160,11 @@ def read_calls(text: str, form: str) -> list[Call]:
     return found
 
 
+def without_call(text: str, form: str) -> str:
+    """Return what a text says in front of its calls."""
+    return re.split(FORMATS[form].opening, text, maxsplit=1)[0]
+
+
 def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
     """Return the JSON schema of a tool, which `named` names for a message. Raises InputError where its hints or its
     docstring do not say all."""

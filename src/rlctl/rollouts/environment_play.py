@@ -22,11 +22,11 @@ from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.envs.environment import Ask, Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.envs.environments import Answer, EnvironmentPlan, Reply, plan_environment, readable_calls
-from rlctl.envs.tools import INSTRUCTIONS, format_of, listed
+from rlctl.envs.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
-from rlctl.rollouts.turn_faults import BITS, THINK, faults_of
+from rlctl.rollouts.turn_faults import BITS, THINK, Said, episode_faults, faults_of
 
 OPENING_TOKENS = 8
 """Tokens at the end of a context that can spell `<think>`."""
@@ -203,6 +203,15 @@ class Player:
         last = await session.ask("close", timeout_s=limits.turn_timeout_s)
         episode.rewarded(last.reward)
         episode.count(last.metrics)
+        if self._loses_its_reward(episode):
+            episode.count({"no_reward": 1.0})
+            episode.rewards = [0.0] * len(episode.rewards)
+
+    def _loses_its_reward(self, episode: Episode) -> bool:
+        limits = self._limits
+        if any(token in limits.unwanted_tokens for _, answer in episode.answers for token in answer.tokens_R.tolist()):
+            return True
+        return bool(episode.said) and not episode_faults(episode.said).isdisjoint(limits.no_reward)
 
     def _reads(self, episode: Episode, story: _Story, reply: Reply) -> bool:
         """Let the model read a reply, and return whether there was room for it."""
@@ -253,7 +262,10 @@ class Player:
         episode.rewarded(reply.reward)
         opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
         called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form))
-        if found_faults := faults_of(text, opened=opened, called=called, broken=reply.broken > 0):
+        found_faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
+        spoken = without_call(text, self._play.plan.form) if called else text
+        episode.said.append(Said(text, spoken, opened, called, found_faults))
+        if found_faults:
             episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in found_faults)
             episode.count(dict.fromkeys(found_faults, 1.0))
         return reply

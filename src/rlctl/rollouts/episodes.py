@@ -77,6 +77,8 @@ class Episode:
         """The reward of each answer, where there is an environment; else its completion is to be scored."""
         self.faults: dict[int, int] = {}
         """The bits of the faults of those answers that have any."""
+        self.said: list[Any] = []
+        """What its turns said, as its environment's player judges them."""
         self.counts: dict[str, float] = {}
         """Sums over the turns of what there is to count."""
         self.transcript: list[Turn] = []

@@ -6,6 +6,9 @@ or the turn begins one, else the answer. NeMo-RL judges the turns of NeMo Gym by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 THINK, THOUGHT = "<think>", "</think>"
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
 BITS = {"malformed_thinking": 1, "invalid_tool_call": 2}
@@ -33,3 +36,34 @@ def faults_of(text: str, *, opened: bool, called: bool, broken: bool) -> list[st
         "invalid_tool_call": broken or any(mark in looked_at for mark in CALL_MARKS),
     }
     return [name for name, has_it in found.items() if has_it]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn of the model, as it is judged."""
+
+    text: str
+    spoken: str
+    """The text without its call of a tool."""
+    opened: bool
+    called: bool
+    faults: Sequence[str]
+
+
+def episode_faults(turns: Sequence[Said]) -> set[str]:
+    """Return the faults of a whole episode, by their names in `environment.no_reward`. Its answer is that of the last
+    turn that is more than a thought or a call, and an episode that ends with a call needs none."""
+    parts = [parts_of(one.spoken, opened=one.opened) for one in turns]
+    said = (
+        answer for one, (thought, answer) in zip(turns, parts, strict=True) if answer or not (thought or one.called)
+    )
+    wrong_tags = (
+        THINK in one.text or one.text.count(THOUGHT) != one.opened or "malformed_thinking" in one.faults
+        for one in turns
+    )
+    found = {
+        "duplicated-thinking": any(thought and thought == answer for thought, answer in parts),
+        "empty-answer": not turns[-1].called and not (list(said) or [""])[-1],
+        "malformed-thinking": any(wrong_tags),
+    }
+    return {name for name, has_it in found.items() if has_it}

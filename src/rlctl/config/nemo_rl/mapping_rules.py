@@ -203,6 +203,20 @@ def to(key: str, convert: Mapping[Any, Any] | None = None, *, null: Any = None) 
     return rule
 
 
+def cut(key: str, cuts: Callable[[Any], bool]) -> Rule:
+    """Return the rule of top-p or top-k. Where it cuts tokens off, NeMo-RL cuts them off in the trainer too."""
+
+    def rule(found: Found) -> None:
+        if found.value is not None and cuts(found.value):
+            found.map_all(
+                {key: found.value}, "the trainer's log-probs count all tokens, and NeMo-RL's those that are left"
+            )
+        else:
+            found.map(key, found.value)
+
+    return rule
+
+
 def without(reason: str) -> Rule:
     """Return the rule of a key that has no counterpart, for `reason`. A field of Megatron-Core that the command line
     changes is handed on nevertheless, and Megatron's section refuses those that rlctl sets itself."""
@@ -1066,6 +1080,9 @@ def dataset(found: Found) -> None:
         found.skip("data.train has its own")
         return
     path = found.get("data_path", *DATA) or found.get("train_data_path", *DATA)
+    if found.value == GYM_DATA and not path:
+        found.say("changed", "the recipe leaves it to the command line where the rows are: name them with --data")
+        return
     if (known := named_data(found, found.value, path, DATA)) is None:
         by_path = BY_PATH[1:3] if found.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[::3]
         names = f"{', '.join(data_sets(found))}, and {' and '.join(by_path)} with a data_path"
@@ -1165,11 +1182,10 @@ def environment(found: Found) -> None:
 
 def gym(found: Found) -> None:
     """Say once that Gym is started by the user."""
-    marks = MARKS.get(found.name.removeprefix(f"env.{GYM}."))
     if environment_used(found.leaves) != GYM:
         environment(found)
-    elif marks:
-        only(None, marks, why=f"turns with a fault are known by {', '.join(marks)}")(found)
+    elif found.name.removeprefix(f"env.{GYM}.") in MARKS:
+        marks(found)
     elif any(entry.key.startswith(f"env.{GYM}.") and entry.status == "changed" for entry in found.result.entries):
         found.skip("NeMo Gym is started with it")
     else:
@@ -1190,6 +1206,37 @@ MARKS = {
     "invalid_tool_call_patterns": ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"],
 }
 """Texts by which NeMo-RL knows turns with a fault: its defaults, which are rlctl's."""
+
+
+def marks(found: Found) -> None:
+    """Take rlctl's own marks of turns with a fault alone."""
+    known = MARKS[found.name.rpartition(".")[2]]
+    only(None, known, why=f"turns with a fault are known by {', '.join(known)}")(found)
+
+
+PENALTIES = {
+    "penalize_duplicated_reasoning": "duplicated-thinking",
+    "penalize_empty_final_answer": "empty-answer",
+    "penalize_malformed_think_tag": "malformed-thinking",
+}
+"""NeMo-RL's switches, and rlctl's names of faults that take the reward of an episode of NeMo Gym."""
+
+
+def penalty(found: Found) -> None:
+    """Map what takes the reward of an episode."""
+    name, unwanted = found.name.rpartition(".")[2], found.get("reward_penalties.token_ids.unwanted")
+    if not found.value:
+        found.skip("it is off")
+    elif environment_used(found.leaves) != GYM:
+        found.say("not yet", "NeMo-RL knows it in NeMo Gym alone", "environment.no_reward")
+    elif name in PENALTIES:
+        so_far = found.result.values.get("environment.no_reward", [])
+        tags = "tags are looked for in texts, and not by their token ids" if name.endswith("think_tag") else None
+        found.map_all({"environment.no_reward": [*so_far, PENALTIES[name]]}, tags)
+    elif unwanted and name == "penalize_unwanted_tokens":
+        found.map("environment.unwanted_tokens", [unwanted] if isinstance(unwanted, int) else unwanted)
+    else:
+        found.say("not yet", "it needs reward_penalties.token_ids.unwanted", "environment.unwanted_tokens")
 
 
 def scored_by_model(found: Found) -> None:
