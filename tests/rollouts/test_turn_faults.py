@@ -83,7 +83,7 @@ def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:
     play = EnvironmentPlay.open(config, encoder, row)
     assert play is not None
     player, session = Player(replace(play, max_length=512), None), Session(0, 0, 1, 0)  # type: ignore[arg-type]
-    texts = ["all well", "an <think> here", "[oh", "<tool_call> </think></think>"]
+    texts = ["all well", "an <think> here", "[oh", "a</think></think></tool_call>"]
     request = episode_request(0, row, encoder, [1], 2)
     episode = Episode(Saying(encoder.tokenizer, *texts), "0", request, 1, Sampling(64))  # type: ignore[arg-type]
     episode.read(encoder.encode_messages([{"role": "user", "content": "?"}], "row"))
