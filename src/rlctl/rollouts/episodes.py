@@ -78,7 +78,7 @@ class Episode:
         self.faults: dict[int, int] = {}
         """The bits of the faults of those answers that have any."""
         self.said: list[Any] = []
-        """What its turns said, as its environment's player judges them."""
+        """Its turns, as the player of its environment judges them."""
         self.counts: dict[str, float] = {}
         """Sums over the turns of what there is to count."""
         self.transcript: list[Turn] = []
