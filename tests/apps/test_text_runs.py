@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.reward_model import ModelScorer
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
+from support.cross_tokens import CORPUS, by_words
 from support.metrics import without_timing
 from support.runs import cut_after
 
@@ -205,6 +207,46 @@ def test_a_teacher_is_learned_from_on_texts(
     assert lines[0]["loss"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-5)
     assert lines[0]["top_mass"] == pytest.approx(1)
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.guard), "dtensor"])
+def test_a_teacher_with_another_tokenizer_is_learned_from_on_texts(
+    run_here: Run, tiny_llama: Path, tmp_path: Path, backend: str
+) -> None:
+    teacher = write_tiny_family(tmp_path / "teacher", seed=5, num_hidden_layers=3)
+    by_words(teacher)
+    data, run = tmp_path / "texts.jsonl", tmp_path / "run"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*CORPUS[:3], CORPUS[0][:20], CORPUS[2][9:]]))
+    own = ("--set", "teacher.own_tokenizer=true")
+    command = (
+        "train", "distill", "--model", str(tiny_llama), "--teacher", str(teacher), *LAYOUT, "--lr", "1e-3",
+        "--batch-size", "4", "--backend", backend, "--set", "training.dp=1",
+    )  # fmt: skip
+    done = run_here(
+        *command, *own, "--data", str(data), "--steps", "6", "--set", "run.checkpoint_every=3", "--run-dir", str(run),
+        "--set", "distillation.top_k=512", "--max-length", "64", "--set", "data.too_long=cut",
+        "--set", "validation.holdout=1",
+        "--set", "validation.at_end=true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines, part = lines_of(run), cut_after(3, run, tmp_path / "part")
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
+    assert all(0.5 < line["aligned"] <= 1 for line in lines)
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+    assert lines[-1]["validation"]["top_kl"] > 0
+
+    done = run_here(*command, "--data", str(data), "--dry-run")
+    assert done.returncode == 2
+    assert "teacher.own_tokenizer=true" in " ".join(done.stderr.split())
+    data.write_text(json.dumps({"prompt": "one", "completion": "two"}) + "\n")
+    done = run_here(*command, *own, "--data", str(data), "--dry-run")
+    assert done.returncode == 2
+    assert "a teacher with a tokenizer of its own writes prompts and answers in another form" in " ".join(
+        done.stderr.split()
+    )
 
 
 @pytest.mark.slow

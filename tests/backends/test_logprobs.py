@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs, top_tokens
+from rlctl.backends.logprobs import Top, VocabPart, VocabProjection, chunked_logprobs, top_tokens
 
 ALONE = VocabPart(SimpleNamespace(size=lambda: 1))
 POSITIONS, WIDTH, TOKENS = 11, 6, 17
@@ -50,3 +50,25 @@ def test_padding_of_a_larger_vocabulary_is_never_among_the_top() -> None:
     logits = torch.arange(float(TOKENS)).repeat(2, 1)
     assert top_tokens(logits, ALONE, Top(3, TOKENS)).tolist() == [[16, 15, 14]] * 2
     assert top_tokens(logits, ALONE, Top(3, 9)).tolist() == [[8, 7, 6]] * 2
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_probabilities_are_projected_to_another_vocabulary_with_gradient(chunk: int) -> None:
+    hidden, matrix, inverse, targets = case()
+    generator = torch.Generator().manual_seed(5)
+    dense = torch.rand(TOKENS, 23, generator=generator) * (torch.rand(TOKENS, 23, generator=generator) < 0.2)
+    students, teachers = dense.nonzero(as_tuple=True)
+    projection = VocabProjection(students, teachers, dense[students, teachers], 23)
+    ids = torch.randint(0, 23, (len(targets), 6), generator=generator)
+    out = chunked_logprobs(
+        hidden, inverse, targets, lambda rows: rows @ matrix.T, ALONE, 0.7, chunk, ids, projection=projection
+    )
+    table = torch.softmax((hidden.double() @ matrix.T.double()) / 0.7, -1)[inverse]
+    wanted = (table @ dense.double()).gather(1, ids)
+    torch.testing.assert_close(out[2:].T.double(), wanted, rtol=1e-5, atol=1e-7)
+    weights = torch.linspace(0.5, 1.5, wanted.numel()).view_as(wanted)
+    (out[0].sum() + (out[2:].T * weights).sum()).backward()
+    assert hidden.grad is not None
+    ours, hidden.grad = hidden.grad, None
+    (table.gather(1, targets[:, None]).log().sum() + (wanted * weights).sum()).backward()
+    torch.testing.assert_close(ours, hidden.grad, rtol=1e-4, atol=1e-5)

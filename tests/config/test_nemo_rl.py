@@ -611,7 +611,10 @@ def test_what_a_critic_cannot_do_is_refused_by_the_recipes_own_key(tmp_path: Pat
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"distillation": {"num_generations_per_prompt": 1}, "teachers": [{"model_name": "x"}]}, "across tokenizers"),
+        (
+            {"distillation": {"max_num_steps": 1}, "teachers": [{"model_name": "x"}, {"model_name": "y"}]},
+            "several teachers",
+        ),
         ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
         ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
         (
@@ -1335,6 +1338,66 @@ def test_a_teacher_of_dtensor_keeps_its_sizes(tmp_path: Path) -> None:
     sizes = {"enabled": True, "tensor_parallel_size": 8, "context_parallel_size": 2}
     result = distillation(tmp_path, teacher__megatron_cfg={"enabled": False}, teacher__dtensor_cfg=sizes)
     assert (result.values["teacher.tp"], result.values["teacher.cp"]) == (8, 2)
+
+
+def across_tokenizers(tmp_path: Path, loss: dict[str, Any] | None = None, **of_teacher: Any) -> Import:
+    data = {
+        "dataset_name": "arrow_text",
+        "data_files": "hf://datasets/nvidia/Texts-v1/Formal-Logic/*.parquet",
+        "text_key": "text",
+        "characters_per_sample": 16384,
+        "split_validation_size": 64,
+    }
+    teacher = {
+        "model_name": "Qwen/Qwen3-4B", "projection_matrix_path": None, "weight": 1.0, "precision": "bfloat16",
+        "tokenizer": {"name": "Qwen/Qwen3-4B"}, "max_total_sequence_length": 1024,
+        "dtensor_cfg": {"enabled": True, "_v2": True, "tensor_parallel_size": 2, "context_parallel_size": 2},
+    } | of_teacher  # fmt: skip
+    dtensor = {"enabled": True, "_v2": True, "tensor_parallel_size": 4, "context_parallel_size": 2}
+    values = {
+        "distillation": {"num_prompts_per_step": 8, "max_num_steps": 20, "seed": 42, "val_period": 10},
+        "loss_fn": {
+            "gold_loss": False, "xtoken_loss": False, "temperature": 1.0, "vocab_topk": 8192, "uncommon_topk": 8192,
+            "reverse_kl": False, "exact_token_match_only": False, "kl_loss_weight": 1.0, "ce_loss_scale": 0.1,
+            "dynamic_loss_scaling": True, "kd_loss_mode": "sum", "sum_weights_metric": None, "alpha": 1.0,
+            "normalize_teacher_by_vocab": False, "kl_type": "mixed", "mixed_kl_weight": 0.5,
+        } | (loss or {}),
+        "policy": {"model_name": "meta-llama/Llama-3.2-1B", "tokenizer": {"name": "meta-llama/Llama-3.2-1B"},
+                   "precision": "bfloat16", "train_global_batch_size": 8, "train_micro_batch_size": 1,
+                   "max_total_sequence_length": 1024, "dtensor_cfg": dtensor},
+        "teacher": None, "teachers": [teacher], "data": {"train": data, "default": {"prompt_file": "cot.txt"}},
+    }  # fmt: skip
+    return import_recipe(written(tmp_path, values))
+
+
+def test_a_recipe_across_tokenizers_with_one_teacher_runs(tmp_path: Path) -> None:
+    result = across_tokenizers(tmp_path)
+    assert (result.foreign, result.unsupported, result.of("not known")) == (None, [], [])
+    assert [entry.key for entry in result.of("changed")] == ["data.train.characters_per_sample"]
+    assert status(result, "teachers.0.model_name") == "mapped"
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    teacher, found = config.teacher, config.distillation
+    assert (config.run.algorithm, config.data.too_long, config.model.max_length) == ("distill", "cut", 1024)
+    assert config.data.name == "nvidia/Texts-v1:Formal-Logic"
+    assert (teacher.model, teacher.own_tokenizer, teacher.tp, teacher.cp) == ("Qwen/Qwen3-4B", True, 2, 2)
+    assert (found.top_k, found.forward_share, found.balanced, found.sft_weight) == (8192, 1.0, True, 1.0)
+    assert algorithm_from_config(config).teacher_top == 8192
+    assert (config.validation.every, config.validation.holdout) == (10, 64)
+
+
+def test_what_of_distillation_across_tokenizers_is_other_is_named(tmp_path: Path) -> None:
+    result = across_tokenizers(tmp_path, {"gold_loss": True, "temperature": 2.0}, xtoken_loss=True)
+    names = {"loss_fn.gold_loss", "loss_fn.temperature", "teachers.0.xtoken_loss"}
+    assert {entry.key for entry in result.of("not yet")} == names
+    result = across_tokenizers(
+        tmp_path, {"dynamic_loss_scaling": False, "reverse_kl": True}, projection_matrix_path="p"
+    )
+    changed = {entry.key for entry in result.of("changed")}
+    assert {"loss_fn.dynamic_loss_scaling", "teachers.0.projection_matrix_path"} <= changed
+    values = {"weight": 1.0, "sft_weight": 0.1, "forward_share": 0.0}
+    assert {key: result.values[f"distillation.{key}"] for key in values} == values
 
 
 def texts_recipe(tmp_path: Path, **sections: Any) -> Import:

@@ -7,20 +7,25 @@ from typing import Any
 
 from rlctl.backends.base import Teaching
 from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss, WeightedRollout
+from rlctl.data.cross_tokens import Projection
 from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Model, Piece, gather_gradients, load_batch, make_worker, pieces
 from support.reference import Optim
 
 Taught = dict[int, list[GroupLogprobs]]
+Rows = list[WeightedRollout] | None
+"""The rollouts of the batch that are read; None: all."""
 
 
-def run_teacher(rank: int, case: Case, model: Model, batch: Batch, teaching: Teaching) -> tuple[Taught, dict[str, Any]]:
+def run_teacher(
+    rank: int, case: Case, model: Model, batch: Batch, teaching: Teaching, rows: Rows = None
+) -> tuple[Taught, dict[str, Any]]:
     """The log-probs that this rank gives, by group, and what there is of optimizer and gradients; the teacher has been
     in host memory before."""
     worker = make_worker(rank, case, model, teaches=teaching)
     freed = worker.sleep()
     worker.wake()
-    shard = load_batch(worker, rank, case, batch)
+    shard = load_batch(worker, rank, case, batch, rows)
     _, values = worker.teach()
     trained = sum(parameter.requires_grad for own in worker.models for parameter in own.parameters())
     found = {"optimizer": worker.optimizer, "trained": trained, "freed": freed}
@@ -48,10 +53,15 @@ def together(ranks: list[Taught]) -> Taught:
     return found
 
 
-def run_student(rank: int, case: Case, model: Model, batch: Batch, taught: Taught, loss: MicroBatchLoss) -> Piece:
+def run_student(
+    rank: int, case: Case, model: Model, batch: Batch, taught: Taught, loss: MicroBatchLoss, rows: Rows = None,
+    projection: Projection | None = None,
+) -> Piece:  # fmt: skip
     """One optimizer step on what a teacher gave."""
     worker = make_worker(rank, case, model)
-    load_batch(worker, rank, case, batch)
+    load_batch(worker, rank, case, batch, rows)
+    if projection is not None:
+        worker.hold_projection(projection)
     worker.learn_from(taught, list)
     result = worker.train_minibatch(0, loss, Optim().lr)
     gather_gradients(worker)

@@ -416,7 +416,8 @@ def planned_teacher(
     `top` most likely tokens of each position of a teacher. It computes as the policy does, without what is the policy's
     own: adapters, quantization, a critic, routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
-    choice, vocab = plan.teacher.choice, min(student.vocab, teacher.vocab)
+    own = config.teacher.own_tokenizer
+    choice, vocab = plan.teacher.choice, teacher.vocab if own else min(student.vocab, teacher.vocab)
     spec = replace(
         planned_policy(config, student, plan),
         facts=teacher,
@@ -432,7 +433,7 @@ def planned_teacher(
         valued=choice.valued,
         megatron={},
         ddp={},
-        teaches=Teaching(vocab, min(top, vocab)),
+        teaches=Teaching(vocab, min(top, vocab), by_text=own),
     )
     policy_backend(plan.backend).refuse(spec)
     return spec

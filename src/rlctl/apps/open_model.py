@@ -195,7 +195,12 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
                 f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
         raise InputError(
             f"The teacher {config.teacher.model} does not read the tokens of {config.model.name}: {what}.",
-            "A teacher needs the policy's tokenizer: choose one of the same family.",
+            "A teacher needs the policy's tokenizer: choose one of the same family."
+            + (
+                " With plain texts, --set teacher.own_tokenizer=true compares them across tokenizers."
+                if config.run.algorithm == "distill"
+                else ""
+            ),
         )
 
 

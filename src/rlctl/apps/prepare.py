@@ -26,7 +26,7 @@ from rlctl.apps.open_model import (
     require_same_tokens,
     what_there_is,
 )
-from rlctl.backends.base import Device, Dtype, resolve_dtype
+from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backends
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.reward_models import scorer_class
@@ -36,8 +36,9 @@ from rlctl.config.installed import commit_of, installed_versions
 from rlctl.config.keys import RECIPE_LAYOUT
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
-from rlctl.config.schema import LoggerName, RlctlConfig
-from rlctl.data.chat import read_template, require_directory, template_digest
+from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
+from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
+from rlctl.data.cross_tokens import Projection, require_aligning
 from rlctl.data.mixing import source_settings
 from rlctl.envs.environments import plan_environment
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
@@ -86,6 +87,8 @@ class Job:
     """None: the run does not validate."""
     teacher: NamedModel | None = None
     """A teacher or a reward model; None: the run has neither."""
+    projection: Projection | None = None
+    """Not None: the teacher has a tokenizer of its own."""
     prompt_tokens: tuple[int, ...] = ()
     """Lengths of the first prompts that the run uses."""
 
@@ -125,6 +128,9 @@ class Job:
             top = self.algorithm.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
             teacher = replace(teacher, model_dir=self.teacher.source.directory)
+            if self.projection is not None and teacher.teaches is not None:  # padding is no token of the teacher
+                vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)
+                teacher = replace(teacher, teaches=Teaching(vocab, min(top, vocab), by_text=True))
         if self.prompts.environment is not None and crew.engines is not None:
             episode = replace(self.prompts.environment, max_length=crew.engines.engine.max_length)
             crew = replace(crew, engines=replace(crew.engines, episode=episode))
@@ -239,7 +245,7 @@ def prepare_job(
     prompts = _opened(config, source.directory)
     resolved = _with_epochs(resolved, prompts)
     config = resolved.config
-    if teacher and config.teacher.model:
+    if teacher and config.teacher.model and not config.teacher.own_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
     rewards = mixed_rewards(listed, completion, apart=True) if _scores(config, prompts) else None
@@ -247,6 +253,7 @@ def prepare_job(
         validation = HeldOutTexts.open(config, prompts, source.directory)
     else:
         validation = ValidationSet.open(config, prompts, source.directory)
+    projection = _projection(config, prompts, validation, teacher) if teacher else None
     resolved, length = _with_max_length(resolved, facts, prompts)
     prompt_tokens, new = prompts.lengths(), _new_tokens(config)
     if validation:
@@ -258,7 +265,24 @@ def prepare_job(
     refuse_unrunnable(plan)
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
-    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, tuple(prompt_tokens))
+    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, projection,
+               tuple(prompt_tokens))  # fmt: skip
+
+
+def _projection(
+    config: RlctlConfig, prompts: PromptStream, validation: ValidationSet | HeldOutTexts | None, teacher: NamedModel
+) -> Projection | None:
+    """Give the texts the tokenizer of a teacher that reads with its own, and return what makes tokens of the policy
+    those of the teacher; None: it has the policy's. Raises InputError for tokenizers that cannot be aligned."""
+    if not config.teacher.own_tokenizer:
+        return None
+    assert isinstance(prompts, TextStream)  # `train distill` alone has such teachers
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    for tokenizer, name in ((prompts.encoder.tokenizer, config.model.name), (theirs, config.teacher.model)):
+        require_aligning(tokenizer, str(name))
+    for stream in (prompts, *([validation.stream] if isinstance(validation, HeldOutTexts) else [])):
+        stream.teacher = theirs
+    return Projection.between(prompts.encoder.tokenizer, theirs)
 
 
 def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:

@@ -55,7 +55,7 @@ def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts:
     if failed:
         yield f"{len(failed):,} {looked} fail, and the run would stop at the first: {failed[0]}"
     if long := [tokens for tokens in lengths if tokens > (length - 1 if new else length)]:
-        what = "leave them out" if config.data.too_long == "drop" else "stop at the first"
+        what = {"drop": "leave them out", "cut": "cut them"}.get(config.data.too_long, "stop at the first")
         yield (
             f"{len(long):,} {looked} are {kind}s of more than {length:,} tokens, the longest of {max(long):,}: the run "
             f"would {what} (model.max_length)."

@@ -327,6 +327,8 @@ def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
         stays = job.config.rollouts.mode == "async" and not job.config.teacher.model
         policy.teacher = Teacher(crew.teacher, job.offload and not stays)
         policy.teacher.load_model(job.teacher.source.weights)
+        if job.projection is not None:
+            policy.hold_projection(job.projection)
     return policy
 
 

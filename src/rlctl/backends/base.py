@@ -26,6 +26,7 @@ from rlctl.backends.batch import (
 from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig
+from rlctl.data.cross_tokens import Projection
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 
@@ -68,6 +69,9 @@ class Teaching:
     """Tokens of the student's vocabulary. Vocabularies of one tokenizer may be padded differently."""
     top: int = 0
     """Number of its most likely tokens at each position whose log-probs are computed too."""
+    by_text: bool = False
+    """The most likely tokens are those of a whole text, the same at each of its positions: those with the highest logit
+    at any of them. The teacher then has a tokenizer of its own, and `vocab` is its vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,9 @@ class PolicyWorker(Protocol):
 
     def hold_reference(self) -> None:
         """Keep a frozen copy of the current weights as the reference policy."""
+
+    def hold_projection(self, projection: Projection) -> None:
+        """Keep what turns the policy's tokens into those of a teacher with another tokenizer."""
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         """Fetch and pack this rank's part of a batch; not collective. It replaces the batch loaded before."""

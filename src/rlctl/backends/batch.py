@@ -29,6 +29,10 @@ class RolloutLogprobs:
     logprobs_R: np.ndarray  # float32
     top_ids_RK: np.ndarray  # int32: the most likely tokens under that policy, the first of them first
     top_logprobs_RK: np.ndarray  # float32
+    chunks_C: np.ndarray | None = None
+    """float32: not None where the policy reads with another tokenizer. There is then one row of `top_logprobs_RK` for
+    each of these chunks of the text: the mean over its tokens of the log-probs, which add up to 1 over the most likely
+    tokens of the text; `top_ids_RK` has a single row."""
 
 
 GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
@@ -80,6 +84,8 @@ class TrainBatch:
     columns: dict[int, object]
     skipped: tuple[WeightedRollout, ...] = ()
     """Rollouts without a gradient, which are in no mini-batch but were counted in the weights of the others."""
+    for_teacher: tuple[tuple[WeightedRollout, ...], ...] = ()
+    """The texts as a teacher with a tokenizer of its own reads them; empty: it reads `minibatches`."""
 
 
 MicroBatch = tuple[WeightedRollout, ...]
@@ -116,6 +122,8 @@ class TokenBatch:
     teacher_logprobs_R: torch.Tensor | None = None  # float32; None: no teacher
     teacher_top_RK: torch.Tensor | None = None  # float32, a teacher's log-probs of its most likely tokens
     top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
+    """Where the teacher reads with another tokenizer, `teacher_top_RK` has the means of each token's chunk, and this
+    the policy's probabilities in the teacher's vocabulary."""
     extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float32: further columns of the rollouts by their names (`RolloutColumns.extra_T`), 0 where a rollout of the
     micro-batch has none. A loss may treat each token by what stands there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Generic, TypeVar
@@ -23,6 +23,7 @@ from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.config.schema import TrainingConfig
+from rlctl.data.cross_tokens import Projection
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 
 R = TypeVar("R")
@@ -68,6 +69,9 @@ class PolicyClient(Generic[W_co]):
 
     def hold_reference(self) -> None:
         self.group.call(PolicyWorker.hold_reference)
+
+    def hold_projection(self, projection: Projection) -> None:
+        self.group.call(PolicyWorker.hold_projection, projection)
 
     def load_batch(self, batch: TrainBatch) -> PackingStats:
         """Give each data-parallel rank its rows; the ranks fetch the columns themselves."""
@@ -179,7 +183,7 @@ class Teacher:
         with self._busy:
             if self.offload:
                 self.policy.wake()
-            self.policy.load_batch(batch)
+            self.policy.load_batch(replace(batch, minibatches=batch.for_teacher or batch.minibatches))
             found = self.policy.teach()
             if self.offload:
                 self.policy.sleep()

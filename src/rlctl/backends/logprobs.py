@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from rlctl.data.cross_tokens import Projection
+
+if TYPE_CHECKING:
+    from rlctl.backends.rows import PackedRow
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,55 @@ class Top:
 
     count: int
     limit: int
+    by_text: bool = False
+    """Those of all positions of a text together, rather than of each of them."""
+
+
+@dataclass(frozen=True)
+class VocabProjection:
+    """`Projection` on the device."""
+
+    students_E: Tensor
+    teachers_E: Tensor
+    weights_E: Tensor
+    teacher_vocab: int
+
+    @classmethod
+    def of(cls, found: Projection, device: torch.device) -> VocabProjection:
+        entries = (found.students_E, found.teachers_E, found.weights_E)
+        students_E, teachers_E, weights_E = (torch.from_numpy(one).to(device) for one in entries)
+        return cls(students_E, teachers_E, weights_E, found.teacher_vocab)
+
+    def part(self, wanted_K: Tensor, start: int, width: int) -> Tensor:
+        """Return the sparse matrix [K, width] from a rank's part of the student's tokens to some of the teacher's."""
+        place = torch.full((self.teacher_vocab,), -1, device=wanted_K.device)
+        place[wanted_K] = torch.arange(len(wanted_K), device=wanted_K.device)
+        rows_E, columns_E = place[self.teachers_E], self.students_E - start
+        kept_E = (rows_E >= 0) & (columns_E >= 0) & (columns_E < width)
+        indices = torch.stack([rows_E[kept_E], columns_E[kept_E]])
+        size = (len(wanted_K), width)
+        return torch.sparse_coo_tensor(indices, self.weights_E[kept_E], size, check_invariants=False).coalesce()
+
+
+def row_logprobs(
+    hidden_U: Tensor,
+    part: PackedRow,
+    output_layer: Callable[[Tensor], Tensor],
+    vocab: VocabPart,
+    temperature: float,
+    chunk: int,
+    top: Top | None,
+    context: Any,
+) -> Tensor:
+    """Return `chunked_logprobs` of a context-parallel rank's part of a row."""
+    further_RK, whole = part.further_RK, False
+    if top is not None and top.by_text:
+        further_RK, whole = text_tokens(hidden_U, part, output_layer, vocab, chunk, top, context), True
+    out = chunked_logprobs(
+        hidden_U, part.inverse_R, part.targets_R, output_layer, vocab, temperature, chunk, further_RK,
+        None if whole else top, part.projection,
+    )  # fmt: skip
+    return torch.cat([out, further_RK.T.float()]) if whole and further_RK is not None else out
 
 
 def chunked_logprobs(
@@ -41,6 +95,7 @@ def chunked_logprobs(
     chunk: int,
     further_RK: Tensor | None = None,
     top: Top | None = None,
+    projection: VocabProjection | None = None,
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
 
@@ -52,6 +107,8 @@ def chunked_logprobs(
         further_RK: further tokens, whose log-probs follow as [K, R], with gradient.
         top: the most likely tokens instead; their log-probs follow as [K, R], and then they themselves, as numbers
             that float32 has exactly.
+        projection: `further_RK` are tokens of another vocabulary, and instead of their log-probs the probabilities
+            that this makes of the distribution follow.
     """
     if top is None and further_RK is None:
         further_RK = targets_R[:, None][:, :0]
@@ -61,6 +118,11 @@ def chunked_logprobs(
         if further is None:
             assert top is not None
             further = top_tokens(logits_UV, vocab, top)[inverse]
+        if projection is not None:
+            wanted, places_RK = further.unique(return_inverse=True)
+            matrix = projection.part(wanted, vocab.start, logits_UV.shape[1])
+            projected_RK = ProjectedProbs.apply(logits_UV, inverse, places_RK, matrix, vocab, temperature)
+            return torch.cat([TokenLogprobs.apply(logits_UV, inverse, targets, vocab, temperature), projected_RK.T])
         response, count = further.shape
         everything = torch.cat([targets, further.flatten()])
         places = torch.cat([inverse, inverse.repeat_interleave(count)])
@@ -83,6 +145,26 @@ def chunked_logprobs(
         own = (hidden, inverse_R[own_R] - start, targets_R[own_R], further)
         parts.append(checkpoint(part, *own, use_reentrant=False))
     return torch.cat(parts, 1)[:, torch.argsort(order_R)]
+
+
+def text_tokens(
+    hidden_U: Tensor, part: PackedRow, output_layer: Callable[[Tensor], Tensor], vocab: VocabPart, chunk: int, top: Top,
+    context: Any,
+) -> Tensor:  # fmt: skip
+    """int64 [R, K]: the most likely tokens of the text of each chosen token: those with the highest logit at any of its
+    positions, of all context-parallel ranks (`context`)."""
+    text_R = part.columns_R["rollout"]
+    text_U = torch.zeros(len(hidden_U), dtype=torch.int64, device=hidden_U.device).scatter(0, part.inverse_R, text_R)
+    highest_NV: Tensor | None = None
+    for start in range(0, max(1, len(hidden_U)), chunk):
+        logits_UV = output_layer(hidden_U[start : start + chunk]).detach().float()
+        if highest_NV is None:
+            highest_NV = torch.full((len(part.units), logits_UV.shape[1]), -torch.inf, device=logits_UV.device)
+        highest_NV.index_reduce_(0, text_U[start : start + chunk], logits_UV, "amax")
+    assert highest_NV is not None
+    if context.size() > 1:
+        torch.distributed.all_reduce(highest_NV, torch.distributed.ReduceOp.MAX, group=context)
+    return top_tokens(highest_NV, vocab, top)[text_R]
 
 
 def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Top) -> Tensor:
@@ -152,6 +234,45 @@ class TokenLogprobs(torch.autograd.Function):
             grad_UV = exp_UV.mul_(factor_U[:, None])
         grad_UV.index_put_((inverse_R, local_R), grad_R.masked_fill(outside_R, 0.0), accumulate=True)
         return grad_UV.to(ctx.dtype), None, None, None, None
+
+
+class ProjectedProbs(torch.autograd.Function):
+    """float32 [R, K]: the probabilities p = softmax(logits / temperature), over a vocabulary split across `group`, as a
+    sparse matrix M turns them into others, at `places_RK` of its rows. d L / d logits = p (M^T g - <p, M^T g>) /
+    temperature, where g is the gradient of M p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_UV: Tensor, inverse_R: Tensor, places_RK: Tensor, matrix: Tensor, vocab: VocabPart,
+        temperature: float,
+    ) -> Tensor:  # fmt: skip
+        probs_UV = logits_UV.float() / temperature
+        top_U = probs_UV.amax(-1)
+        if vocab.group.size() > 1:
+            torch.distributed.all_reduce(top_U, torch.distributed.ReduceOp.MAX, group=vocab.group)
+        probs_UV = probs_UV.sub_(top_U[:, None]).exp_()
+        total_U = probs_UV.sum(-1)
+        if vocab.group.size() > 1:
+            torch.distributed.all_reduce(total_U, group=vocab.group)
+        probs_UV = probs_UV.div_(total_U[:, None])
+        projected_RK = torch.sparse.mm(matrix, probs_UV.T)[places_RK, inverse_R[:, None]]
+        if vocab.group.size() > 1:
+            torch.distributed.all_reduce(projected_RK, group=vocab.group)
+        ctx.save_for_backward(probs_UV, inverse_R, places_RK)
+        ctx.matrix, ctx.group, ctx.temperature, ctx.dtype = matrix, vocab.group, temperature, logits_UV.dtype
+        return projected_RK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probs_UV, inverse_R, places_RK = ctx.saved_tensors
+        grad_KU = probs_UV.new_zeros(ctx.matrix.shape[0], probs_UV.shape[0])
+        grad_KU.index_put_((places_RK, inverse_R[:, None].expand_as(places_RK)), grads[0], accumulate=True)
+        grad_UV = torch.sparse.mm(ctx.matrix.t(), grad_KU).T
+        inner_U = (probs_UV * grad_UV).sum(-1)
+        if ctx.group.size() > 1:
+            torch.distributed.all_reduce(inner_U, group=ctx.group)
+        grad_UV = probs_UV * (grad_UV - inner_U[:, None]) / ctx.temperature
+        return grad_UV.to(ctx.dtype), None, None, None, None, None
 
 
 def _scale_with_entropy(exp_UV: Tensor, factor_U: Tensor, entropy_U: Tensor, shift_U: Tensor) -> Tensor:

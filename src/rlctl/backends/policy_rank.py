@@ -37,6 +37,7 @@ from rlctl.backends.batch import (
     ValueLoss,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
+from rlctl.backends.logprobs import VocabProjection
 from rlctl.backends.lora import Adapter
 from rlctl.backends.movement import Movement
 from rlctl.backends.quantization import WeightGrid
@@ -49,6 +50,7 @@ from rlctl.checkpoints.rank_loading import require_policy
 from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.cluster.progress import report
 from rlctl.config.schema import Rounding
+from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import MediaPart
 from rlctl.transport.collective import ServedStore
 from rlctl.weights.layout import Layout
@@ -113,6 +115,7 @@ class PolicyRank(ABC):
         self._shard = BatchShard({}, ())
         self._rows: list[list[PackedRow]] = []
         self._reference: dict[str, Tensor] | None = None
+        self._projection: VocabProjection | None = None
         self.begun_with = Path()
         """Where the weights were loaded from."""
         self._base = dict[str, Tensor]()
@@ -315,6 +318,9 @@ class PolicyRank(ABC):
         else:
             self._reference = {name: value.clone() for name, value in values.items()}
 
+    def hold_projection(self, projection: Projection) -> None:
+        self._projection = VocabProjection.of(projection, self.device)
+
     @torch.no_grad()
     def _exchange(self, others: dict[str, Tensor]) -> None:
         """Exchange the weights with `others`, one after the other, in the memory that they have."""
@@ -405,7 +411,7 @@ class PolicyRank(ABC):
         return None, taught_by_group(self._shard, self._rows, found) if reports else []
 
     def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        add_taught(self._shard, self._rows, taught, fetch)
+        add_taught(self._shard, self._rows, taught, fetch, self._projection)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         rows = self._all_rows()

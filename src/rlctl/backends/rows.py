@@ -27,7 +27,8 @@ from rlctl.backends.batch import (
     ValueBatch,
     WeightedRollout,
 )
-from rlctl.data.rollouts import LOSS_WEIGHTS, ROUTED_EXPERTS, MediaPart, RolloutColumns
+from rlctl.backends.logprobs import VocabProjection
+from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TAUGHT, MediaPart, RolloutColumns
 from rlctl.errors import InputError
 
 FILLER = 1
@@ -79,6 +80,8 @@ class PackedRow:
     """float32: further columns of the rollouts."""
     further_RK: torch.Tensor | None = None
     """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
+    projection: VocabProjection | None = None
+    """Not None: the further tokens are of a teacher's vocabulary, into which this turns the policy's distribution."""
     media: tuple[MediaPart, ...] = ()
     """The parts of the row that are not text, in order."""
     media_T: torch.Tensor | None = None
@@ -259,27 +262,65 @@ def taught_by_group(
         logprobs_R, tops_RK, ids_RK = output[0], output[2 : 2 + top].T, output[2 + top :].T.int()
         for index, rollout in enumerate(micro):
             own_R = row.columns_R["rollout"] == index
-            parts = (part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK))
-            found[rollout.position][rollout.key] = RolloutLogprobs(*parts)
+            if CHUNK in row.extra_R:
+                one = _chunk_means(row.extra_R[CHUNK][own_R], logprobs_R[own_R], ids_RK[own_R], tops_RK[own_R])
+            else:
+                one = RolloutLogprobs(*(part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK)))
+            found[rollout.position][rollout.key] = one
     return list(found.values())
 
 
+def _chunk_means(
+    chunk_R: torch.Tensor, logprobs_R: torch.Tensor, ids_RK: torch.Tensor, tops_RK: torch.Tensor
+) -> RolloutLogprobs:
+    """Return the means over the chunks of a text, which a policy with another tokenizer can read."""
+    chunks_C, chunk_of_R, count_C = chunk_R.unique(return_inverse=True, return_counts=True)
+    sums_CK = tops_RK.new_zeros(len(chunks_C), tops_RK.shape[1]).index_add(0, chunk_of_R, tops_RK.log_softmax(-1))
+    parts = (logprobs_R, ids_RK[:1], sums_CK / count_C[:, None], chunks_C)
+    return RolloutLogprobs(*(part.cpu().numpy() for part in parts))
+
+
 def add_taught(
-    shard: BatchShard, rows: Sequence[Sequence[PackedRow]], taught: Mapping[int, Sequence[object]], fetch: Fetch
+    shard: BatchShard,
+    rows: Sequence[Sequence[PackedRow]],
+    taught: Mapping[int, Sequence[object]],
+    fetch: Fetch,
+    projection: VocabProjection | None = None,
 ) -> None:
-    """Add to each row the log-probs that a teacher has computed; `taught` has the handles of each group."""
+    """Add to each row the log-probs that a teacher has computed; `taught` has the handles of each group. With a
+    `projection` it has read the texts with another tokenizer."""
     groups: dict[int, GroupLogprobs] = {}
     for position in shard.columns:
         groups[position] = {key: one for part in fetch(list(taught[position])) for key, one in part.items()}
     for micros, own in zip(shard.minibatches, rows, strict=True):
         for micro, row in zip(micros, own, strict=True):
-            parts = [groups[rollout.position][rollout.key] for rollout in micro]
-            if not parts:
+            if not micro:
                 continue
+            if projection is not None:
+                _add_chunks(row, [groups[rollout.position][TAUGHT, 0] for rollout in micro])
+                row.projection = projection
+                continue
+            parts = [groups[rollout.position][rollout.key] for rollout in micro]
             row.columns_R["teacher_logprobs"] = _joined(row, [part.logprobs_R for part in parts])
             if parts[0].top_ids_RK.shape[1]:
                 row.columns_R["teacher_top"] = _joined(row, [part.top_logprobs_RK for part in parts])
                 row.further_RK = _joined(row, [part.top_ids_RK for part in parts]).long()
+
+
+def _add_chunks(row: PackedRow, taught: Sequence[RolloutLogprobs]) -> None:
+    """Give each token of a row what a teacher has said of its chunk. Where that is nothing, the chunk becomes -1."""
+    chunk_R, text_R = row.extra_R[CHUNK].cpu().numpy(), row.columns_R["rollout"].cpu().numpy()
+    chunks, tops, ids = [], [], []
+    for text, one in enumerate(taught):
+        own_R = chunk_R[text_R == text]
+        assert one.chunks_C is not None  # the teacher's columns have them, too
+        place_R = np.searchsorted(one.chunks_C, own_R).clip(max=len(one.chunks_C) - 1)
+        chunks.append(np.where(one.chunks_C[place_R] == own_R, own_R, -1))
+        tops.append(one.top_logprobs_RK[place_R])
+        ids.append(one.top_ids_RK.repeat(len(own_R), 0))
+    row.extra_R[CHUNK] = _joined(row, chunks)
+    row.columns_R |= {"teacher_logprobs": row.columns_R["rollout_logprobs"], "teacher_top": _joined(row, tops)}
+    row.further_RK = _joined(row, ids).long()
 
 
 def _joined(row: PackedRow, parts: list[np.ndarray]) -> torch.Tensor:

@@ -107,9 +107,9 @@ class DataConfig(Section):
     """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, what the chat
     template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
     tokens too, and in those with a `text` all tokens."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, or leave the
-    text out of its batch."""
+    too_long: Literal["refuse", "drop", "cut"] = "refuse"
+    """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, leave the text
+    out of its batch, or cut off its end, which only a plain `text` allows."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
@@ -535,6 +535,9 @@ class TeacherConfig(ModelSizes):
     """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    own_tokenizer: bool = False
+    """With `train distill` on plain texts: the teacher may have another tokenizer than the policy. It reads the texts
+    by its own, and both are compared where their tokens stand for the same characters."""
 
 
 class DistillationConfig(Section):
@@ -550,6 +553,9 @@ class DistillationConfig(Section):
     learned from."""
     sft_weight: NonNegativeNumber = 0.0
     """With `train distill`, weight of the negative log-likelihood of the texts, which is added."""
+    balanced: bool = False
+    """With `train distill`, multiply the divergence of each text by the number that makes it as large as the negative
+    log-likelihood of the text."""
     top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
     """With `top-k`, the number of the teacher's most likely tokens at each position; all tokens where the vocabulary
     has no more."""
@@ -1144,8 +1150,18 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_distillation_on_texts(self) -> RlctlConfig:
-        if self.distillation.sft_weight and self.run.algorithm != "distill":
-            raise ValueError("distillation.sft_weight is for `train distill`, whose texts have a likelihood to learn")
+        of_texts = {
+            "distillation.sft_weight": self.distillation.sft_weight > 0,
+            "distillation.balanced": self.distillation.balanced,
+            "teacher.own_tokenizer": self.teacher.own_tokenizer,
+        }
+        if self.run.algorithm != "distill" and (asked := next((key for key, on in of_texts.items() if on), None)):
+            raise ValueError(f"{asked} is for `train distill`, whose texts are given and have a likelihood to learn")
+        if self.teacher.own_tokenizer and self.distillation.outside == "tail":
+            raise ValueError(
+                "distillation.outside = tail does not go with teacher.own_tokenizer: a projected distribution has "
+                "nothing outside of the teacher's most likely tokens that could be compared"
+            )
         return self
 
     @property

@@ -24,6 +24,11 @@ REWARD_PART = "reward/"
 """Beginning of the names of an environment's parts of its reward, among the counts of an episode."""
 LOSS_WEIGHTS = "loss_weights"
 """Further column, float32: factor of the loss of each response token, next to the weight that its rollout gives it."""
+CHUNK = "chunk"
+"""Further column of a text that a teacher reads with another tokenizer: which part of the text each token is of, where
+tokens of both stand for the same parts (`data/cross_tokens.py`)."""
+TAUGHT = 1
+"""The sample of its group, whose first is the text itself, that has the tokens of such a teacher."""
 TIMEOUT = "timeout"
 LIMIT_REASONS = (
     "length", "abort", TIMEOUT, "turns", "context", "sampled_tokens", "tool_calls", "broken_calls", "episode_timeout"
@@ -176,6 +181,9 @@ class RolloutGroup:
     """Handle of the group's episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
     dropped: tuple[str, ...] = ()
     """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
+    for_teacher: Rollout | None = None
+    """The text as a teacher's own tokenizer writes it, which is a further sample of `columns`; None: it reads the
+    policy's tokens."""
 
     @property
     def rewards_G(self) -> np.ndarray:

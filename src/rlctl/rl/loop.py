@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -264,11 +264,21 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
         without = rollout.advantage == 0 and not algorithm.learns_without_advantage
         return algorithm.config.filter.skip and (without or rollout.token_weight == 0)
 
+    taught = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
+    trained = tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches)
     return TrainBatch(
-        tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches),
+        trained,
         {group.position: group.columns for group in kept},
         tuple(rollout for one in minibatches for rollout in one if skips(rollout)),
+        tuple(tuple(_as_taught(taught[rollout.position], rollout) for rollout in one) for one in trained)
+        if taught
+        else (),
     )
+
+
+def _as_taught(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout:
+    """Return the text of a rollout as a teacher's own tokenizer writes it."""
+    return replace(ours, sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
 
 
 def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:

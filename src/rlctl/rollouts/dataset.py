@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from rlctl.backends.messages import GroupRequest
 from rlctl.cluster.ray_session import put
 from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
 from rlctl.data.chat import PromptEncoder
+from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
+from rlctl.data.rollouts import CHUNK, TAUGHT, Rollout, RolloutColumns, RolloutGroup
 from rlctl.data.texts import (
     MARGIN,
     REFERENCE,
@@ -37,6 +38,9 @@ from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.telemetry.metrics import LOSS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FROM_DATA = "data"
 """Stop reason of a text that nobody sampled."""
 ReferenceLogps = dict[str, tuple[float, float]]
@@ -49,6 +53,8 @@ class TextStream(PromptStream):
     kind = "text"
     scored = False
     """Whether a reward model is trained, which has a score of each text."""
+    teacher: PreTrainedTokenizerBase | None = None
+    """The tokenizer of a teacher that reads with its own; None: it has the policy's, or there is none."""
     reference: ReferenceLogps | None = None
     """The log-probs that were computed before the first step; None: the reference is held, or there is none."""
 
@@ -62,6 +68,12 @@ class TextStream(PromptStream):
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
         source = self._named[row.source]
+        if self.teacher is not None and row.answer != ():
+            raise InputError(
+                f"{row.where}: a teacher with a tokenizer of its own writes prompts and answers in another form, so "
+                "that it would read another text.",
+                "Give rows with `text` alone, or leave teacher.own_tokenizer out.",
+            )
         if source.data.rows == "labels":
             # The next row's completion behind the same prompt, which is cut where it is too long.
             following = source.prompts[(row.index + 1) % len(source.prompts)]
@@ -80,6 +92,10 @@ class TextStream(PromptStream):
             return found
         if source.data.too_long == "drop":
             return ()
+        if source.data.too_long == "cut" and row.answer == ():
+            return tuple(
+                replace(one, tokens_T=one.tokens_T[: self.limit], mask_T=one.mask_T[: self.limit]) for one in found
+            )
         raise InputError(
             f"{row.where}: the text has {longest:,} tokens, and --max-length is {self.limit:,}.",
             "Raise it, or leave such rows out with --set data.too_long=drop.",
@@ -95,6 +111,18 @@ class TextStream(PromptStream):
         if isinstance(margin, bool) or not isinstance(margin, int | float):
             raise InputError(f"{row.where}: the field {MARGIN!r} is no number.", "Write one, or leave it out.")
         return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
+
+    def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
+        """Return the text of a row as the teacher's tokenizer writes it, up to the limit; and the column [T] of the
+        chunks of both texts."""
+        assert self.teacher is not None
+        text, ours = str(row.prompt), len(texts[0].tokens_T)
+        _, *own = read_text(self._named[row.source].encoder.tokenizer, text)
+        tokens, *theirs = read_text(self.teacher, text)
+        own_T, their_T = chunks((own[0], own[1]), (theirs[0], theirs[1]))
+        tokens_T, their_T = np.array(tokens, np.int32)[: self.limit], their_T[: self.limit]
+        chunk_T = np.concatenate([own_T[:ours], their_T]).astype(np.float32)
+        return TrainedText(tokens_T, np.arange(len(tokens_T)) > 0), chunk_T
 
     def brings_reference(self, row: PromptRow) -> bool:
         """Return whether a row has the log-probs of the reference. Raises InputError where they are no numbers."""
@@ -236,9 +264,15 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[Rollou
     """Return the groups of rows by their positions, with their columns in the object store."""
     found = []
     for position, row in rows.items():
-        if texts := stream.texts(row):
+        if not (texts := stream.texts(row)):
+            continue
+        if stream.teacher is None:
             columns = columns_of(texts, stream.further_columns(row, texts))
             found.append(group_of(position, row, texts, put(columns)))
+        else:
+            other, chunk_T = stream.for_teacher(row, texts)
+            both = group_of(position, row, (*texts, other), put(columns_of((*texts, other), {CHUNK: chunk_T})))
+            found.append(replace(both, rollouts=both.rollouts[:TAUGHT], for_teacher=both.rollouts[TAUGHT]))
     return tuple(found)
 
 

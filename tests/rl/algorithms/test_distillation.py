@@ -221,3 +221,60 @@ def test_a_loss_of_the_user_s_own_sees_the_teacher(tmp_path: Path) -> None:
     config = resolve(flags={"teacher.model": "big"}, environment={}).config
     loss = UserLoss(UserCode.read(f"{file}:own", "Loss"))
     assert trial(loss, config.loss, Grpo(config).needs) == ()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0, 0.3])
+def test_chunks_of_two_tokenizers_are_compared_by_their_means(share: float) -> None:
+    """P-KL of NeMo RL: two texts, chunks of one, two and three tokens, and a token whose chunk the teacher has not."""
+    generator = torch.Generator().manual_seed(4)
+
+    def probabilities(rows: int) -> torch.Tensor:
+        return torch.rand(rows, TOP, generator=generator, dtype=torch.float64) / TOP
+
+    chunk_of = [0, 1, 1, -1, 0, 0, 0, 2, 3]
+    text_of = [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    places = sorted(set(zip(text_of, chunk_of, strict=True)))
+    said = dict(zip(places, probabilities(len(places)).log_softmax(-1), strict=True))
+    projected = probabilities(TOKENS).requires_grad_()
+    batch = replace(
+        token_batch(TOKENS),
+        rollout_R=torch.tensor(text_of),
+        teacher_top_RK=torch.stack([said[place] for place in zip(text_of, chunk_of, strict=True)]),
+        top_logprobs_RK=projected,
+        extra_R={"chunk": torch.tensor(chunk_of, dtype=torch.float32)},
+    )
+    config = {"data.rows": "texts", "run.algorithm": "distill", "teacher.model": "big", "teacher.own_tokenizer": True}
+    sets = (f"distillation.forward_share={share}", "distillation.weight=3", "distillation.sft_weight=0.5")
+
+    def loss(*more: str) -> torch.Tensor:
+        return algorithm_from_config(resolve(flags=config, sets=(*sets, *more), environment={}).config).token_loss(
+            batch
+        )
+
+    divergence = [0.0, 0.0]
+    for text, chunk in places:
+        if chunk < 0:
+            continue
+        own = [row for row, place in enumerate(zip(text_of, chunk_of, strict=True)) if place == (text, chunk)]
+        mean = [sum(projected[row, k].item() for row in own) / len(own) for k in range(TOP)]
+        log_p = [math.log(value / (sum(mean) + 1e-10) + 1e-10) for value in mean]
+        log_t = said[text, chunk].tolist()
+        forward = sum(math.exp(t) * (t - p) for t, p in zip(log_t, log_p, strict=True))
+        reverse = sum(math.exp(p) * (p - t) for t, p in zip(log_t, log_p, strict=True))
+        divergence[text] += share * forward + (1 - share) * reverse
+    likelihood = [sum(batch.logprobs_R[row].item() for row in range(TOKENS) if text_of[row] == n) for n in (0, 1)]
+    for n, value in enumerate(divergence):
+        own_R = batch.rollout_R == n
+        assert loss()[own_R].sum().item() == pytest.approx(3 * value - 0.5 * likelihood[n], rel=1e-9)
+        balanced = loss("distillation.balanced=true")[own_R].sum().item()
+        assert balanced == pytest.approx(-3.5 * likelihood[n], rel=1e-9)
+    total = loss("distillation.balanced=true", "distillation.sft_weight=0")[batch.rollout_R == 1].sum()
+    (grad,) = torch.autograd.grad(total, projected)
+    (plain,) = torch.autograd.grad(loss("distillation.sft_weight=0")[batch.rollout_R == 1].sum(), projected)
+    torch.testing.assert_close(grad, plain * (-likelihood[1] / divergence[1]))
+    assert torch.autograd.gradcheck(
+        lambda probs: algorithm_from_config(resolve(flags=config, sets=sets, environment={}).config).token_loss(
+            replace(batch, top_logprobs_RK=probs)
+        ),
+        projected,
+    )

@@ -23,7 +23,7 @@ from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, s
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
-from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
+from rlctl.backends.logprobs import Top, VocabPart, row_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
@@ -124,7 +124,9 @@ class PolicyModel(nn.Module):
         self._temperature, self._chunk = spec.temperature, spec.logprob_chunk_tokens
         self._vocab, self._body = inner.config.vocab_size, body_path(inner)
         self._packs = not spec.facts.unpacked
-        self._top = Top(teaches.top, teaches.vocab) if teaches is not None and teaches.top else None
+        self._top = None
+        if teaches is not None and teaches.top:
+            self._top = Top(teaches.top, teaches.vocab, teaches.by_text)
         self.replays: list[Replay] = []
         """With router replay, the routers that are told a row's experts."""
 
@@ -159,10 +161,7 @@ class PolicyModel(nn.Module):
         hidden_TH = Gather.apply(hidden_1TH[0], self._tensor) if self._tensor.size() > 1 else hidden_1TH[0]
         hidden_U = hidden_TH.index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
-        return chunked_logprobs(
-            hidden_U, part.inverse_R, part.targets_R, self._head, vocab, self._temperature, self._chunk,
-            part.further_RK, self._top,
-        )  # fmt: skip
+        return row_logprobs(hidden_U, part, self._head, vocab, self._temperature, self._chunk, self._top, self._context)
 
 
 class ValueHead(nn.Module):

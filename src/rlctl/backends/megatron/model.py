@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import JoinContext
-from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
+from rlctl.backends.logprobs import Top, VocabPart, row_logprobs
 from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
@@ -83,10 +83,8 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits = partial(self._logits, weight=weight, width=min(width, self.true_vocab - start))
         vocab = VocabPart(tp_group, start)
-        return chunked_logprobs(
-            hidden_U, part.inverse_R, part.targets_R, logits, vocab, self.temperature, self.chunk, part.further_RK,
-            self.top,
-        )  # fmt: skip
+        context = self.pg_collection.cp
+        return row_logprobs(hidden_U, part, logits, vocab, self.temperature, self.chunk, self.top, context)
 
     def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
         """[U, V]: this rank's logits, those of vocabulary padding cut off."""
@@ -150,7 +148,7 @@ def build_model(
         temperature=spec.temperature,
         chunk=spec.logprob_chunk_tokens,
         vocab=facts.vocab,
-        top=Top(teaches.top, teaches.vocab) if teaches is not None and teaches.top else None,
+        top=Top(teaches.top, teaches.vocab, teaches.by_text) if teaches is not None and teaches.top else None,
     )
     _use_row_rotary(model, facts)
     _correct_experts(model, spec.parallel)

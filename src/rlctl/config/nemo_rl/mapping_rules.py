@@ -311,9 +311,11 @@ ALGORITHMS = {
     "sft": "supervised fine-tuning (SFT)",
     "dpo": "direct preference optimization (DPO)",
     "rm": "the training of reward models (RM)",
-    "distillation": "distillation from texts that are given, or across tokenizers",
+    "distillation": "distillation from several teachers at once",
 }
 """Sections of NeMo-RL's other algorithms; rlctl runs those in `OF_TEXTS`."""
+ONE_TEACHER = "teachers.0"
+"""The only one of a list of teachers, which off-policy distillation has, each with a tokenizer of its own."""
 OF_TEXTS = ("sft", "dpo", "rm")
 OF_PAIRS = ("dpo", "rm")
 TASKS = {
@@ -357,6 +359,8 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
         return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one.", None
     if algorithm == "distillation" and leaves.get("teacher.model_name") and not leaves.get("teachers"):
         return None, algorithm
+    if algorithm == "distillation" and leaves.get(f"{ONE_TEACHER}.model_name"):
+        return None, "distill"
     if algorithm in OF_TEXTS:
         return None, algorithm
     if algorithm is not None:
@@ -372,7 +376,33 @@ STEPS = ("grpo.", "distillation.", "sft.", "dpo.", "rm.")
 
 def of_texts(result: Import) -> bool:
     """Return whether a recipe trains on texts or on preferences."""
-    return result.values.get("run.algorithm") in OF_TEXTS
+    return result.values.get("run.algorithm") in (*OF_TEXTS, "distill")
+
+
+def across_tokenizers(rule: Rule, otherwise: str | Rule = "the teacher has the policy's tokenizer") -> Rule:
+    """Return the rule of a key for recipes of off-policy distillation, whose teacher has a tokenizer of its own."""
+    return when(lambda found: found.result.values.get("run.algorithm") == "distill", rule, otherwise)
+
+
+def loss_scaling(found: Found) -> None:
+    """Map whether the divergence is scaled to the cross entropy, which has the weight 1 then."""
+    if found.value:
+        found.map_all({"distillation.balanced": True, "distillation.sft_weight": 1.0})
+    else:
+        why = "the divergence of chunks is averaged over all tokens of a batch, and not over its chunks"
+        found.set("distillation.weight", found.get("loss_fn.kl_loss_weight") or 1.0)
+        found.set("distillation.sft_weight", found.get("loss_fn.ce_loss_scale") or 0.0)
+        found.say("changed", why)
+
+
+def data_files(found: Found) -> tuple[str, None, None, None] | None:
+    """Return the name of plain texts: a file of rows, or the part of a data set of the hub that files are of."""
+    path, subset = str(found.get("data_files", *DATA)), found.get("subset", *DATA)
+    if files := re.fullmatch(r"hf://datasets/([^/]+/[^/]+)/([^/*]+)/[^/]*", path):
+        return f"{files[1]}:{files[2]}", None, None, None
+    if path.endswith((".jsonl", ".parquet")) and "*" not in path and "://" not in path:
+        return path, None, None, None
+    return None if re.search(r"[*]|://|\.\w+$", path) else (f"{path}:{subset}" if subset else path, None, None, None)
 
 
 def average_of_texts(found: Found) -> None:
@@ -1020,6 +1050,8 @@ def validation_set(found: Found) -> tuple[str, str | None, str | None, str | Non
     return named_data(found, name, path, VALIDATION)
 
 
+PLAIN = "arrow_text"
+"""The data set of plain texts."""
 BY_PATH = ("ResponseDataset", "BinaryPreferenceDataset", "PreferenceDataset", "openai_format")
 """NeMo-RL's classes of data sets that are files, or are on the hub."""
 
@@ -1034,6 +1066,8 @@ def named_data(
     found: Found, name: Any, path: str | None, places: Iterable[str]
 ) -> tuple[str, str | None, str | None, str | None] | None:
     """Return name, fields and default split of a data set; None where rlctl does not know it."""
+    if name == PLAIN:
+        return data_files(found)
     if name == GYM_DATA:
         return (path, None, None, None) if path else None
     if name not in BY_PATH:
@@ -1051,7 +1085,17 @@ def named_data(
 def validated(rule: Rule) -> Rule:
     """Return the rule of a key of validation, for recipes whose validation prompts can be read."""
     why = "the recipe names no prompts of validation that rlctl can read: set validation.every with "
-    return when(validation_set, rule, logs(f"{why}validation.data.name or validation.holdout"))
+    return when(
+        lambda found: validation_set(found) or holds_out(found),
+        rule,
+        logs(f"{why}validation.data.name or validation.holdout"),
+    )
+
+
+def holds_out(found: Found) -> bool:
+    """Return whether a recipe validates on a number of its plain texts."""
+    size, plain = found.get("split_validation_size", *DATA), found.get("dataset_name", *DATA) == PLAIN
+    return plain and isinstance(size, int) and size > 0
 
 
 def validation_period(found: Found) -> None:

@@ -104,10 +104,34 @@ _SFT_AND_DPO: dict[str, Rule] = {
     "dpo.preference_loss_weight": only(None, 1, 1.0, why="the preferences have the weight 1"),
 }
 
+GOLD = only(None, False, why="the gold loss, which compares sorted probabilities of tokens without a counterpart, is "
+            "not computed")  # fmt: skip
 _DISTILLATION: dict[str, Rule] = {
     **{f"distillation.{key}": rule for key, rule in _STEPS.items()},
     "distillation.topk_logits_k": to("distillation.top_k"),
-    "loss_fn.kl_type": when("teacher.model_name", rules.kl_type, "the recipe has no teacher"),
+    "loss_fn.kl_type": when(
+        "teacher.model_name",
+        rules.across_tokenizers(without("read from loss_fn.reverse_kl"), rules.kl_type),
+        "the recipe has no teacher",
+    ),
+    **{
+        f"loss_fn.{key}": rules.across_tokenizers(rule)
+        for key, rule in {
+            "vocab_topk": to("distillation.top_k"),
+            "reverse_kl": to("distillation.forward_share", {True: 0.0, False: 1.0, None: 1.0}),
+            "dynamic_loss_scaling": rules.loss_scaling,
+            "temperature": only(None, 1, 1.0, why="distributions are compared at the temperature 1"),
+            "exact_token_match_only": without("a chunk has the same characters in both"),
+            **dict.fromkeys(["kl_loss_weight", "ce_loss_scale"], without("read with loss_fn.dynamic_loss_scaling")),
+            **dict.fromkeys(["gold_loss", "xtoken_loss"], GOLD),
+            "uncommon_topk": without("read with loss_fn.gold_loss"),
+            **dict.fromkeys(["kd_loss_mode", "sum_weights_metric", "alpha", "normalize_teacher_by_vocab"],
+                            without("there is one teacher")),
+        }.items()
+    },
+    "teacher.projection_matrix_path": differs(None, why="the projection is computed from the two tokenizers"),
+    **dict.fromkeys(["teacher.gold_loss", "teacher.xtoken_loss"], GOLD),
+    "teacher.weight": only(None, 1, 1.0, why="distillation.weight is the weight of the only teacher"),
     "loss_fn.mixed_kl_weight": without("read with loss_fn.kl_type"),
     "loss_fn.zero_outside_topk": when(
         "teacher.model_name",
@@ -122,7 +146,9 @@ _DISTILLATION: dict[str, Rule] = {
         differs(why="the teacher is computed in model.dtype, as the policy is"),
     ),
     "teacher.quant_cfg": only(None, why="the teacher is computed in model.dtype"),
-    "teacher.tokenizer.*": without("the teacher must have the policy's tokenizer, which is checked"),
+    "teacher.tokenizer.*": rules.across_tokenizers(
+        without("the teacher has its own"), without("the teacher must have the policy's tokenizer, which is checked")
+    ),
     "teacher.max_total_sequence_length": without("model.max_length"),
     "teacher.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
     **{
@@ -493,14 +519,21 @@ _REST: dict[str, Rule] = {
         f"{place}.{key}": rule
         for place in ("data", "data.default", "data.train")
         for key, rule in {
-            "dataset_name": rules.dataset, "prompt_file": rules.prompt_file,
+            "dataset_name": rules.dataset,
+            "prompt_file": rules.across_tokenizers(without("texts have no prompt"), rules.prompt_file),
             "system_prompt_file": rules.system_prompt_file, "split": to("data.split"), "max_samples": to("data.size"),
             "env_name": without("read with the environment"), "processor": without("rlctl reads the fields by name"),
-            "split_validation_size": logs("validation.holdout is a number of prompts, which are not known here"),
+            "split_validation_size": when(
+                rules.holds_out,
+                to("validation.holdout"),
+                logs("validation.holdout is a number of prompts, which are not known here"),
+            ),
             "repeat": only(None, 1, why="prompts come round again by themselves"),
             "seed": without("run.seed"),
         }.items()
     },
+    "data.train.characters_per_sample": differs(None, 0, why="each row is a text of its own"),
+    "data.train.text_key": only(None, "text", why="the field of a plain text is `text`", settled_by="data.name"),
     **each("data", "default.* train.*", without("read with the dataset")),
     "data.train": only(
         None, why="lists of datasets are not read from recipes: set data.sources", settled_by="data.name"
@@ -629,7 +662,8 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
             result.values["training.micro_batch_tokens"] = max(given, pair * length)
         default("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
     if rules.of_texts(result):
-        default("data.too_long", "drop", "policy.max_total_sequence_length")
+        cut = "cut" if result.values["run.algorithm"] == "distill" else "drop"
+        default("data.too_long", cut, "policy.max_total_sequence_length")
         template = str(result.values.get("model.chat_template", ""))
         if "{%" in template and "eos_token" not in template and leaves.get("data.add_eos") is not False:
             result.set("model.chat_template", template + rules.END_OF_TEXT, result.source["model.chat_template"])

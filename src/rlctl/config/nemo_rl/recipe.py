@@ -25,6 +25,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     FOREIGN,
     HANDED_ON,
     OF_THE_ALGORITHM,
+    ONE_TEACHER,
     Entry,
     Found,
     Import,
@@ -194,7 +195,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     result = Import(path or Path("recipe.yaml"))
     before = read_recipe(path) if overrides else {}
     result.before = {renamed(key): value for key, value in leaves_of(before)}
-    found = dict(leaves_of(read_recipe(path, overrides, result.files)))
+    found = _with_one_teacher(dict(leaves_of(read_recipe(path, overrides, result.files))))
     given = {key for override in overrides for key in override.leaves()}
     result.overridden = frozenset(map(renamed, given))
     for key in found:
@@ -203,6 +204,9 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     leaves = {renamed(key): value for key, value in found.items()}
     known = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
     result.foreign, algorithm = foreign_kind(known)
+    if algorithm == "distill":
+        result.set("teacher.own_tokenizer", True, f"{ONE_TEACHER}.tokenizer")
+        leaves, known = ({_of_teacher(key): value for key, value in one.items()} for one in (leaves, known))
     if is_ppo := algorithm == "grpo" and any(key.startswith("ppo.") for key in found):
         algorithm = "ppo"
     if algorithm is not None and result.foreign is None:
@@ -230,11 +234,35 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         if close := closest(entry.key, 0.75):
             result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close}?")
     order = {key: index for index, key in enumerate(leaves)}
+    if algorithm == "distill":
+        result.entries = [replace(entry, key=_in_list(entry.key)) for entry in result.entries]
+        result.source = {key: _in_list(source) for key, source in result.source.items()}
+        order = {key: index for index, key in enumerate(found)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     if is_ppo:
         result.entries = [replace(entry, key=_of_ppo(entry.key)) for entry in result.entries]
         result.source = {key: _of_ppo(source) for key, source in result.source.items()}
     return result
+
+
+def _with_one_teacher(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Return leaves with those of a list of one teacher in place of the list."""
+    listed = leaves.get("teachers")
+    if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], Mapping):
+        return leaves
+    own = {f"{ONE_TEACHER}.{key}": value for key, value in leaves_of(listed[0])}
+    kept = {key: value for key, value in leaves.items() if key != "teachers" and key.partition(".")[0] != "teacher"}
+    return kept | own
+
+
+def _of_teacher(key: str) -> str:
+    """Return a key of the only teacher of a list as a recipe with one teacher has it."""
+    return f"teacher{key.removeprefix(ONE_TEACHER)}" if key.startswith(f"{ONE_TEACHER}.") else key
+
+
+def _in_list(key: str) -> str:
+    """Return a key of a teacher as a recipe with a list of one has it."""
+    return f"{ONE_TEACHER}{key.removeprefix('teacher')}" if key.startswith("teacher.") else key
 
 
 def _of_ppo(key: str) -> str:
