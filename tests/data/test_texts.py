@@ -138,6 +138,17 @@ def test_a_mask_that_does_not_follow_from_the_template_is_refused(
         trained_texts(encoder_of(tiny_llama, template), row_of(tmp_path, {"messages": CHAT}))
 
 
+def test_a_text_to_score_needs_no_place_where_its_answer_begins(tiny_llama: Path, tmp_path: Path) -> None:
+    """NeMo-RL's recipe for reward models has a template whose generation prompt lacks a character."""
+    wrong = CHAT_TEMPLATE.replace("<|im_start|>assistant", "<|im_start|assistant")
+    encoder = encoder_of(tiny_llama, wrong)
+    row = row_of(tmp_path, {"messages": CHAT}, train_on="last")
+    plain = encoder_of(tiny_llama)
+    (text,), (wanted,) = trained_texts(encoder, row, scored=True), trained_texts(plain, row)
+    assert text.tokens_T.tolist() == wanted.tokens_T.tolist()
+    assert text.scored().tokens_T[-1] == text.tokens_T[-1]
+
+
 def test_the_last_answer_is_known_where_earlier_ones_are_not(tiny_llama: Path, tmp_path: Path) -> None:
     encoder = encoder_of(tiny_llama, ONLY_LAST)
     (text,) = trained_texts(encoder, row_of(tmp_path, {"messages": CHAT}, train_on="last"))

@@ -1165,6 +1165,12 @@ class RlctlConfig(Section):
         return self
 
     @property
+    def teacher_top(self) -> int:
+        """Number of a teacher's most likely tokens at each position that distillation compares."""
+        compares = self.run.algorithm == "distill" or self.distillation.loss == "top-k"
+        return self.distillation.top_k if self.teacher.model and compares else 0
+
+    @property
     def reward_models(self) -> tuple[str, ...]:
         """Names of the reward models that score rollouts, each once."""
         of_sources = [term for one in self.data.sources if one.reward for term in one.reward.terms]

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -196,10 +197,11 @@ def _without_field(name: str, flag: str, record: Mapping[str, Any], where: str) 
 
 
 def trained_texts(
-    encoder: PromptEncoder, row: PromptRow, *, everything: bool = False, marked: bool = False
+    encoder: PromptEncoder, row: PromptRow, *, everything: bool = False, marked: bool = False, scored: bool = False
 ) -> tuple[TrainedText, ...]:
     """Return the text of a row, or the two of a pair. With `everything` all tokens but the first have a loss, and with
-    `marked` those that the chat template marks.
+    `marked` those that the chat template marks. `scored`: where an answer begins does not matter, and the template need
+    not say it.
 
     Raises InputError where the chat template does not say which tokens are an answer's.
     """
@@ -210,6 +212,8 @@ def trained_texts(
     if not isinstance(completions, tuple):  # of a reasoning-gym task
         raise InputError(f"{row.where}: there is no answer to train on.", "Name data with answers.")
     written = _with_plain_answer if encoder.template is None else _with_marks if marked else _with_answers
+    if scored and encoder.template is not None:
+        written = partial(_with_answers, headed=True)
     found = []
     for completion in completions:
         said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
@@ -283,8 +287,11 @@ def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages,
     return TrainedText(np.array(tokens, np.int32), np.arange(len(tokens)) >= first)
 
 
-def _with_answers(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
-    """Return a conversation by its chat template, up to the end of its last answer."""
+def _with_answers(
+    encoder: PromptEncoder, prompt: Messages, said: Messages, where: str, *, headed: bool = False
+) -> TrainedText:
+    """Return a conversation by its chat template, up to the end of its last answer. `headed`: what the template writes
+    before an answer belongs to it."""
     last = max((place for place, message in enumerate(said) if message["role"] == ASSISTANT), default=-1)
     if last < 0:
         raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
@@ -294,7 +301,7 @@ def _with_answers(encoder: PromptEncoder, prompt: Messages, said: Messages, wher
     for place in range(len(prompt), len(messages)):
         if messages[place]["role"] != ASSISTANT:
             continue
-        before = encoder.render(messages[:place], where)
+        before = encoder.render(messages[:place], where, answered=headed)
         after = encoder.render(messages[: place + 1], where, answered=True)
         answer = whole[len(before) : len(after)]
         if not (whole.startswith(before) and whole.startswith(after)):

@@ -60,7 +60,7 @@ class ModelTexts:
     def tokens(self, completion: str, row: PromptRow) -> np.ndarray:
         """Return a text's tokens. Raises InputError where it cannot be written or is too long."""
         asked = PromptRow(row.index, row.where, row.prompt, (completion,), row.fields)
-        tokens_T = trained_texts(self._encoder, asked)[0].tokens_T
+        tokens_T = trained_texts(self._encoder, asked, scored=True)[0].tokens_T
         if len(tokens_T) > self._limit:
             raise InputError(
                 f"{row.where}: prompt and completion have {len(tokens_T):,} tokens, and the reward model takes "

@@ -132,6 +132,7 @@ def texts_workload(config: RlctlConfig, facts: ModelFacts, mean_tokens: int | No
         packing=config.training.packing and packs,
         dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
         goal=config.run.goal,
+        teacher_top=min(config.teacher_top, facts.vocab),
     )
 
 
@@ -165,6 +166,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
         share_prompts=config.training.share_prompts and packs,
         goal=config.run.goal,
+        teacher_top=min(config.teacher_top, facts.vocab),
         staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
         in_flight=config.refit.in_flight,
         tools_s=config.environment.turns * config.environment.tool_s if config.environment.wanted else 0.0,

@@ -82,7 +82,9 @@ class TextStream(PromptStream):
                 other = TrainedText(other.tokens_T[: self.limit], other.mask_T[: self.limit])
             return self._fitting((own, other), source, row)
         asked = source.data.train_on
-        found = trained_texts(source.encoder, row, everything=asked == "all", marked=asked == "marked")
+        found = trained_texts(
+            source.encoder, row, everything=asked == "all", marked=asked == "marked", scored=self.scored
+        )
         found = tuple(text.scored() for text in found) if self.scored else found
         return self._fitting(found, source, row)
 

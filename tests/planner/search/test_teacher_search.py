@@ -68,6 +68,52 @@ def test_sizes_of_the_teacher_can_be_pinned() -> None:
     assert "TP x PP x CP = 4" in rules["teacher.dp=2"]
 
 
+def test_a_reward_model_costs_a_forward_pass_of_scoring_and_stays_where_rollouts_are_scored_meanwhile() -> None:
+    def scored(staleness: int | None) -> Plan:
+        work = Workload(**WORK, staleness=staleness)
+        facts = model("Qwen3-8B")
+        return make_plan(
+            model("Qwen3-1.7B"),
+            make_cluster("h100", 1),
+            work,
+            {"reward_model.tp": 2},
+            teacher=facts,
+            role="reward_model",
+        )
+
+    plan = scored(None)
+    assert plan.teacher is not None
+    assert plan.seconds[Phase.LOGPROBS] == 0
+    assert plan.seconds[Phase.REWARD] > plan.teacher.seconds > 0
+    assert plan.config_values()["reward_model.tp"] == 2
+    assert "logits" not in " ".join(plan.memory["scores"].parts).replace("reward model logits", "")
+    weights = plan.teacher.weights
+    assert 0 < plan.memory["training"].parts["reward model asleep"] < weights
+    assert scored(2).memory["training"].parts["reward model asleep"] > weights
+    assert "scores      8.2B parameters, TP2 DP4" in plan_text(plan, "m")
+    assert plan_json(plan)["reward_model"]["tp"] == 2
+
+
+def test_the_most_likely_tokens_of_a_teacher_take_memory_on_both_sides() -> None:
+    few, many = (
+        make_plan(
+            model("Qwen3-1.7B"),
+            make_cluster("h100", 1),
+            Workload(**WORK, teacher_top=top),
+            {},
+            teacher=model("Qwen3-8B"),
+        )
+        for top in (0, 64)
+    )
+    assert few.teacher is not None
+    assert many.teacher is not None
+    work = Workload(**WORK)
+    tokens = work.tokens(0.6) / many.training.parallel.dp  # type: ignore[union-attr]
+    assert many.memory["training"].parts["likely tokens"] > 12 * 64 * 0.8 * tokens
+    assert many.teacher.memory.total > few.teacher.memory.total
+    assert "likely tokens" not in few.memory["training"].parts
+
+
 def test_a_teacher_that_fits_in_no_way_is_named() -> None:
     with pytest.raises(NoPlanError, match="the teacher needs"):
         taught("DeepSeek-V3")

@@ -196,6 +196,13 @@ def _hosted_bytes(request: Request, stage: Stage, choice: TrainingChoice) -> flo
     return (1 + choice.critic) * whole["optimizer"]
 
 
+def likely_tokens_bytes(request: Request, choice: TrainingChoice, each: int) -> float:
+    """Return the bytes of a teacher's most likely tokens at all positions of a rank's part of a step, `each` for one:
+    an index and a log-prob."""
+    workload = request.workload
+    return each * workload.teacher_top * workload.tokens(request.constants.length_sigma) / choice.parallel.dp
+
+
 def training_memory(request: Request, choice: TrainingChoice, asleep: float, micro_batches: int) -> PhaseMemory:
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
     facts, constants, found = request.facts, request.constants, list[PhaseMemory]()
@@ -209,6 +216,10 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
             parts["optimizer"] = max(0.0, update_bytes(facts, stage, choice) - dynamic)
             parts["optimizer"] += _hosted_bytes(request, stage, choice)
         parts["fragmentation"] = constants.fragmentation * dynamic
+        if (
+            top := request.workload.teacher_top
+        ):  # of the policy's own log-probs of them and their gradient, those of a row
+            parts["likely tokens"] = likely_tokens_bytes(request, choice, 12) + 8.0 * top * tokens
         parts["runtime"] = runtime_bytes(request, choice)
         parts["engine asleep"] = asleep
         parts["weights without adapters"] = unadapted_bytes(facts, choice) if request.cluster.is_cpu else 0.0

@@ -41,6 +41,8 @@ class Workload:
     """Log-probs of a reference policy are needed."""
     valued: bool = False
     """A reward model is trained, which has no logits."""
+    teacher_top: int = 0
+    """Number of a teacher's most likely tokens at each position whose log-probs are compared."""
     critic: bool = False
     """A value model of the policy's size is trained next to it."""
     rollouts: bool = True

@@ -106,6 +106,8 @@ def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     weights = max(own["weights"] for own in states)
     name, parts = request.of_teacher, ("activations", *(() if choice.valued else ("logits",)), "runtime")
     kept = {f"{name} {part}": whole[part] for part in parts}
+    if request.workload.teacher_top:
+        kept[f"{name} likely tokens"] = mem.likely_tokens_bytes(request, choice, 8)
     kept = {f"{name} weights": weights + max(own.get("gathered", 0.0) for own in states)} | kept
     seconds, asleep = timing.logprobs_time(request, choice, passes=1), 0.0
     if not cluster.is_cpu and choice.valued and request.workload.staleness is not None:
