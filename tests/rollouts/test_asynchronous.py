@@ -587,7 +587,6 @@ def test_a_damaged_file_of_finished_groups_is_named(make: Any, tmp_path: Path) -
     [
         ({"refit": {"in_flight": "abort"}}, "in_flight = abort"),
         ({"loss": {"importance_correction": "off"}}, "need a correction"),
-        ({"training": {"router_replay": True}, "refit": {"in_flight": "keep"}}, "router_replay"),
     ],
 )
 def test_what_cannot_be_made_while_the_policy_trains_is_refused(sections: Any, words: str) -> None:

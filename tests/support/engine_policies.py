@@ -143,3 +143,18 @@ def _unlink(addresses: list[Any]) -> None:
     for address in addresses:
         with suppress(FileNotFoundError):
             os.unlink(address.path)
+
+
+def choices(model: Any, tokens_T: Any) -> Any:
+    """[tokens, layers, experts a token] that the routers of a transformers model choose."""
+    heard: list[torch.Tensor] = []
+    gates = [m.register_forward_hook(lambda _, __, out: heard.append(out[2])) for m in routers(model)]
+    with torch.no_grad():
+        model(torch.from_numpy(tokens_T.astype("int64"))[None])
+    for gate in gates:
+        gate.remove()
+    return torch.stack(heard, 1).numpy()
+
+
+def routers(model: Any) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]

@@ -66,12 +66,6 @@ def refuse_async(config: RlctlConfig) -> None:
             "weights come.",
             "Choose refit.in_flight=wait or keep.",
         )
-    if config.training.router_replay and config.refit.in_flight in ("turns", "keep"):
-        raise ConfigError(
-            f"training.router_replay records the experts of whole rollouts, and refit.in_flight = "
-            f"{config.refit.in_flight} goes on with rollouts under new weights.",
-            "Choose refit.in_flight=wait.",
-        )
     if rollouts.max_staleness > 0 and config.loss.importance_correction == "off" and not rollouts.uncorrected:
         raise ConfigError(
             f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "

@@ -19,10 +19,11 @@ from rlctl.backends.base import EngineSpec, EngineWorker, EpisodeWorker
 from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.data.rollouts import ROUTED_EXPERTS
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
 from support.engine_host import PublishedPolicy, SwappingEngine
-from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
+from support.engine_policies import PROMPTS, WholeTensorPolicy, choices, generate, largest_logprob_error, requests
 from support.engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
 
 TOLERANCE = 1e-4
@@ -38,10 +39,10 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     from rlctl.config.schema import RlctlConfig
     from support.engine_host import PYTHONPATH, SwappingEngine
 
-    def spec(model: Path, facts: ModelFacts, **sizes: int) -> EngineSpec:
+    def spec(model: Path, facts: ModelFacts, routing: bool = False, **sizes: int) -> EngineSpec:
         # Samples that are computed again after a refit have more tokens together than a step may have.
         generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, "max_batched_tokens": 256, **sizes}
-        config = RlctlConfig.model_validate({"generation": generation})
+        config = RlctlConfig.model_validate({"generation": generation, "training": {"router_replay": routing}})
         return engine_spec(config, facts, model, device="cpu", max_length=256, threads=1)
 
     plain = spec(tiny_llama, tiny_facts(tied=False))
@@ -221,6 +222,20 @@ def test_stages_and_replicas_keep_samples_too(start: Start, tiny_qwen3_moe: Path
     old.refit(engine, 1)
     new.perturb(5)
     require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
+
+
+def test_tokens_that_new_weights_go_on_with_have_the_experts_of_these(start: Start, tiny_qwen3_moe: Path) -> None:
+    engine, old, new = start("keep", tiny_qwen3_moe, routing=True), *(PublishedPolicy(tiny_qwen3_moe) for _ in range(2))
+    old.refit(engine, 1)
+    new.perturb(5)
+    found = set[tuple[int, ...]]()
+    for _, columns, _, part in columns_of(refit_in_flight(engine, new, 2)):
+        tokens, versions = columns.tokens_T[part], np.unique(columns.weight_version_T[part])
+        by = [np.sort(choices(policy.model, tokens)[:-1], axis=-1) for policy in (old, new)]
+        assert not np.array_equal(*by)
+        assert np.array_equal(np.sort(columns.extra_T[ROUTED_EXPERTS][part][:-1], axis=-1), by[2 in versions])
+        found.add(tuple(versions[versions > 0]))
+    assert (1, 2) in found
 
 
 @pytest.mark.slow

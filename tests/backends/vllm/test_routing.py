@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.routing import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
 from support.engine_host import FamilyEngine, SwappingEngine
-from support.engine_policies import generate
+from support.engine_policies import choices, generate
 
 
 def rows(*values: int) -> np.ndarray:
@@ -78,18 +77,3 @@ def test_every_token_comes_with_its_experts(
                 assert len(columns.tokens_T[span]) > result.prompt_tokens
                 assert (found[-1] == -1).all()
                 assert np.array_equal(np.sort(found[:-1], axis=-1), np.sort(expected[:-1], axis=-1))
-
-
-def choices(model: Any, tokens_T: np.ndarray) -> np.ndarray:
-    """[tokens, layers, experts a token] by transformers."""
-    heard: list[torch.Tensor] = []
-    gates = [m.register_forward_hook(lambda _, __, out: heard.append(out[2])) for m in routers(model)]
-    with torch.no_grad():
-        model(torch.from_numpy(tokens_T.astype(np.int64))[None])
-    for gate in gates:
-        gate.remove()
-    return torch.stack(heard, 1).numpy()
-
-
-def routers(model: Any) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]

@@ -201,13 +201,24 @@ class VllmEngine:
         if not self.spec.routing:
             return {}
         if self._records:
-            recorded = merged(self._rpc("rlctl_take_routing"))
+            self._take_routing()
         else:
             given = {key: getattr(self._samples[key].output, "routed_experts", None) for key in keys}
-            recorded = {key: [(0, rows)] for key, rows in given.items() if rows is not None}
-        for key, spans in recorded.items():
-            self._spans.setdefault(key, []).extend(spans)
+            self._spans |= {key: [(0, rows)] for key, rows in given.items() if rows is not None}
         return assembled({key: sample.all_tokens for key, sample in self._routed.items()}, self._spans)
+
+    def _take_routing(self) -> None:
+        for key, spans in merged(self._rpc("rlctl_take_routing")).items():
+            self._spans.setdefault(key, []).extend(spans)
+
+    def _forget_routing(self) -> None:
+        """Drop the record of samples in flight, which are computed again under new weights, and of those that are gone,
+        whose beginnings are in the cache no more."""
+        if self._records:
+            self._take_routing()
+        self._routed = dict(self._samples)
+        kept = {key for key, sample in self._samples.items() if sample.finished}
+        self._spans = {key: spans for key, spans in self._spans.items() if key in kept}
 
     # Weights
 
@@ -315,6 +326,8 @@ class VllmEngine:
             # Samples kept in flight compute what they have again, under the new weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._samples)):
                 raise WorkerError(f"{self.label} could not drop its prefix cache: requests are still running.")
+            if self.spec.routing:
+                self._forget_routing()
             self._version, self._updating = version, None
             self._begin_later()
             if not self._held:
