@@ -108,7 +108,7 @@ def group(gpus, tmp_path):
 def lasting(gpus, tmp_path_factory):
     """A group for the tests that leave it as it was: rank 0 has a GPU and rank 1 none. The PATH has no environment."""
     first, second = gpus.bundles
-    specs = [WorkerSpec({"rank": rank}, (one,), {"FLAVOUR": f"f{rank}", "PATH": "/usr/bin:/bin"})
+    specs = [WorkerSpec({"rank": rank}, (one,), {"FLAVOUR": f"f{rank}", "PATH": "/usr/bin:/bin", "STARTED_ANEW": "1"})
              for rank, one in enumerate((first, replace(second, gpu=None)))]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS")

@@ -32,12 +32,13 @@ class HostedEngine:
 
 
 @pytest.fixture(scope="session")
-def placement() -> Iterator[Any]:
+def placement(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Ray on this machine, with room for a few workers and, by its account, two GPUs."""
     from rlctl.cluster.placement import Placement
     from rlctl.cluster.ray_session import ray_session
+    from support.forked_workers import forked_workers
 
-    with ray_session(gpus=2):
+    with forked_workers(tmp_path_factory.mktemp("servers")), ray_session(gpus=2):
         yield Placement(4, gpus=False, timeout_s=START_TIMEOUT_S)
 
 
