@@ -85,7 +85,6 @@ def load(engines: bool) -> bool:
     from rlctl.vector_math import warm_up
 
     warm_up()
-    warm_up.cache_clear()  # each worker has to do it for itself
     gc.collect()
     gc.freeze()
     return True
