@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.crew import ENGINE_WORKER
+from rlctl.apps.run_workers import ENGINE_WORKER
 from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.args import engine_spec

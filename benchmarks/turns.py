@@ -32,9 +32,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlctl.apps.crew import start_engines
 from rlctl.apps.laptop_model import fetch
 from rlctl.apps.rollout import EpisodesJob, episodes_job
+from rlctl.apps.run_workers import start_engines
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.args import CPU_BLOCK_TOKENS

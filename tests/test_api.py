@@ -82,7 +82,7 @@ def test_an_evaluation_that_cannot_be_is_named_as_on_the_command_line(tmp_path: 
         ({"models": ["a/b"], "n": 0}, "n=0 leaves nothing to sample"),
         ({"models": ["a/b"], "k": [4]}, "pass@4 needs at least 4 samples"),
         ({"models": ["a/b"], "steps": [4]}, "there is no --run-dir"),
-        ({"run_dirs": [tmp_path]}, "is no run"),
+        ({"run_dirs": [tmp_path]}, "is not a run"),
     ]
     for given, message in cases:
         with pytest.raises(InputError, match=message):

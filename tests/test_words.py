@@ -66,7 +66,7 @@ def badly_begun(text: str, *, any_case: bool = False) -> Iterator[str]:
 
 
 def written(node: ast.AST) -> str | None:
-    """The text that a string expression gives, with {} where values come in; None where it is no string."""
+    """The text that a string expression gives, with {} where values come in; None where it is not a string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):

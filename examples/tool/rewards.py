@@ -1,7 +1,7 @@
 """A tool: the program that a completion writes is run, and the reward looks at what it prints.
 
 A program runs in a process of its own, in an empty folder, without the environment of the run, and with limits of
-time, memory and output. This keeps mistakes of a model away from the run. It is no protection against a program that
+time, memory and output. This keeps mistakes of a model away from the run. It is not a protection against a program that
 wants to do harm: run untrusted models in a container.
 """
 

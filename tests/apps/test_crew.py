@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.apps.crew import CrewSpec, engine_bundles, planned_crew, policy_environment
+from rlctl.apps.run_workers import RunWorkersSpec, engine_bundles, planned_workers, policy_environment
 from rlctl.cluster.placement import Bundle
 from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.errors import MachineError
@@ -56,15 +56,15 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     assert on_gpus == {"OMP_NUM_THREADS": "2", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1", "NCCL_ALGO": "Ring"}
 
 
-def crew_of(**generation: object) -> CrewSpec:
+def workers_of(**generation: object) -> RunWorkersSpec:
     sections = {"model": {"name": "Qwen/Qwen3-8B"}, "cluster": {"gpu": "h100", "nodes": 2}, "generation": generation}
     config, facts = RlctlConfig.model_validate(sections), lookup("Qwen/Qwen3-8B")
     assert facts is not None
-    return planned_crew(config, facts, plan_from_config(config, facts), Path("model"), None)
+    return planned_workers(config, facts, plan_from_config(config, facts), Path("model"), None)
 
 
 def test_nothing_sleeps_where_engines_have_devices_of_their_own() -> None:
-    together, apart, near = crew_of(), crew_of(devices=8), crew_of(devices=4)
+    together, apart, near = workers_of(), workers_of(devices=8), workers_of(devices=4)
     assert [one.engines.engine.sleeps for one in (together, apart, near) if one.engines] == [True, False, False]
     assert [one.colocated for one in (together, apart, near)] == [True, False, False]
     assert [one.own_nodes for one in (together, apart, near)] == [False, True, False]

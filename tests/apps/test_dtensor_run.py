@@ -126,7 +126,7 @@ def write_model(place: Path, family: str) -> Path:
 
 @pytest.mark.slow
 def test_a_teacher_whose_rollouts_are_not_packed_teaches_a_policy_whose_are(here, tiny_llama, tmp_path) -> None:
-    """It is no conversion of Megatron's, and its numbers do not depend on the ranks."""
+    """It is not a conversion of Megatron's, and its numbers do not depend on the ranks."""
     teacher = write_model(tmp_path / "teacher", "Falcon")
     form = ("--algorithm", "distillation", "--teacher", str(teacher), "--steps", "2")
     for ranks in (1, 2):

@@ -109,7 +109,7 @@ def test_answers_are_judged_and_samples_that_the_file_has_are_not_sampled_again(
         (["--task", "reasoning-gym:chain_sum", "--k", "4"], "pass@4 needs at least 4 samples"),
         (["--task", "reasoning-gym:chain_sum", "--step", "4"], "there is no --run-dir"),
         (["--task", "reasoning-gym:chain_sum", "--set", "run.steps=4"], "has no effect on an evaluation"),
-        (["--task", "reasoning-gym:chain_sum", "--run-dir", "absent"], "absent is no run"),
+        (["--task", "reasoning-gym:chain_sum", "--run-dir", "absent"], "absent is not a run"),
         (["--task", "reasoning-gym:chain_sum", "--task", "reasoning-gym:chain_sum"], "is given twice"),
     ],
 )

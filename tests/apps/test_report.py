@@ -124,11 +124,11 @@ def test_the_command_writes_one_report_or_compares_runs(
 
 def test_what_is_no_run_or_took_no_step_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert rlctl(["report", str(tmp_path / "nothing")]) == 2
-    assert capfd.readouterr().err.startswith(f"rlctl: {tmp_path / 'nothing'} is no run")  # no flag is named
+    assert capfd.readouterr().err.startswith(f"rlctl: {tmp_path / 'nothing'} is not a run")  # no flag is named
     empty = made_run(tmp_path / "empty", steps=0)
     with pytest.raises(InputError, match="no finished step"):
         compare_runs([empty.path], None)
     with pytest.raises(InputError, match="--output"):
         compare_runs([made_run(tmp_path / "run").path], tmp_path / "not" / "there.html")
-    with pytest.raises(InputError, match="null cannot be written: it is no file"):
+    with pytest.raises(InputError, match="null cannot be written: it is not a file"):
         compare_runs([tmp_path / "run"], Path(os.devnull))

@@ -318,7 +318,7 @@ def test_a_reward_model_is_trained_exported_and_scores_as_in_transformers(
     assert done.returncode == 0, done.stderr
     assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines_of(run))]
     refused = run_here(*wanted, "--reward", f"model:{tiny_llama}")
-    assert (refused.returncode, "is no reward model, but LlamaForCausalLM" in refused.stderr) == (2, True)
+    assert (refused.returncode, "is not a reward model, but LlamaForCausalLM" in refused.stderr) == (2, True)
 
 
 def test_a_dry_run_shows_the_text_and_what_has_a_loss(

@@ -34,7 +34,7 @@ class Ranks:
         if method.__name__ == "learn_from":
             self.taught = [args[0] for args in args_by_rank]
 
-    def submit_apart(self, method: Any, args: list[Any], values: list[int]) -> tuple[Any, list[list[str]]]:
+    def submit_by_handle(self, method: Any, args: list[Any], values: list[int]) -> tuple[Any, list[list[str]]]:
         self.call(method)
         handles = [[f"rank {rank} value {i}" for i in range(count)] for rank, count in enumerate(values)]
         return SimpleNamespace(results=lambda: None), handles

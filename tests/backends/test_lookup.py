@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.apps.backend_arguments import BackendArguments
-from rlctl.apps.crew import planned_crew
+from rlctl.apps.run_workers import planned_workers
 from rlctl.backends import lookup
 from rlctl.backends.base import EngineSpec, PolicySpec
 from rlctl.backends.lookup import (
@@ -73,12 +73,12 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> PolicyBackend:
 
 
 def planned(*sets: str, backend: str = "toy") -> Any:
-    """The crew of a run of the tiny Llama with the toy for a policy."""
+    """The workers of a run of the tiny Llama with the toy for a policy."""
     config = resolve(preset="laptop", sets=[f"training.backend={backend}", *sets], environment={}).config
     require_backends(config)
     plan = plan_from_config(config, tiny_facts(tied=False))
     refuse_unrunnable(plan)
-    return planned_crew(config, plan.facts, plan, Path("model"), None)
+    return planned_workers(config, plan.facts, plan, Path("model"), None)
 
 
 def test_a_backend_without_a_value_model_is_refused_one(toy: PolicyBackend) -> None:
@@ -93,11 +93,11 @@ def test_a_backend_without_a_value_model_is_refused_one(toy: PolicyBackend) -> N
 
 def test_a_backend_from_outside_is_looked_up_planned_and_shown(toy: PolicyBackend) -> None:
     assert policy_backend("toy") is toy
-    crew = planned()
-    assert crew.backend is toy
-    shown = BackendArguments.of(crew).to_json()
+    workers = planned()
+    assert workers.backend is toy
+    shown = BackendArguments.of(workers).to_json()
     assert list(shown) == ["optimizer", "vllm"]
-    assert shown["optimizer"] == {"lr": crew.policy.optimizer.lr}
+    assert shown["optimizer"] == {"lr": workers.policy.optimizer.lr}
 
 
 def test_a_backend_from_outside_refuses_for_itself(toy: PolicyBackend) -> None:
@@ -148,9 +148,9 @@ def test_an_engine_from_outside_is_selected_planned_and_shown(monkeypatch: pytes
 
     monkeypatch.setattr(lookup, "ENGINES", dict(lookup.ENGINES))
     register_backend(EngineBackend("toy", f"{__name__}:ToyEngine", spec, shown, refused))
-    crew = planned("generation.backend=toy", backend="auto")
-    assert crew.engines is not None
-    assert crew.engines.backend.worker.endswith(":ToyEngine")
-    assert BackendArguments.of(crew).to_json()["toy"]["path"] == "model"
+    workers = planned("generation.backend=toy", backend="auto")
+    assert workers.engines is not None
+    assert workers.engines.backend.worker.endswith(":ToyEngine")
+    assert BackendArguments.of(workers).to_json()["toy"]["path"] == "model"
     with pytest.raises(ConfigError, match="the toy does not know float16"):
         planned("generation.backend=toy", "model.dtype=float16", backend="auto")

@@ -69,7 +69,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         "is a pointer of Git LFS in place of the weights",
     ),
-    "truncated": (lambda file: file.write_bytes(b"\x10" + bytes(40)), "is no safetensors file, or it is truncated"),
+    "truncated": (lambda file: file.write_bytes(b"\x10" + bytes(40)), "is not a safetensors file, or it is truncated"),
 }
 
 
@@ -137,7 +137,7 @@ except ValueError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
     found, damaged = done.stdout.splitlines()
     assert found == str(repository / "snapshots" / ("0" * 40)), done.stderr
-    assert damaged.startswith(f"{found}/model.safetensors is no safetensors file, or it is truncated")
+    assert damaged.startswith(f"{found}/model.safetensors is not a safetensors file, or it is truncated")
 
 
 def test_converted_models_go_where_the_environment_says() -> None:

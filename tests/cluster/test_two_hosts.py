@@ -130,7 +130,7 @@ def test_a_cluster_that_asks_for_no_token_is_told_by_runs_and_doctor(cluster):
     start_ray(cluster.second, "--head", "--port", "6390", "--include-dashboard", "false", **NO_TOKEN)
     address = f"{cluster.second.chosen}:6390"
     stranger = cluster.first.run(sys.executable, "-c", JOIN, address, **TOKEN)
-    assert f"This machine is no node of the Ray cluster at {address}" in stranger.stderr
+    assert f"This machine is not a node of the Ray cluster at {address}" in stranger.stderr
     joined = cluster.second.run(sys.executable, "-c", JOIN, address, **TOKEN)
     assert f"warning: the Ray cluster at {address} asks for no token" in joined.stdout, joined.stderr
     asked = cluster.second.run(tool("rlctl"), "doctor", "--quick", "--ray-address", address, **NO_TOKEN)

@@ -171,7 +171,7 @@ def test_the_usage_of_each_process_is_told(lasting, monkeypatch):
 
 def test_what_a_worker_made_passes_to_others_by_handle_and_outlives_it(group):
     lengths = [(5, 10**6), ()]  # small ones travel with the answer, large ones stay in the store
-    asked, (handles, none) = group.submit_apart(
+    asked, (handles, none) = group.submit_by_handle(
         Counter.make, [(part,) for part in lengths], [len(part) for part in lengths]
     )
     assert asked.results() == ["made by 0", "made by 1"]
@@ -186,7 +186,7 @@ def test_what_a_worker_made_passes_to_others_by_handle_and_outlives_it(group):
 
 
 def test_what_a_dead_worker_was_to_make_is_an_error_like_its_result(group):
-    asked, _ = group.submit_apart(Counter.die, [()] * 2, [3, 3])
+    asked, _ = group.submit_by_handle(Counter.die, [()] * 2, [3, 3])
     assert [type(found).__name__ for found in asked.outcomes()] == ["WorkerDiedError"] * 2
 
 

@@ -33,7 +33,7 @@ def test_a_model_alone_is_converted_to_where_runs_look_for_it(
     assert not said  # it is taken as it is
 
 
-@pytest.mark.parametrize(("name", "said"), [("absent", "absent does not exist"), (".", "is no Megatron checkpoint")])
+@pytest.mark.parametrize(("name", "said"), [("absent", "absent does not exist"), (".", "is not a Megatron checkpoint")])
 def test_what_is_no_checkpoint_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
 ) -> None:
@@ -65,9 +65,9 @@ def test_a_text_part_is_taken_out_to_where_runs_look_for_it(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["text-part", "MODEL"], "is no model that takes images or sound as well as text"),
+        (["text-part", "MODEL"], "is not a model that takes images or sound as well as text"),
         (["text-part", "MODEL", "--revision", "main"], "--revision: .* is a directory"),
-        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL"], "is no model that takes images or sound"),
+        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL"], "is not a model that takes images or sound"),
         (
             ["megatron-to-hf", "MODEL", "out", "--into", "MODEL", "--dtype", "float32"],
             "--dtype: --into writes",

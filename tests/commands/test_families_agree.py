@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.crew import start_crew
-from rlctl.apps.refit_test import refit_crew, refit_test_job
+from rlctl.apps.refit_test import refit_test_job, refit_workers
+from rlctl.apps.run_workers import start_run_workers
 from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.config.load import resolve
 from support.commands import Run
@@ -41,16 +41,16 @@ def require_equal(found: dict) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shards_reach_the_engine_through_every_mover(placement: Any, family: str, tmp_path: Path) -> None:
-    """`--backend dtensor`, tensor parallel. One crew for all movers."""
+    """`--backend dtensor`, tensor parallel. One set of workers for all movers."""
     model = write_tiny_family(tmp_path / family, family)
     sizes = {"training.tp": 2, "training.dp": 1, "training.threads": 1, "generation.threads": 1}
     flags = {"model.name": str(model), "cluster.gpu": "cpu", "training.backend": "dtensor", **sizes}
     job = refit_test_job(resolve(flags=flags, environment={}), "auto", 2, print)
-    with start_crew(job.crew(), tmp_path) as crew:
-        crew.policy.load_model(job.source.weights)
+    with start_run_workers(job.workers(), tmp_path) as workers:
+        workers.policy.load_model(job.source.weights)
         for mover in ("shared-memory", "collective", "disk"):
             settings = job.config.refit.model_copy(update={"mover": mover, "directory": str(tmp_path)})
-            report = refit_crew(job, crew, settings, print)
+            report = refit_workers(job, workers, settings, print)
             assert report.to_json()["mover"] == mover
             require_equal(report.to_json())
 

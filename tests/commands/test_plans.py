@@ -90,7 +90,7 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
         (["refit-test", "--receive", "loader"], ["--synthetic", "deepseek-v3"], 2, "--receive loader would do nothing"),
         (GENERATE, ["--step", "3"], 2, "--step 3 is a checkpoint of a run"),
         (GENERATE, ["--prompts-file", os.devnull], 2, f"--prompts-file {os.devnull} holds no prompt"),
-        (GENERATE, ["--run-dir", "absent"], 2, "absent is no run: it has no manifest.json"),
+        (GENERATE, ["--run-dir", "absent"], 2, "absent is not a run: it has no manifest.json"),
         (GENERATE, ["--temperature", "-1"], 2, "(flag --temperature)"),
         (["plan", "--run", "x"], ["--model", "y"], 2, "--model would do nothing"),
         (GENERATE, ["--set", "run.steps=3"], 2, "--set run.steps=3 has no effect on completions"),

@@ -735,7 +735,7 @@ def test_a_warm_up_that_begins_one_step_later_is_a_difference(
 
 def test_a_learning_rate_in_quotes_is_named() -> None:
     result = import_recipe(RECIPES / "base.yaml", [Override("policy.optimizer.kwargs.lr", "1e-6")])
-    assert any("policy.optimizer.kwargs.lr is '1e-6', which is no number" in line for line in result.unsupported)
+    assert any("policy.optimizer.kwargs.lr is '1e-6', which is not a number" in line for line in result.unsupported)
 
 
 TORCH: dict[str, Any] = {

@@ -104,7 +104,7 @@ def test_an_algorithm_is_made_here_and_in_another_process(toy: Path) -> None:
 def test_an_algorithm_that_does_not_work_is_told(toy: Path) -> None:
     with pytest.raises(InputError, match=r"'broken' of toy-rlctl 1\.2 cannot be imported .*ModuleNotFoundError"):
         algorithm_from_config(config("broken"))
-    with pytest.raises(InputError, match=r"'function' of toy-rlctl 1\.2 is no class of an algorithm"):
+    with pytest.raises(InputError, match=r"'function' of toy-rlctl 1\.2 is not a class of an algorithm"):
         algorithm_from_config(config("function"))
     with pytest.raises(ConfigError) as caught:
         algorithm_from_config(config("toyy"))
@@ -127,7 +127,7 @@ def test_a_backend_is_registered_when_it_is_asked_for(toy: Path) -> None:
     assert "toy_rlctl.backend" not in sys.modules
     require_backends(selected("toy-backend"))
     assert policy_backend("toy-backend").worker == "toy_rlctl.worker:Worker"
-    with pytest.raises(ConfigError, match="is no PolicyBackend of that name"):
+    with pytest.raises(ConfigError, match="is not a PolicyBackend of that name"):
         require_backends(selected("other-name"))
     with pytest.raises(ConfigError, match="toy-bckend is not known") as caught:
         require_backends(selected("toy-bckend"))

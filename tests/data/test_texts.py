@@ -186,7 +186,7 @@ def test_pairs_share_their_prompt(tiny_llama: Path, tmp_path: Path) -> None:
         ({"question": "What?"}, "texts", "no text to train on. Its fields are question"),
         ({"messages": CHAT[:2]}, "texts", "has no message of the assistant"),
         ({"messages": CHAT[2:]}, "texts", "begins with a message of the assistant"),
-        ({"prompt": "What?", "completion": ""}, "texts", "field 'completion' is no completion"),
+        ({"prompt": "What?", "completion": ""}, "texts", "field 'completion' is not a completion"),
         ({"prompt": "What?", "chosen": "a"}, "pairs", "no field 'rejected'"),
         ({"chosen": "a", "rejected": "b"}, "pairs", "no field 'prompt'"),
         ({"chosen": CHAT, "rejected": CHAT}, "pairs", "not two answers to the same messages"),
@@ -252,7 +252,7 @@ def test_calls_and_tools_that_a_template_leaves_out_are_refused(tiny_llama: Path
     with pytest.raises(InputError, match="leaves out a part of message 2"):
         trained_texts(encoder_of(tiny_llama), row_of(tmp_path, without))
     asked["messages"][1]["tool_calls"] = ["add"]
-    with pytest.raises(InputError, match="no list of calls"):
+    with pytest.raises(InputError, match="a list of calls"):
         row_of(tmp_path, asked)
 
 
@@ -292,7 +292,7 @@ def test_ranked_completions_are_a_pair_of_the_best_and_the_worst(tmp_path: Path)
     path.write_text(json.dumps(said | {"completions": ranked}) + "\n")
     row = open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))[0]
     assert [one[0]["content"] for one in row.answer] == ["0", "2"]
-    for wrong, why in (([ranked[0], ranked[0]], "the same rank"), (["a", "b"], "no list of objects with `rank`")):
+    for wrong, why in (([ranked[0], ranked[0]], "the same rank"), (["a", "b"], "a list of objects with `rank`")):
         path.write_text(json.dumps(said | {"completions": wrong}) + "\n")
         with pytest.raises(InputError, match=why):
             open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))[0]

@@ -142,7 +142,7 @@ def test_a_function_is_a_tool_without_an_environment() -> None:
     [
         ({"name": "guess-nummer"}, "Unknown environment 'guess-nummer' \\(--env\\)"),
         ({"name": f"{TOYS}:Nobody"}, "the file has no function 'Nobody'"),
-        ({"name": f"{TOYS}:double"}, "is no class with a method `reset`"),
+        ({"name": f"{TOYS}:double"}, "is not a class with a method `reset`"),
         ({"name": f"{TOYS}:Counting", "params": {"rounds": 3}}, "does not take these parameters .*'rounds'"),
         ({"tools": (f"{TOYS}:undescribed",)}, "Tool 'undescribed' of the tools: .*description"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from rlctl.apps.crew import planned_crew, start_crew
+from rlctl.apps.run_workers import planned_workers, start_run_workers
 from rlctl.config.schema import RlctlConfig
 from rlctl.planner.from_config import plan_from_config
 from rlctl.rl.health import Health
@@ -61,15 +61,15 @@ def test_a_run_without_rollouts_has_a_policy_alone_and_a_loss_of_its_own_for_eac
     plan = plan_from_config(config, facts)
     assert plan.generation is None
     assert plan.mover is None
-    spec = planned_crew(config, facts, plan, tiny_llama, None)
+    spec = planned_workers(config, facts, plan, tiny_llama, None)
     assert spec.engines is None
     quiet: Any = Quiet()
     stop: Any = Stop()
-    with start_crew(spec, tmp_path) as crew:
-        assert crew.engines is None
-        assert set(crew.groups) == {"policy"}
-        crew.policy.load_model(tiny_llama)
-        parts = Parts(ToySource(), TwoLosses(config), crew.policy, quiet, quiet, Health(config.checks), StepTimer())
+    with start_run_workers(spec, tmp_path) as workers:
+        assert workers.engines is None
+        assert set(workers.groups) == {"policy"}
+        workers.policy.load_model(tiny_llama)
+        parts = Parts(ToySource(), TwoLosses(config), workers.policy, quiet, quiet, Health(config.checks), StepTimer())
         Loop(config, parts).run(stop)
     first, last = quiet.logged[0], quiet.logged[-1]
     assert first["loss"] == pytest.approx(expected_loss(tiny_llama), rel=1e-5)

@@ -14,7 +14,7 @@ import torch
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.batch import WeightedRollout
-from rlctl.backends.messages import GroupRequest, Sampling, joined
+from rlctl.backends.messages import GroupRequest, Sampling, attached
 from rlctl.backends.rows import build_row
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.config.schema import RlctlConfig
@@ -87,7 +87,7 @@ def test_episodes_that_go_on_by_themselves_are_the_same(host: Any, tiny_llama: P
     together = {one.group: one for one in call(host, EpisodeWorker.generate, requests(2), SAMPLING, 60.0)}
     call(host, EpisodeWorker.submit, requests(samples=2), SAMPLING)
     for _ in PROMPTS:
-        (one,) = joined(*call(host, EpisodeWorker.collect_apart, 60.0))
+        (one,) = attached(*call(host, EpisodeWorker.collect_by_handle, 60.0))
         other = together.pop(one.group)
         assert (one.columns.tokens_T == other.columns.tokens_T).all()
         assert (one.rewards, one.texts) == (other.rewards, other.texts)

@@ -96,7 +96,7 @@ def test_a_decimal_of_a_parquet_file_is_a_difficulty(tmp_path: Path) -> None:
     [
         ({}, ["needs the field", "data.difficulty_field"]),
         ({"difficulty_field": "levle"}, ["line 1", "no field 'levle'", "Did you mean level"]),
-        ({"difficulty_field": "level"}, ["line 2", "'level' (data.difficulty_field) is 'hard', which is no number"]),
+        ({"difficulty_field": "level"}, ["line 2", "'level' (data.difficulty_field) is 'hard', which is not a number"]),
         ({"difficulty_field": "level.x"}, ["no field 'level.x'"]),
     ],
 )

@@ -166,7 +166,7 @@ def test_an_answer_for_which_json_has_no_word_is_written_as_a_text(run):
 
 
 def test_half_of_a_character_is_written_and_comes_back(run, tmp_path):
-    """A row of the data may hold it in any field, and a name of a file that is no UTF-8."""
+    """A row of the data may hold it in any field, and a name of a file that is not UTF-8."""
     half = "a\ud800b"
     run.write_manifest({"config": {}, "command": [half, "\udcff"]})
     run.write_rollouts(1, [{"answer": half}])

@@ -67,7 +67,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(content)
-    with pytest.raises(InputError, match="line 1 is no sample of an evaluation"):
+    with pytest.raises(InputError, match="line 1 is not a sample of an evaluation"):
         SampleFile(path)
     assert path.read_text() == content
 

@@ -92,7 +92,7 @@ def test_a_completion_may_hold_any_end_of_a_line(run_directory: Path, capsys: An
 def test_rollouts_that_no_run_wrote_are_named(run_directory: Path, capsys: Any) -> None:
     (run_directory / "rollouts" / "step_11.jsonl").write_text('{"reward": "high"}')
     assert cli.run(["rollouts", str(run_directory)]) == 2
-    assert "step_11.jsonl cannot be read: a reward is no number" in capsys.readouterr().err
+    assert "step_11.jsonl cannot be read: a reward is not a number" in capsys.readouterr().err
 
 
 def test_a_sample_of_messages_is_read_too() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.crew import ENGINE_WORKER
+from rlctl.apps.run_workers import ENGINE_WORKER
 from rlctl.backends.base import EngineWorker
 from rlctl.cluster.workers import PendingCall
 

@@ -155,7 +155,7 @@ def results(run_dir: Path) -> list[dict]:
 
 
 def worker_name(process: psutil.Process, run_dir: Path) -> str | None:
-    """Name of the worker whose log the process writes to; None: it is no worker of the run."""
+    """Name of the worker whose log the process writes to; None: it is not a worker of the run."""
     with contextlib.suppress(OSError):
         output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
         if output.parent == run_dir / "logs":

@@ -189,7 +189,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_line_with_a_band() -> None
     assert "run.seed 0, 1 2" in shown
     assert text.count(' band"') > 5
     assert ' band"' not in page([of(0), of(2, "other", **{"optimizer.lr": "1e-6"})])
-    assert "seeds" not in page([of(0), of(0, "again")])  # the same seed twice is no band
+    assert "seeds" not in page([of(0), of(0, "again")])  # the same seed twice is not a band
 
 
 @pytest.mark.parametrize(

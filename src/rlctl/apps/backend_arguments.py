@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from rlctl.apps.crew import CrewSpec, EnginesSpec
+from rlctl.apps.run_workers import EnginesSpec, RunWorkersSpec
 from rlctl.backends.lookup import SectionArguments
 from rlctl.config.installed import fields_of
 from rlctl.config.load import Resolved
@@ -25,7 +25,7 @@ class BackendArguments:
     classes: tuple[SectionArguments, ...]
 
     @classmethod
-    def of(cls, spec: CrewSpec | EnginesSpec) -> BackendArguments:
+    def of(cls, spec: RunWorkersSpec | EnginesSpec) -> BackendArguments:
         """The arguments of a policy and its engines, or of engines alone."""
         if isinstance(spec, EnginesSpec):
             return cls(tuple(spec.backend.arguments(spec.engine)))

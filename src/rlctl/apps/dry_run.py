@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlctl.apps.backend_arguments import BackendArguments, differences
-from rlctl.apps.crew import planned_crew, planned_teacher
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.open_model import NamedModel, find_model, published_facts, published_teacher
 from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
+from rlctl.apps.run_workers import planned_teacher, planned_workers
 from rlctl.backends.lookup import POLICY
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
@@ -55,7 +55,7 @@ class DryRun:
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
         """The dry run of a prepared job; `told` is what was said while it was prepared."""
         notes = (*about(job), *_machine(job.resolved, job.plan), *told)
-        return cls(job.resolved, job.plan, BackendArguments.of(job.crew_spec()), notes, FirstLook.of(job))
+        return cls(job.resolved, job.plan, BackendArguments.of(job.workers_spec()), notes, FirstLook.of(job))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -198,10 +198,10 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         resolved = resolved.with_values(plan.config_values())
         unchecked = "Tokenizer, data and rewards were not checked: the plan is made from the catalog."
         notes = [*told, error.message, unchecked]
-        crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
+        workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None)
         if teacher is not None:
-            crew = replace(crew, teacher=planned_teacher(resolved.config, facts, teacher, plan))
-        return DryRun(resolved, plan, BackendArguments.of(crew), (*notes, *_assumed(resolved, plan)))
+            workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan))
+        return DryRun(resolved, plan, BackendArguments.of(workers), (*notes, *_assumed(resolved, plan)))
     return DryRun.of(job, told)
 
 
@@ -210,7 +210,7 @@ def dry_refit_test(resolved: Resolved) -> DryRun:
     facts = published_facts(resolved.config.model)
     planned, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
     job = RefitTestJob(planned.config, _unopened(resolved), facts, plan)
-    return DryRun(planned, plan, BackendArguments.of(job.crew()), tuple(_assumed(resolved, plan)))
+    return DryRun(planned, plan, BackendArguments.of(job.workers()), tuple(_assumed(resolved, plan)))
 
 
 def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int) -> DryRun:

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.backend_arguments import BackendArguments
-from rlctl.apps.crew import CrewSpec, EnginesSpec, device_of, planned_crew, planned_engines, start_crew, start_engines
 from rlctl.apps.open_model import NamedModel, open_model
 from rlctl.apps.prepare import require_devices
+from rlctl.apps.run_workers import (
+    EnginesSpec,
+    RunWorkersSpec,
+    device_of,
+    planned_engines,
+    planned_workers,
+    start_engines,
+    start_run_workers,
+)
 from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
 from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
@@ -84,22 +92,22 @@ class CompletionJob:
     def engines(self, plan: Plan) -> EnginesSpec:
         """The engines of a plan; the configuration holds the plan's values."""
         if plan.training is not None:
-            engines = self.crew(plan).engines
+            engines = self.workers(plan).engines
             assert engines is not None  # a plan of completions has them
             return engines
         directory = self.model.source.directory
         return planned_engines(self.config, self.facts, plan, directory, plan.workload.max_length, colocated=False)
 
-    def crew(self, plan: Plan) -> CrewSpec:
+    def workers(self, plan: Plan) -> RunWorkersSpec:
         """Policy and engines of a plan with both."""
         directory, length = self.model.source.directory, plan.workload.max_length
-        return planned_crew(
+        return planned_workers(
             self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True, trains=False
         )
 
     def arguments(self, plan: Plan) -> BackendArguments:
         """The arguments of the classes that are built for a plan."""
-        return BackendArguments.of(self.crew(plan) if plan.training else self.engines(plan))
+        return BackendArguments.of(self.workers(plan) if plan.training else self.engines(plan))
 
 
 def completion_job(
@@ -173,7 +181,7 @@ def _stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise InputError(f"--prompts-file -: stdin is no UTF-8 text: {error}.") from error
+        raise InputError(f"--prompts-file -: stdin is not UTF-8 text: {error}.") from error
 
 
 def _json_prompt(line: str, where: str, field: str) -> Any:
@@ -253,14 +261,14 @@ def started_engines(
             with start_engines(spec, job.config.cluster, logs) as engines:
                 yield engines, None, contextlib.nullcontext()
             return
-        with start_crew(replace(job.crew(plan), engines=spec), logs) as crew:
+        with start_run_workers(replace(job.workers(plan), engines=spec), logs) as workers:
             saved, adapters = job.checkpoint, job.config.training.lora.rank > 0
             if saved is None or adapters:  # a checkpoint of adapters holds these alone
-                crew.policy.load_model(job.model.source.weights)
+                workers.policy.load_model(job.model.source.weights)
             if saved is not None:
-                (crew.policy.load_saved if adapters else crew.policy.load_model)(saved.policy)
-            source, limit = None if saved else job.model.source, error_limit(job.config, crew.spec.policy.dtype)
-            with crew.weight_sync(job.config.refit, source, decode_limit=limit) as sync:
+                (workers.policy.load_saved if adapters else workers.policy.load_model)(saved.policy)
+            source, limit = None if saved else job.model.source, error_limit(job.config, workers.spec.policy.dtype)
+            with workers.weight_sync(job.config.refit, source, decode_limit=limit) as sync:
                 for share in sync.refit(saved.step if saved else 0).shares:
                     tell(f"weights: {share}")
-                yield sync.engines, crew.policy, sync.generating()
+                yield sync.engines, workers.policy, sync.generating()

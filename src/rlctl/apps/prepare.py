@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import __version__
-from rlctl.apps.crew import CrewSpec, converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.apps.open_model import (
     NamedModel,
     find_model,
@@ -25,6 +24,15 @@ from rlctl.apps.open_model import (
     published_teacher,
     require_same_tokens,
     what_there_is,
+)
+from rlctl.apps.run_workers import (
+    RunWorkersSpec,
+    converts,
+    device_of,
+    planned_policy,
+    planned_teacher,
+    planned_workers,
+    refusal_of,
 )
 from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backends
@@ -120,21 +128,23 @@ class Job:
         """The metrics that are computed while the run trains."""
         return (*declared(self.algorithm), *(CRITIC_METRICS if self.config.has_critic else ()))
 
-    def crew_spec(self) -> CrewSpec:
+    def workers_spec(self) -> RunWorkersSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
-        crew = planned_crew(self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True)
+        workers = planned_workers(
+            self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True
+        )
         teacher = None
         if self.teacher is not None:
             top = self.algorithm.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
             teacher = replace(teacher, model_dir=self.teacher.source.directory)
-            if self.projection is not None and teacher.teaches is not None:  # padding is no token of the teacher
+            if self.projection is not None and teacher.teaches is not None:  # padding is not a token of the teacher
                 vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)
                 teacher = replace(teacher, teaches=Teaching(vocab, min(top, vocab), by_text=True))
-        if self.prompts.environment is not None and crew.engines is not None:
-            episode = replace(self.prompts.environment, max_length=crew.engines.engine.max_length)
-            crew = replace(crew, engines=replace(crew.engines, episode=episode))
-        return replace(crew, validation=self.validation.rewards if self.validation else None, teacher=teacher)
+        if self.prompts.environment is not None and workers.engines is not None:
+            episode = replace(self.prompts.environment, max_length=workers.engines.engine.max_length)
+            workers = replace(workers, engines=replace(workers.engines, episode=episode))
+        return replace(workers, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
         """Digest of the files of a directory, or of the vocabulary of a tokenizer that came from the hub."""
@@ -454,7 +464,7 @@ def _require_refit_directory(directory: str | None) -> None:
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise InputError(
-            f"refit.directory = {directory} cannot be written to: {there} is no directory that takes files.",
+            f"refit.directory = {directory} cannot be written to: {there} is not a directory that takes files.",
             "Name another: --set refit.directory=DIR.",
         )
 

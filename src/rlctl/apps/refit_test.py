@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlctl.apps import refit_report
-from rlctl.apps.crew import Crew, CrewSpec, converts, device_of, planned_crew, start_crew
 from rlctl.apps.open_model import open_model
 from rlctl.apps.prepare import require_devices, runnable_plan
 from rlctl.apps.refit_report import LogprobLimit, RefitTestReport
+from rlctl.apps.run_workers import RunWorkers, RunWorkersSpec, converts, device_of, planned_workers, start_run_workers
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
@@ -54,10 +54,10 @@ class RefitTestJob:
     def dtype(self) -> str:
         return resolve_dtype(self.config.model.dtype, device_of(self.plan))
 
-    def crew(self) -> CrewSpec:
-        """The crew of a training run, with room for the test's short completions alone."""
+    def workers(self) -> RunWorkersSpec:
+        """The workers of a training run, with room for the test's short completions alone."""
         directory, empty = self.source.directory, self.source.megatron is not None
-        return planned_crew(
+        return planned_workers(
             self.config, self.facts, self.plan, directory, None,
             max_length=self.max_length, dummy_weights=empty, trains=False,
         )  # fmt: skip
@@ -89,19 +89,21 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> RefitTestR
     address = job.config.cluster.ray_address
     with temporary_folder("refit-test", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the policy and the engine")
-        with start_crew(job.crew(), logs) as crew:
-            crew.policy.load_model(job.source.weights)
-            return refit_crew(job, crew, job.config.refit, tell)
+        with start_run_workers(job.workers(), logs) as workers:
+            workers.policy.load_model(job.source.weights)
+            return refit_workers(job, workers, job.config.refit, tell)
 
 
-def refit_crew(job: RefitTestJob, crew: Crew, settings: RefitConfig, tell: Callable[[str], None]) -> RefitTestReport:
-    """Test the refits of a started crew whose policy has its weights."""
-    with crew.weight_sync(settings, job.source, receive=job.receive) as sync:
+def refit_workers(
+    job: RefitTestJob, workers: RunWorkers, settings: RefitConfig, tell: Callable[[str], None]
+) -> RefitTestReport:
+    """Test the refits of a run's workers, whose policy has its weights."""
+    with workers.weight_sync(settings, job.source, receive=job.receive) as sync:
         return refit_report.run(
             sync,
             model=job.source.label,
             prompts=fixed_prompts(job.facts.vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),
-            compare_logprobs=lambda results: policy_difference(crew.policy, results),
+            compare_logprobs=lambda results: policy_difference(workers.policy, results),
             repeat=job.repeat,
             logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
             timeout_s=settings.timeout_s,

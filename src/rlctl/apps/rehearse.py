@@ -238,7 +238,7 @@ def _variables(folder: Path) -> dict[str, str]:
 
 def export(run: Path, destination: Path) -> str:
     """Write the Hugging Face model of a run, have transformers load it and compute a text, and say so. Raises
-    VerificationError where it lacks a weight or computes what is no number."""
+    VerificationError where it lacks a weight or computes what is not a number."""
     import torch
     import transformers
 

@@ -69,7 +69,7 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.parent}.", "Name another place.")
     if output.exists() and not output.is_file():  # the page would replace /dev/null
-        raise InputError(f"--output {output} cannot be written: it is no file.", "Name another place.")
+        raise InputError(f"--output {output} cannot be written: it is not a file.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
         found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
+from rlctl.apps.run_workers import RunWorkers, start_run_workers
 from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
@@ -159,17 +159,17 @@ def _train(
         stack.enter_context(telling_waits(display.say))
         stop.install()  # an import of Ray's may have swallowed a signal
         stop.trouble = dead_process
-        crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
-        policy = _load_policy(job, crew, display)
+        workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing))
+        policy = _load_policy(job, workers, display)
         if job.config.preference.precompute:
             display.doing("log-probs of the reference model")
             _precompute_reference(job, run, policy)
         resume_from = _load_newest(run, policy, display, manifest) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = agreement = None
-        if crew.engines is not None:
+        if workers.engines is not None:
             trained = resume_from is not None or not job.config.makes_rollouts
-            sync = _weight_sync(job, crew, None if trained else job.source, display, stack)
+            sync = _weight_sync(job, workers, None if trained else job.source, display, stack)
         if sync is not None and job.config.makes_rollouts:
             agreement = Agreement.from_config(job.config, precision_of(job.config, job.dtype))
             if agreement.note:
@@ -177,15 +177,15 @@ def _train(
         saver = Saver(run, policy, job.config, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
-        timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
-        rollouts = stack.enter_context(_rollouts(job, crew, sync, timer, display))
-        journal = RunJournal(job, run, display, loggers, Machine(crew))
+        timer.watch, display.progress = display.phase, _progress_of(workers, job.config.batch)
+        rollouts = stack.enter_context(_rollouts(job, workers, sync, timer, display))
+        journal = RunJournal(job, run, display, loggers, Machine(workers))
         validation = None
         if isinstance(job.validation, HeldOutTexts):
             told = journal.refitted
             validation = TextValidation(job.config, job.validation, policy, job.algorithm, sync, told)
         elif job.validation is not None and sync is not None:
-            scorers = _scorers(job, crew.validation, policy)
+            scorers = _scorers(job, workers.validation, policy)
             validation = SampledValidation(job.config, job.validation, sync.engines, scorers, sync)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
@@ -211,21 +211,21 @@ def _train(
         if steps.step < job.config.run.steps:
             require_processes()
         display.doing("stopping the processes")
-        _keep_memory(run, crew, display)
+        _keep_memory(run, workers, display)
         return steps.step, interrupted
 
 
 def _weight_sync(
-    job: Job, crew: Crew, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
+    job: Job, workers: RunWorkers, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
 ) -> WeightSync:
     """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
     checkpoint."""
-    sync = crew.weight_sync(
+    sync = workers.weight_sync(
         job.config.refit, source, offload=job.offload, tell=display.say,
         restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
     )  # fmt: skip
-    assert crew.spec.engines is not None  # weights are sent to engines
-    flag = crew.spec.engines.backend.without_graphs
+    assert workers.spec.engines is not None  # weights are sent to engines
+    flag = workers.spec.engines.backend.without_graphs
     sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, flag)) else None
     return stack.enter_context(sync)
 
@@ -263,28 +263,28 @@ def _converted(job: Job, display: Display) -> Job:
     return job
 
 
-def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
+def _progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
     """Return how far a phase of a step has come: completions of all engines, or micro-batches of a rank."""
 
     def progress(phase: Phase) -> tuple[int, int] | None:
-        if phase is Phase.GENERATION and crew.engines is not None:
-            told = crew.engines.group.progress()
+        if phase is Phase.GENERATION and workers.engines is not None:
+            told = workers.engines.group.progress()
             return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
         if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
-            return crew.policy.group.part([0]).progress().get(0)
+            return workers.policy.group.part([0]).progress().get(0)
         return None
 
     return progress
 
 
 def _rollouts(
-    job: Job, crew: Crew, sync: WeightSync | None, timer: StepTimer, display: Display
+    job: Job, workers: RunWorkers, sync: WeightSync | None, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
     """Return the source that `rollouts.mode` asks for."""
     if isinstance(job.prompts, TextStream):
         return contextlib.nullcontext(DatasetSource(job.config, job.prompts))
     assert sync is not None  # prompts are answered by engines
-    parts = (job.config, job.prompts, sync.engines, _scorers(job, crew.reward, crew.policy), sync, timer)
+    parts = (job.config, job.prompts, sync.engines, _scorers(job, workers.reward, workers.policy), sync, timer)
     if job.config.rollouts.mode == "async":
         return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
@@ -296,10 +296,10 @@ def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: Policy
     return Scorers(workers, model) if workers is not None else None
 
 
-def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
+def _keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:
     """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
     try:
-        write_json(run.memory, {name: group.peak_memory() for name, group in crew.groups.items()})
+        write_json(run.memory, {name: group.peak_memory() for name, group in workers.groups.items()})
     except (WorkerError, OSError) as error:
         display.say(f"The processes' memory was not recorded: {error}")
 
@@ -313,19 +313,19 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
+def _load_policy(job: Job, workers: RunWorkers, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
-    policy = crew.policy
+    policy = workers.policy
     display.doing("loading weights")
     policy.load_model(job.source.weights)
     if "reference_logprobs" in job.algorithm.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
-    if crew.teacher is not None and job.teacher is not None:
-        display.doing(f"loading the {crew.teacher.group.name}")
+    if workers.teacher is not None and job.teacher is not None:
+        display.doing(f"loading the {workers.teacher.group.name}")
         # Rollouts are scored while the policy trains, where they are sampled meanwhile.
         stays = job.config.rollouts.mode == "async" and not job.config.teacher.model
-        policy.teacher = Teacher(crew.teacher, job.offload and not stays)
+        policy.teacher = Teacher(workers.teacher, job.offload and not stays)
         policy.teacher.load_model(job.teacher.source.weights)
         if job.projection is not None:
             policy.hold_projection(job.projection)
@@ -464,15 +464,15 @@ def _sampled(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
 class Machine:
     """Asks once a step for the memory and processors that driver, ranks and engines use."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew, self._driver = crew, UsageSampler()
+    def __init__(self, workers: RunWorkers) -> None:
+        self._workers, self._driver = workers, UsageSampler()
         self.metrics()  # the next answer is of the time since this one
 
     def metrics(self) -> dict[str, float]:
         """Return `system` of a metrics line. Processes that are gone are left out."""
         driver = self._driver.sample()
         try:
-            used = {name: group.usage() for name, group in self._crew.groups.items()}
+            used = {name: group.usage() for name, group in self._workers.groups.items()}
             policy = [one for name in ("policy", "teacher", "reward-model") for one in used.get(name, [])]
             return system_metrics(driver, policy, used.get("engine", []))
         except RlctlError:  # Ray is broken, which the step that needs it tells

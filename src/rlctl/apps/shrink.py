@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.crew import training_of
+from rlctl.apps.run_workers import training_of
 from rlctl.backends.base import resolve_dtype
 from rlctl.config.keys import TEACHER_SIZES
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
@@ -45,7 +45,7 @@ UNTOLD = frozenset((
     "validation.reward", "data.name", "validation.data.name", "filter.max_rounds", "run.checkpoint_every",
     "training.sequence_parallel", "generation.devices",
 ))  # fmt: skip
-"""Keys whose other value in a rehearsal is no news, or is told as what plays a part."""
+"""Keys whose other value in a rehearsal is not news, or is told as what plays a part."""
 GPU_FIELDS = (
     "megatron.fp8", "megatron.fp4", "megatron.transformer_impl", "megatron.moe_grouped_gemm", "megatron.moe_permute",
     "megatron.moe_router_fusion", "megatron.moe_token_dispatcher", "megatron.moe_flex", "megatron.moe_enable_deepep",

@@ -70,7 +70,7 @@ def _tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase | None, str 
 
 
 def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, RewardConfig]]:
-    """Yield the name of each source of data that is no task, how it is read, and its rewards."""
+    """Yield the name of each source of data that is not a task, how it is read, and its rewards."""
     found = [(one.data, one.reward) for one in source_settings(config)]
     if config.validation.wanted and config.validation.data.name:
         held = validation_data(config.data, config.validation.data)

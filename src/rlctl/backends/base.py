@@ -413,16 +413,16 @@ class EpisodeWorker(EngineWorker, Protocol):
         WaitTimeoutError after `timeout_s`, and WorkerError while the weights are half-updated."""
         ...
 
-    def generate_apart(
+    def generate_by_handle(
         self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
     ) -> tuple[list[GroupResult], list[Any]]:
-        """As `generate`, with the token-sized values apart (`messages.apart`), to be handed on by handle."""
+        """As `generate`, with the token-sized values apart (`messages.detached`), to be handed on by handle."""
         ...
 
     def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Begin the episodes of some prompts, which go on by themselves."""
 
-    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
-        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_apart`, or
+    def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_by_handle`, or
         nothing where the engine falls asleep before. Raises WaitTimeoutError after `timeout_s`."""
         ...

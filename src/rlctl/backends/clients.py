@@ -18,7 +18,7 @@ from rlctl.backends.batch import (
     MinibatchResult,
     TrainBatch,
 )
-from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
+from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, attached
 from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
@@ -105,7 +105,7 @@ class PolicyClient(Generic[W_co]):
         """Return the handles of the log-probs of each group of the loaded batch, as a teacher's ranks compute them."""
         reporting = [self.parallel.reports(rank) for rank in range(len(self.group))]
         counts = [len(shard.columns) * reports for shard, reports in zip(self._shards, reporting, strict=True)]
-        asked, handles = self.group.submit_apart(PolicyWorker.teach, [() for _ in counts], counts)
+        asked, handles = self.group.submit_by_handle(PolicyWorker.teach, [() for _ in counts], counts)
         asked.results()
         found: dict[int, list[object]] = {}
         for shard, own in zip(self._shards, handles, strict=True):
@@ -208,7 +208,7 @@ class PendingGroups:
         (found,) = self.call.results()
         if self.keeps:
             keep_here(self.handles)
-        return joined(found, self.handles)
+        return attached(found, self.handles)
 
     def late(self) -> WaitTimeoutError:
         """The error of a call that has not ended by `until`."""
@@ -233,8 +233,8 @@ class EngineClient:
     ) -> list[list[GroupResult] | WorkerError | WaitTimeoutError]:
         """Give each engine its share of the requests; return the results of each engine, with handles of columns and
         texts, or the error of one that failed, is gone, or did not answer in `timeout_s`."""
-        asked, handles = self.group.within(timeout_s + MARGIN_S).submit_apart(
-            EpisodeWorker.generate_apart,
+        asked, handles = self.group.within(timeout_s + MARGIN_S).submit_by_handle(
+            EpisodeWorker.generate_by_handle,
             [(share, sampling, timeout_s) for share in shares],
             [VALUES_A_GROUP * len(share) for share in shares],
         )
@@ -249,7 +249,7 @@ class EngineClient:
                 keep_here(values)
         except WorkerError as error:
             return error
-        return joined(found, values)
+        return attached(found, values)
 
     def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
@@ -257,8 +257,8 @@ class EngineClient:
 
     def collect(self, engine: object, timeout_s: float) -> PendingGroups:
         """Ask one of `engines` for the next of the groups that were submitted to it."""
-        asked, (values,) = self._alone(engine, timeout_s).submit_apart(
-            EpisodeWorker.collect_apart, [(timeout_s,)], [VALUES_A_GROUP]
+        asked, (values,) = self._alone(engine, timeout_s).submit_by_handle(
+            EpisodeWorker.collect_by_handle, [(timeout_s,)], [VALUES_A_GROUP]
         )
         return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
 

@@ -123,7 +123,7 @@ def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], k
         record = load_plugin(entry)
         if not (isinstance(record, kind) and record.name == name):
             raise ConfigError(
-                f"{key} = {name}: {entry.value} of {origin(entry)} is no {kind.__name__} of that name.",
+                f"{key} = {name}: {entry.value} of {origin(entry)} is not a {kind.__name__} of that name.",
                 "Update or uninstall that package.",
             )
         register_backend(record)

@@ -129,15 +129,15 @@ VALUES_A_GROUP = 3
 """Token-sized values of a result."""
 
 
-def apart(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[Any]]:
-    """Return results whose token-sized values are replaced by places in the list of them; `joined` undoes it."""
+def detached(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[Any]]:
+    """Return results whose token-sized values are replaced by places in the list of them; `attached` undoes it."""
     values = [value for result in results for value in (result.columns, result.texts, result.transcripts)]
     places = range(0, len(values), VALUES_A_GROUP)
     found = zip(places, results, strict=True)
     return [replace(r, columns=at, texts=at + 1, transcripts=at + 2) for at, r in found], values
 
 
-def joined(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
+def attached(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
     """Return the results with `values`, or handles of them, in their places."""
     return [
         replace(r, columns=values[r.columns], texts=values[r.texts], transcripts=values[r.transcripts]) for r in results

@@ -50,7 +50,7 @@ def inspect(path: Path) -> Inspection:
     """Look at a Hugging Face directory, a Megatron checkpoint, or a run.
 
     Raises:
-        InputError: there is nothing at `path`, or it is no checkpoint of a known format.
+        InputError: there is nothing at `path`, or it is not a checkpoint of a known format.
     """
     if not path.exists():
         raise InputError(f"{path} does not exist.")
@@ -59,7 +59,7 @@ def inspect(path: Path) -> Inspection:
         return _inspect_megatron(path, found)
     if not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         hint = "Known: a Hugging Face directory, a Megatron torch_dist checkpoint, a run of rlctl."
-        raise InputError(f"{path} is no checkpoint of a known format.", hint)
+        raise InputError(f"{path} is not a checkpoint of a known format.", hint)
     result = Inspection(str(path), "huggingface", parallelism_agnostic=True)
     files = _noting(result, lambda: SafetensorsDirectory.open(path))
     if files is not None:

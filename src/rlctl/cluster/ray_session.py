@@ -356,7 +356,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def _require_membership(address: str) -> None:
-    """Raise MachineError where this machine is no node of the cluster: Ray would abort this process. Raises RayError
+    """Raise MachineError where this machine is not a node of the cluster: Ray would abort this process. Raises RayError
     where the cluster turns us away."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue] - compiled
 
@@ -366,7 +366,7 @@ def _require_membership(address: str) -> None:
     alive = {node.node_manager_address for node in nodes if node.state == 0}
     if not alive & {one.address for of_interface in psutil.net_if_addrs().values() for one in of_interface}:
         raise MachineError(
-            f"This machine is no node of the Ray cluster at {address} (those are {', '.join(sorted(alive))}).",
+            f"This machine is not a node of the Ray cluster at {address} (those are {', '.join(sorted(alive))}).",
             f"Run rlctl on one of them, or add this machine: `ray start --address {address}`.",
         )
 

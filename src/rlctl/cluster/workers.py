@@ -132,7 +132,7 @@ class _Host:
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return self._logged(lambda: getattr(self.worker, method)(*args, **kwargs))
 
-    def call_apart(self, method: str, args: tuple) -> Any:
+    def call_by_handle(self, method: str, args: tuple) -> Any:
         """Call a method that returns (result, values); each of the values becomes an object of its own."""
         result, values = self.call(method, args, {})
         return (result, *values) if values else result
@@ -419,7 +419,7 @@ class WorkerGroup(Generic[W_co]):
             pairs = zip(self.hosts, args_by_rank, strict=True)
             return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host, args in pairs])
 
-    def submit_apart(
+    def submit_by_handle(
         self,
         method: Callable[[W_co, *Ts], tuple[R, list[Any]]],
         args_by_rank: Sequence[tuple[*Ts]],
@@ -434,7 +434,7 @@ class WorkerGroup(Generic[W_co]):
         submitted: list[Any] = []
         handles: list[list[Any]] = []
         for host, args, count in zip(self.hosts, args_by_rank, values, strict=True):
-            refs = host.call_apart.options(num_returns=1 + count).remote(name, args)
+            refs = host.call_by_handle.options(num_returns=1 + count).remote(name, args)
             result, *rest = refs if count else [refs]
             submitted.append(result)
             handles.append(rest)

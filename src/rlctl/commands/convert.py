@@ -142,7 +142,7 @@ def _with_text_part(name: str, revision: str | None = None) -> Path:
 
     found = resolve_model(name, revision, tell=message)
     if found.megatron is not None or not has_text_part(found.directory):
-        why = f"{name} is no model that takes images or sound as well as text."
+        why = f"{name} is not a model that takes images or sound as well as text."
         raise InputError(why, "Such a model has a text part; a text model needs no such step.")
     return found.directory
 

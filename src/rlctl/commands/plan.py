@@ -128,13 +128,13 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.apps.backend_arguments import BackendArguments, differences
-    from rlctl.apps.crew import planned_crew
+    from rlctl.apps.run_workers import planned_workers
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
 
     name = resolved.config.model.name or ""
     planned = resolved.with_values(made.config_values())
-    arguments = BackendArguments.of(planned_crew(planned.config, made.facts, made, Path(name), None))
+    arguments = BackendArguments.of(planned_workers(planned.config, made.facts, made, Path(name), None))
     pinned = arguments.pinned(planned)
     if json_:
         data = {"model": name} | plan_json(made)

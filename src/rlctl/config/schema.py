@@ -1257,7 +1257,7 @@ class RlctlConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value model is trained next to the policy. The planner, the crew and the loop all read this."""
+        """Whether a value model is trained next to the policy. The planner, the workers and the loop all read this."""
         return self.advantage.baseline == "critic"
 
     @property

@@ -31,7 +31,7 @@ Loader.yaml_constructors = {
     tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in CORE_TAGS
 }
 INVALID = (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError)
-"""Errors of a document that is no YAML, or holds a value that its tag or Python does not take (`!!bool 3`)."""
+"""Errors of a document that is not YAML, or holds a value that its tag or Python does not take (`!!bool 3`)."""
 
 
 def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -66,7 +66,7 @@ for kind, (pattern, first) in RESOLVERS.items():
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), list(first))
 Loader.add_constructor("tag:yaml.org,2002:map", construct_mapping)
 Loader.add_constructor("tag:yaml.org,2002:int", construct_int)
-Loader.add_constructor(MERGE, yaml.SafeLoader.construct_yaml_str)  # where it is no key
+Loader.add_constructor(MERGE, yaml.SafeLoader.construct_yaml_str)  # where it is not a key
 
 
 def parse_value(text: str) -> Any:

@@ -88,7 +88,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def known_benchmark(name: str) -> tuple[Benchmark, str | None] | None:
-    """Return the data set of a short name, and the path in `NAME:PATH`; None where it is no short name."""
+    """Return the data set of a short name, and the path in `NAME:PATH`; None where it is not a short name."""
     short, _, path = name.partition(":")
     return (BENCHMARKS[short], path or None) if short in BENCHMARKS else None
 

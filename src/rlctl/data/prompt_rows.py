@@ -192,7 +192,9 @@ def checked_messages(value: Any, field_name: str, where: str, *, calls: bool = F
     """Return a list of chat messages with their texts, and with `calls` the calls of tools in them. Raises InputError
     naming row and field for anything else."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise InputError(f"{where}: field {field_name!r} is no list of chat messages.", "It has at least one message.")
+        raise InputError(
+            f"{where}: field {field_name!r} is not a list of chat messages.", "It has at least one message."
+        )
     return [_message(one, field_name, where) | (_calls(one, where) if calls else {}) for one in value]
 
 
@@ -208,7 +210,7 @@ def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         parsed = [(name, json.loads(held) if isinstance(held, str) else dict(held)) for name, held in given]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{where}: `tool_calls` of a message is no list of calls.",
+            f"{where}: `tool_calls` of a message is not a list of calls.",
             'A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}.',
         ) from error
     functions = [{"name": name, "arguments": held} for name, held in parsed]
@@ -267,6 +269,6 @@ def _difficulty(row: PromptRow, path: str) -> float:
     if isinstance(number, str | Real | Decimal) and math.isfinite(float(number)):
         return float(number)
     raise InputError(
-        f"{row.where}: field {path!r} (data.difficulty_field) is {value!r:.60}, which is no number.",
+        f"{row.where}: field {path!r} (data.difficulty_field) is {value!r:.60}, which is not a number.",
         "A difficulty is a number, or a text with one number in it.",
     )

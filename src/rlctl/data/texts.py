@@ -159,7 +159,7 @@ def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         pair = {CHOSEN: best[COMPLETION], REJECTED: worst[COMPLETION]}
     except (TypeError, KeyError, IndexError) as error:
         raise InputError(
-            f"{where}: {RANKED!r} is no list of objects with `rank` and `{COMPLETION}`.", "Leave the row out."
+            f"{where}: {RANKED!r} is not a list of objects with `rank` and `{COMPLETION}`.", "Leave the row out."
         ) from error
     if best["rank"] == worst["rank"]:
         raise InputError(f"{where}: the completions have the same rank, so that none is preferred.", "Leave it out.")
@@ -178,7 +178,7 @@ def _completion(value: Any, field: str, where: str) -> Completion:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise InputError(f"{where}: field {field!r} is no completion.", "It is a text or a list of chat messages.")
+        raise InputError(f"{where}: field {field!r} is not a completion.", "It is a text or a list of chat messages.")
     return checked_messages(value, field, where, calls=True)
 
 
@@ -234,7 +234,7 @@ def with_tools(encoder: PromptEncoder, row: PromptRow) -> PromptEncoder:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise InputError(f"{row.where}: the field {TOOLS!r} is no JSON.", "Write a list of tools.") from error
+            raise InputError(f"{row.where}: the field {TOOLS!r} is not JSON.", "Write a list of tools.") from error
     telling = replace(encoder, variables={**encoder.variables, TOOLS: tools})
     messages = encoder.messages(row)
     if encoder.template is None or telling.render(messages, row.where) == encoder.render(messages, row.where):
@@ -308,7 +308,7 @@ def _with_answers(
             many = place + 1 < len(messages)
             raise InputError(
                 f"{where}: the chat template does not say where message {place + 1} stands: what it writes up to there "
-                "is no beginning of the whole conversation.",
+                "is not the beginning of the whole conversation.",
                 "Train on the last answer alone with --set data.train_on=last, or give another with --chat-template."
                 if many
                 else "Give another with --chat-template.",

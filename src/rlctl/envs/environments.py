@@ -67,7 +67,7 @@ class EnvironmentPlan:
             found = load_plugin(entry)
         if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
             raise InputError(
-                f"Environment {self.label!r} is no class with a method `reset`.",
+                f"Environment {self.label!r} is not a class with a method `reset`.",
                 "The form of an environment is in docs/environments.md.",
             )
         return found
@@ -263,7 +263,7 @@ def _messages(found: Any) -> tuple[Message, ...]:
     listed = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
     for one in listed:
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or not isinstance(one["content"], str):
-            raise TypeError(f"{one!r:.80} is no message: it needs the texts `role` and `content`")
+            raise TypeError(f"{one!r:.80} is not a message: it needs the texts `role` and `content`")
     return tuple(dict(one) for one in listed)
 
 

@@ -38,7 +38,7 @@ def reward_model(name: str) -> Path:
     if not classes[0].endswith("ForSequenceClassification") or labels != 1:
         what = f"a {classes[0]} with {labels} labels" if classes[0].endswith("Classification") else classes[0]
         raise InputError(
-            f"Reward {name!r}: {found.directory} is no reward model, but {what or 'a model without a class'}.",
+            f"Reward {name!r}: {found.directory} is not a reward model, but {what or 'a model without a class'}.",
             "A reward model is a ...ForSequenceClassification with one label; `rlctl train rm` makes one.",
         )
     return found.directory.absolute()

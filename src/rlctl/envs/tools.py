@@ -66,7 +66,7 @@ def _json_calls(pattern: str) -> Callable[[str], list[Call]]:
 
 
 def _tagged_calls(call: str, argument: str) -> Callable[[str], list[Call]]:
-    """Return the parser of calls whose arguments have tags of their own. A value that is no JSON is a text."""
+    """Return the parser of calls whose arguments have tags of their own. A value that is not JSON is a text."""
 
     def calls(text: str) -> list[Call]:
         return [
@@ -92,7 +92,7 @@ def _python_calls(text: str) -> list[Call]:
     """Return the calls of a Python list, `[add(a=2, b=3)]`; nothing of it is run."""
     tree = ast.parse(text.strip(), mode="eval").body
     if not isinstance(tree, ast.List):
-        raise BrokenCallError("it is no list of calls")
+        raise BrokenCallError("it is not a list of calls")
     found = []
     for one in tree.elts:
         if not isinstance(one, ast.Call) or not isinstance(one.func, ast.Name) or one.args:

@@ -104,6 +104,6 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."
         raise InputError(why, OWN_FILE)
     if facts.heads % facts.kv_heads:
-        why = f"num_attention_heads {facts.heads} is no multiple of num_key_value_heads {facts.kv_heads}."
+        why = f"num_attention_heads {facts.heads} is not a multiple of num_key_value_heads {facts.kv_heads}."
         raise InputError(f"config.json: {why}")
     return facts

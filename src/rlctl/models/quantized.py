@@ -42,7 +42,7 @@ def _chosen(facts: ModelFacts, tensors: tuple[str, ...], exclude: tuple[str, ...
 
 
 def _is_linear(matrix: Matrix) -> bool:
-    """Whether a matrix is a linear layer's: of a family without a file, one inside of a layer that is no convolution
+    """Whether a matrix is a linear layer's: of a family without a file, one inside of a layer that is not a convolution
     of each channel."""
     return (
         matrix.role in LINEAR

@@ -111,7 +111,7 @@ class TextStream(PromptStream):
         if not self.scored or margin is None:
             return {}
         if isinstance(margin, bool) or not isinstance(margin, int | float):
-            raise InputError(f"{row.where}: the field {MARGIN!r} is no number.", "Write one, or leave it out.")
+            raise InputError(f"{row.where}: the field {MARGIN!r} is not a number.", "Write one, or leave it out.")
         return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
 
     def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
@@ -252,7 +252,7 @@ class DatasetSource:
         """There is nothing to write."""
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Go on after the trained positions. Raises InputError where `state` is no ledger."""
+        """Go on after the trained positions. Raises InputError where `state` is not a ledger."""
         try:
             self._ledger = Ledger.restored(state)
         except (KeyError, TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ from rlctl.backends.messages import (
     SampleRequest,
     SampleResult,
     Sampling,
-    apart,
+    detached,
 )
 from rlctl.cluster.progress import report
 from rlctl.cluster.workers import imported
@@ -226,10 +226,10 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         finally:
             call.cancel()
 
-    def generate_apart(
+    def generate_by_handle(
         self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
     ) -> tuple[list[GroupResult], list[Any]]:
-        return apart(self.generate(requests, sampling, timeout_s))
+        return detached(self.generate(requests, sampling, timeout_s))
 
     def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         self.require_ready(0.0)
@@ -249,7 +249,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
             self._changed.notify_all()
         self._run(together(finish(*one) for one in zip(requests, groups, strict=True)))
 
-    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+    def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self.asleep:  # whoever asks again is not to ask without a pause
@@ -266,7 +266,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
             self._submitted -= 1
         if isinstance(found, BaseException):
             raise found
-        return apart([found])
+        return detached([found])
 
     # Episodes
 

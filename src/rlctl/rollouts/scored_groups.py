@@ -61,7 +61,7 @@ class Scorers:
         self, model: Teacher, workers: WorkerGroup[RewardWorker], asked: Sequence[ScoreRequest]
     ) -> list[list[float | str]]:
         """Return what the reward model gives the texts of each group, or why a text cannot be read."""
-        call, (columns,) = workers.submit_apart(RewardWorker.write, [(asked,)], [len(asked)])
+        call, (columns,) = workers.submit_by_handle(RewardWorker.write, [(asked,)], [len(asked)])
         (written,) = call.results()
         texts = tuple(
             WeightedRollout(group, sample, one.prompt_tokens, tokens, advantage=0.0, token_weight=1.0)
@@ -129,7 +129,7 @@ class GroupMaker:
             raise InputError(
                 f"A reward function failed on {sum(self._dropped)} rollouts of the last {len(self._dropped)} batches; "
                 f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {why[-1]}",
-                "Mend it and go on with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
+                "Fix it and go on with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
             )
         return {"dropped_rollouts": len(why), **({"reward_error": why[0]} if why else {})}
 
@@ -217,7 +217,7 @@ def _with_environment(scores: GroupScores | None, result: GroupResult, on_error:
         return scores or GroupScores(result.rewards, None, {})
     failed = [one.failure for one in result.episodes]
     if on_error == "stop" and (why := next(filter(None, failed), None)):
-        raise InputError(why, "Mend it, or choose with reward.on_error what such a rollout counts.")
+        raise InputError(why, "Fix it, or choose with reward.on_error what such a rollout counts.")
     rewards: list[float | None] = []
     for sample, (own, why) in enumerate(zip(result.rewards, failed, strict=True)):
         scored = 0.0 if scores is None else scores.rewards[sample]

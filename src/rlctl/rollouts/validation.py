@@ -236,7 +236,7 @@ class SampledValidation(Validation):
         why, samples = [one for group in groups for one in group.dropped], config.validation.samples * len(groups)
         if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples):
             said = f"validation: a reward function failed on {len(why)} of {samples} completions. {why[0]}"
-            raise InputError(said, "Mend it, or set reward.on_error=zero, which gives 0 there.")
+            raise InputError(said, "Fix it, or set reward.on_error=zero, which gives 0 there.")
         found = Validated(metrics_of(groups, failures), len(groups), tuple(groups))
         self._compare(found.metrics[self.metric])
         return found

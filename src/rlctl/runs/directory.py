@@ -189,7 +189,7 @@ class RunDirectory:
             if not all(isinstance(part, dict) for part in parts):
                 raise ValueError("it is not the manifest of a run")
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"{self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
+            raise InputError(f"{self.path} is not a run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
         return found

@@ -26,7 +26,7 @@ Pair = tuple[str, str]
 
 def require_place(path: Path) -> None:
     """Raise InputError where no file of samples can be written; makes nothing."""
-    problem = "it is no file" if path.exists() and not path.is_file() else None
+    problem = "it is not a file" if path.exists() and not path.is_file() else None
     if not path.parent.is_dir():
         problem = f"there is no directory {path.parent}"
     elif problem is None and not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -75,7 +75,9 @@ class SampleFile:
                 else:
                     self._settings[pair] = record["settings"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise InputError(f"--output {path}, line {number} is no sample of an evaluation.", ANOTHER) from error
+                raise InputError(
+                    f"--output {path}, line {number} is not a sample of an evaluation.", ANOTHER
+                ) from error
         for pair in self._samples.keys() - self._settings.keys():
             raise InputError(f"--output {path} does not say how {pair[0]} was sampled.", ANOTHER)
         self._file.truncate(whole)

@@ -52,7 +52,7 @@ def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGrou
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
-    """Return the file of each step (counted from 1) that samples were kept of. Raises InputError for what is no run."""
+    """Return the file of each step (counted from 1) of which samples were kept. Raises InputError for no run."""
     if not (run / "manifest.json").exists():
         raise InputError(f"{run} is not the directory of a run.", "Name one, such as runs/my-run.")
     files = {path: re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (run / FOLDER).glob("step_*.jsonl")}
@@ -72,7 +72,7 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
             for line in filter(None, steps[number].read_text(encoding="utf-8").split("\n")):  # others may be in a text
                 found.append({"step": number} | json.loads(line))
                 if not isinstance(found[-1].get("reward"), int | float | None):  # a run may have no rewards
-                    raise TypeError("a reward is no number")
+                    raise TypeError("a reward is not a number")
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{steps[number]} cannot be read: {error}.", "Remove it, or name another --step."

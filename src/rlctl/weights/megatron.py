@@ -49,7 +49,7 @@ class MegatronWorld:
     zero_centered_norms: bool = False
     """The engine adds one to norm gains (`layernorm_zero_centered_gamma`)."""
     head: bool = True
-    """Off for a critic, whose output layer is no published tensor."""
+    """Off for a critic, whose output layer is not a published tensor."""
 
     @property
     def size(self) -> int:

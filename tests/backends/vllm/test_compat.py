@@ -1,4 +1,4 @@
-"""Defects of vLLM's CPU build, shown and mended, and what vLLM itself refuses of several replicas."""
+"""Defects of vLLM's CPU build, shown and fixed, and what vLLM itself refuses of several replicas."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 said = {"in one process": refused(lambda: LLM(model="none", data_parallel_size=2)),
         "unequal parts": refused(lambda: CpuCommunicator.all_gatherv(None, x))}
 compat.gather_unequal_parts()
-said["mended"] = refused(lambda: CpuCommunicator.all_gatherv(None, x))
+said["fixed"] = refused(lambda: CpuCommunicator.all_gatherv(None, x))
 compat.join_replicas(1, 2, "127.0.0.1", 29500)
 said["dense"] = refused(lambda: ParallelConfig(is_moe_model=False))
 joined = ParallelConfig(is_moe_model=True)
@@ -102,7 +102,7 @@ def found() -> dict[str, Any]:
 
 def test_the_kernel_is_wrong_by_itself_and_right_by_head(found: dict[str, Any]) -> None:
     before, after = found["rotary"]
-    assert before[0] > 0.1, "mended in this version of vLLM: take compat.rotate_every_head away"
+    assert before[0] > 0.1, "fixed in this version of vLLM: take compat.rotate_every_head away"
     query, key, rest_untouched, in_place = after
     assert max(query, key, in_place) < 1e-5
     assert rest_untouched
@@ -111,7 +111,7 @@ def test_the_kernel_is_wrong_by_itself_and_right_by_head(found: dict[str, Any]) 
 def test_a_rank_computes_with_the_experts_that_it_holds(found: dict[str, Any]) -> None:
     """Each token goes to expert 0, which another rank holds, and to expert 1, which is at place 0 of this one's."""
     before, after = found["spread"]
-    assert before > 0.1, "mended in this version of vLLM: take compat.find_own_experts away"
+    assert before > 0.1, "fixed in this version of vLLM: take compat.find_own_experts away"
     assert after < 1e-5
 
 
@@ -120,5 +120,5 @@ def test_vllm_says_what_it_refuses_of_several_replicas(found: dict[str, Any]) ->
     assert "LLM(data_parallel_size=2) is not supported for single-process usage" in said["in one process"]
     assert "Offline data parallel mode is not supported/useful for dense models." in said["dense"]
     assert said["unequal parts"].startswith("NotImplementedError"), "take compat.gather_unequal_parts away"
-    assert not said["mended"].startswith("NotImplementedError")
+    assert not said["fixed"].startswith("NotImplementedError")
     assert found["ranks"] == [2, 1, 1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlctl.backends.base import EngineWorker, EpisodeWorker
-from rlctl.backends.messages import GroupRequest, Sampling, joined
+from rlctl.backends.messages import GroupRequest, Sampling, attached
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 from rlctl.refit.verify import compare
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
@@ -152,7 +152,7 @@ def test_submitted_groups_are_given_back_one_by_one_as_if_they_were_generated(
     sampling, wanted = Sampling(8), requests()
     engine.call(EpisodeWorker.submit, wanted[:3], sampling)
     engine.call(EpisodeWorker.submit, wanted[3:], sampling)
-    found = [joined(*engine.call(EpisodeWorker.collect_apart, 60.0)) for _ in wanted]
+    found = [attached(*engine.call(EpisodeWorker.collect_by_handle, 60.0)) for _ in wanted]
     assert [len(results) for results in found] == [1] * 4
     given = {results[0].group: results[0] for results in found}
     for result, columns, texts in generate(engine, sampling):
@@ -161,7 +161,7 @@ def test_submitted_groups_are_given_back_one_by_one_as_if_they_were_generated(
         assert (one.texts, one.versions) == (texts, result.versions)
     assert not given
     with pytest.raises(WaitTimeoutError, match="nothing to sample"):
-        engine.call(EpisodeWorker.collect_apart, 0.01)
+        engine.call(EpisodeWorker.collect_by_handle, 0.01)
 
 
 def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rlctl.backends.base import EngineSpec, EngineWorker, EpisodeWorker
-from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
+from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, attached
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.data.rollouts import ROUTED_EXPERTS
@@ -270,19 +270,19 @@ def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_
     new.open(engine)
     asleep = engine.group.submit(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.sleep)
     engine.call(EpisodeWorker.submit, requests(), LONG)
-    asked = engine.submit(EpisodeWorker.collect_apart, 100.0)
+    asked = engine.submit(EpisodeWorker.collect_by_handle, 100.0)
     asleep.results()
     assert engine.wait(asked) == ([], [None] * VALUES_A_GROUP)
     tokens = engine.group.call(SwappingEngine.tokens_in_flight)
     engine.call(EngineWorker.refit_begin, 2)
     new.transfer(engine, 2)
     engine.call(EngineWorker.refit_finish, 2)
-    assert engine.call(EpisodeWorker.collect_apart, 0.05)[0] == []  # the device is still the policy's
+    assert engine.call(EpisodeWorker.collect_by_handle, 0.05)[0] == []  # the device is still the policy's
     assert engine.group.call(SwappingEngine.tokens_in_flight) == tokens
     engine.call(EngineWorker.wake)
     results = list[GroupResult]()
     while len(results) < len(requests()):
-        results += joined(*engine.call(EpisodeWorker.collect_apart, 100.0))
+        results += attached(*engine.call(EpisodeWorker.collect_by_handle, 100.0))
     require_tokens_of_their_versions(results, old, new)
 
 

@@ -278,10 +278,10 @@ BAD = {
         edit_header(lambda h: h["model.norm.weight"].update(shape=[64])),
         "truncated or damaged",
     ),
-    "not a header": (lambda d: (d / "model.safetensors").write_bytes(b"nonsense" * 4), "no safetensors file"),
+    "not a header": (lambda d: (d / "model.safetensors").write_bytes(b"nonsense" * 4), "not a safetensors file"),
     "config contradicts": (set_config(num_key_value_heads=4), r"k_proj\.weight has shape \[64, 128\].*\[128, 128\]"),
     "too few layers": (set_config(num_hidden_layers=1), r"layers\.1\..*no tensor of a llama"),
-    "odd heads": (set_config(num_key_value_heads=3), "no multiple of num_key_value_heads 3"),
+    "odd heads": (set_config(num_key_value_heads=3), "not a multiple of num_key_value_heads 3"),
     "unknown architecture": (set_config(architectures=["LamaForCausalLM"]), "LamaForCausalLM.*LlamaForCausalLM"),
     "wrong dtype": (
         lambda d: change(d, lambda h: h.update({"model.norm.weight": h["model.norm.weight"].to(torch.int32)})),

@@ -64,7 +64,7 @@ async def server(capacity: int) -> Any:
             elif asked["type"] == "reset":
                 number = asked["data"]["seed"]
             elif not asked["data"]["text"].isdigit():
-                kind, said = "error", {"message": "that is no number", "code": "EXECUTION_ERROR"}
+                kind, said = "error", {"message": "that is not a number", "code": "EXECUTION_ERROR"}
             else:
                 right = int(asked["data"]["text"]) == number
                 said = {"observation": {"text": "right" if right else "wrong"}, "reward": float(right), "done": right}
@@ -89,7 +89,7 @@ def test_a_server_of_openenv_has_a_session_for_each_episode() -> None:
         found = await other.step("4")
         assert (found.reward, found.done) == (1.0, True)
         refused = await one.step("four")
-        assert (refused.messages, refused.metrics) == ("Error: that is no number", {"refused_actions": 1.0})
+        assert (refused.messages, refused.metrics) == ("Error: that is not a number", {"refused_actions": 1.0})
         with pytest.raises(RuntimeError, match="raise max_concurrent_envs"):
             await third.reset({}, 5)
         for each in (one, other, third):

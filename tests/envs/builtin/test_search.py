@@ -43,7 +43,7 @@ def test_answers_are_the_same_as_numbers_and_as_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"), [("", "has no passages"), ('{"title": "x"}', "line 1 is no JSON object")]
+    ("lines", "message"), [("", "has no passages"), ('{"title": "x"}', "line 1 is not a JSON object")]
 )
 def test_a_collection_that_cannot_be_read_is_named(tmp_path: Path, lines: str, message: str) -> None:
     pytest.importorskip("bm25s", reason="needs the search extra")

@@ -235,7 +235,7 @@ def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(ALGORITHM)
     for name, said in (
-        ("function", "no class of an algorithm"),
+        ("function", "not a class of an algorithm"),
         ("Absent", "no function 'Absent'"),
         ("Half", "does not define token_loss"),
         ("Broken", r"raised ValueError: no such option \(being made; .*own.py"),

@@ -40,7 +40,7 @@ def require_version() -> str:
 
 def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], section: str) -> Any:
     """`cls` with our `values` (those that this version has) and the user's `overrides`. Raises ConfigError where an
-    override is no field of this version, or Megatron-Core refuses the combination."""
+    override is not a field of this version, or Megatron-Core refuses the combination."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     names = list(fields)
     for key in overrides:

@@ -246,7 +246,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     config = make_config(
         TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"
     )
-    # YaRN multiplies cosines and sines by a factor, which Megatron reads from an attribute that is no field, as
+    # YaRN multiplies cosines and sines by a factor, which Megatron reads from an attribute that is not a field, as
     # 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
     _, factor = rotary_of(facts.rope, facts.head_dim)
     if factor < 1 or (factor > 1 and facts.mla is not None):

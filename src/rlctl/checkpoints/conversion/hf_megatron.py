@@ -139,7 +139,7 @@ def megatron_to_hf(
     options = options or Options()
     found = find(source)
     if found is None:
-        why = "is no Megatron checkpoint" if source.exists() else "does not exist"
+        why = "is not a Megatron checkpoint" if source.exists() else "does not exist"
         hint = "Name a run, or a directory with latest_checkpointed_iteration.txt or .metadata."
         raise InputError(f"{source} {why}.", hint)
     if options.verify:
@@ -149,7 +149,7 @@ def megatron_to_hf(
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
     part = TextPart.open(options.whole) if options.whole else None
     if part is not None and model.score is not None:
-        raise InputError("--into: a reward model ends in a score and is no part of the model.", "Leave --into out.")
+        raise InputError("--into: a reward model ends in a score and is not part of the model.", "Leave --into out.")
     world, reader, files = model.world, model.source, None
     if part is None:
         published = record.published(found.shards, dtype)

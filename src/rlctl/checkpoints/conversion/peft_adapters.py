@@ -37,7 +37,7 @@ def megatron_to_peft(
     options = options or Options()
     found = find(source)
     if found is None:
-        raise InputError(f"{source} is no Megatron checkpoint.", "Name a run, or a checkpoint inside of it.")
+        raise InputError(f"{source} is not a Megatron checkpoint.", "Name a run, or a checkpoint inside of it.")
     reader = TorchDistReader.open(found.shards)
     if not (own := adapter_keys(reader.shapes)):
         raise InputError(

@@ -91,7 +91,7 @@ def stream(
             locked.drop(copy.source_param)
             if copy.primary:
                 _add(parts, copy, target, shapes)
-                # The largest value is no number where any is none, and is found ten times as fast as a mask is made.
+                # The largest value is not a number where any is none, and is found ten times as fast as a mask is made.
                 if target.is_floating_point() and target.numel() and bool(torch.isnan(target.amax())):
                     seen_nan.add(copy.tensor)
         return parts

@@ -127,7 +127,9 @@ def _checked(
         found = list(stored.shape)
         raise InputError(f"{directory}: tensor {name} has shape {found}, but config.json implies {list(shape)}.")
     if stored.dtype not in FLOATS and stored.dtype not in ("float8_e4m3fn", own_dtype):
-        raise InputError(f"{directory}: tensor {name} has dtype {stored.dtype}, which is no weight format rlctl reads.")
+        raise InputError(
+            f"{directory}: tensor {name} has dtype {stored.dtype}, which is not a weight format rlctl reads."
+        )
     return stored
 
 
@@ -139,7 +141,7 @@ def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirecto
     repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
     kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
     if lost := [name for name in kept if not name.endswith(known) and name not in repeated]:
-        why = f"{directory}: {listed(lost)} is no tensor of a {facts.family} with this config.json."
+        why = f"{directory}: {listed(lost)} is not a tensor of a {facts.family} with this config.json."
         raise InputError(why, "The configuration contradicts the weights; converting would drop them.")
     own = next((m.tensor for m in weights_of(facts).outer if m.role is Role.EMBEDDING), "")
     head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get(_stored_name(own, facts, files))

@@ -40,7 +40,7 @@ def scorer_class(config: Mapping[str, Any]) -> str:
 def scorer_config(companions: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the reward model that was made of a model.
 
-    transformers takes the score at the last token that is no padding, so that the padding token must not be one that
+    transformers takes the score at the last token that is not padding, so that the padding token must not be one that
     ends a text.
     """
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -93,7 +93,7 @@ def _opened(file: Path) -> Iterator[Any]:
         if is_lfs_pointer(file):
             why = f"{file} is a pointer of Git LFS in place of the weights."
             raise InputError(why, f"Fetch them: git -C {file.parent} lfs pull") from error
-        why = f"{file} is no safetensors file, or it is truncated or damaged ({error})."
+        why = f"{file} is not a safetensors file, or it is truncated or damaged ({error})."
         raise InputError(why, "Download it again.") from error
 
 

@@ -127,7 +127,7 @@ class TorchDistReader:
         """
         path, hint = directory / "metadata.json", "Copy the checkpoint again."
         if not path.is_file() or not (directory / ".metadata").is_file():
-            raise InputError(f"{directory} is no torch_dist checkpoint: metadata.json or .metadata is missing.")
+            raise InputError(f"{directory} is not a torch_dist checkpoint: metadata.json or .metadata is missing.")
         backend = read_object(directory, path.name, hint).get("sharded_backend")
         if backend != "torch_dist":
             how = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."

@@ -984,7 +984,7 @@ def torch_schedulers(found: Found) -> None:
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
     next_at = milestones[0] if warmup is not None and steps and milestones else warmup_steps
     if not isinstance(rate, int | float):
-        found.say("not yet", f"{name} is {_short(repr(rate))}, which is no number")
+        found.say("not yet", f"{name} is {_short(repr(rate))}, which is not a number")
     elif unknown:
         found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
     elif len(steps) > 1 or not known:

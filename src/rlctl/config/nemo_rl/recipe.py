@@ -475,7 +475,7 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
         merged = OmegaConf.create({})
         for parent in [parents] if isinstance(parents, str) else parents:
             if not isinstance(parent, str):
-                raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
+                raise ConfigError(f"{path}: `defaults` names {parent!r}, which is not a file.")
             if not os.path.isfile(path.parent / parent):  # False for a name that is too long
                 why = f"{path} builds on {parent} (`defaults`), and there is no file {path.parent / parent}."
                 raise ConfigError(why, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")

@@ -15,7 +15,7 @@ RULES = (
 
 
 class GuessNumber:
-    """A number from 1 to `largest`, to be found in `guesses` turns. The model loses with anything that is no guess."""
+    """A number from 1 to `largest`, to be found in `guesses` turns. Anything that is not a guess loses."""
 
     def __init__(self, largest: int = 9, guesses: int = 4) -> None:
         self.largest, self.guesses = largest, guesses

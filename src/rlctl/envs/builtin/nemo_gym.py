@@ -49,7 +49,7 @@ class NemoGym(Program):
         assert cls.listener.stdout is not None
         if not cls.listener.stdout.readline():
             raise InputError(
-                f"environment.params.listen = {listen} is no address that rlctl can listen at.",
+                f"environment.params.listen = {listen} is not an address that rlctl can listen at.",
                 "Name a HOST of this machine and a PORT, as policy_base_url of NeMo Gym has them.",
             )
         return f"agents of NeMo Gym at {head}: {', '.join(names)}; its policy_base_url is http://{listen}/v1"

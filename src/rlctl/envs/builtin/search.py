@@ -98,4 +98,4 @@ def _passage(line: str, where: str) -> str:
         value = json.loads(line)
         return f"{value['title']}: {value['text']}" if value.get("title") else str(value["text"])
     except (ValueError, KeyError) as error:
-        raise InputError(f"{where} is no JSON object with a `text`: {error}.") from error
+        raise InputError(f"{where} is not a JSON object with a `text`: {error}.") from error

@@ -19,7 +19,7 @@ FROM = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 class SlidingPuzzle:
     """Each episode draws a board of 2 to `size` tiles a side and shuffles it by 1 to `shuffle_moves` moves, made odd by
     one more where they are even. The reward is 1 for the solved board. After `max_moves` moves,
-    impossible ones among them, the next message ends the episode; looking at the board is no move."""
+    impossible ones among them, the next message ends the episode; looking at the board is not a move."""
 
     stop = ("</action>",)
 

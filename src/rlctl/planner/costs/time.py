@@ -124,7 +124,7 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     attention = 2 * local * stage.layers * score_width(facts) * keys / p.tp
     efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
     attention /= _peak(request, choice, "bf16") * efficiency
-    if not cluster.is_cpu:  # memory traffic of what is no matmul: norms, RoPE, activation functions, casts
+    if not cluster.is_cpu:  # memory traffic of what is not a matmul: norms, RoPE, activation functions, casts
         whole = replace(choice, recompute="none", precision="bf16")
         moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
         if facts.moe is not None:

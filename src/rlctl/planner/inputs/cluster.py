@@ -187,7 +187,7 @@ def match_device(reported: str) -> str | None:
         return "h100-nvl"
     words = text.split("-")
     said = [*words, *("".join(pair) for pair in pairwise(words))]  # RTX 4090 is two words
-    found = [name for name in DEVICES if any(re.match(rf"{name}(?!\d)", one) for one in said)]  # an L40 is no L4
+    found = [name for name in DEVICES if any(re.match(rf"{name}(?!\d)", one) for one in said)]  # an L40 is not an L4
     return max(found, key=len, default=None)
 
 
@@ -238,7 +238,7 @@ def save_profile(profile: MachineProfile, path: Path) -> None:
 
 
 def load_profile(path: Path | None = None) -> MachineProfile | None:
-    """This machine's profile; None: not calibrated. Raises InputError for a file that is no profile."""
+    """This machine's profile; None: not calibrated. Raises InputError for a file that is not a profile."""
     path = path or profile_path()
     if not path.exists():
         return None

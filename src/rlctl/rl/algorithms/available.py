@@ -148,7 +148,7 @@ class OutsideAlgorithm:
             hint = "Install that package on every node."
             raise InputError(f"{what} is of {self.package}, which is not installed here.", hint)
         if not (isinstance(made, type) and issubclass(made, Algorithm)):
-            raise InputError(f"{what} is no class of an algorithm.", "Derive it from rlctl.Algorithm.")
+            raise InputError(f"{what} is not a class of an algorithm.", "Derive it from rlctl.Algorithm.")
         if missing := sorted(made.__abstractmethods__):
             hint = "Both are described in docs/training.md."
             raise InputError(f"{what} does not define {' and '.join(missing)}.", hint)

@@ -13,7 +13,7 @@ A loss is averaged over the pairs of a batch. With `preference.label_smoothing` 
 are taken to be wrong (cDPO, Mitchell 2023): - (1 - e) log sigmoid(margin) - e log sigmoid(-margin). The reference is
 the model that the run began with. The odds of orpo are p / (1 - p), where p is the exponential of the mean log-prob.
 
-Both texts of a pair are in one micro-batch, the chosen one first (`CrewSpec.whole_groups`). Suffix P: its pairs.
+Both texts of a pair are in one micro-batch, the chosen one first (`RunWorkersSpec.whole_groups`). Suffix P: its pairs.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def unpacked_expert(kept: torch.Tensor, isa: str) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor:
     """Published index of each element in the kernel's order, which vLLM tells when it packs matrices of indices. Raises
-    VerificationError if the order is no permutation."""
+    VerificationError if the order is not a permutation."""
     count = shape[0] * shape[1]
     index, order = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     for shift in range(0, max(1, (count - 1).bit_length()), DIGIT_BITS):
@@ -130,7 +130,7 @@ def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor
         order |= moved.view(-1).to(torch.int64) << shift
     if not torch.equal(order.sort().values, index):
         raise VerificationError(
-            f"vLLM's order of experts ({isa}, {shape}) is no permutation, so experts cannot be read back."
+            f"vLLM's order of experts ({isa}, {shape}) is not a permutation, so experts cannot be read back."
         )
     return order
 

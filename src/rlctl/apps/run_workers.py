@@ -70,7 +70,7 @@ class EnginesSpec:
 
 
 @dataclass(frozen=True)
-class CrewSpec:
+class RunWorkersSpec:
     """The processes to start. Policy rank r is on device r, and engines are on the same devices or on others."""
 
     backend: PolicyBackend
@@ -102,10 +102,10 @@ class CrewSpec:
 
 
 @dataclass(frozen=True)
-class Crew:
+class RunWorkers:
     """The running processes."""
 
-    spec: CrewSpec
+    spec: RunWorkersSpec
     policy: PolicyClient[SendingPolicy]
     engines: EngineClient | None
     reward: WorkerGroup[RewardWorker] | None
@@ -159,7 +159,9 @@ class Crew:
 
 
 @contextlib.contextmanager
-def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None) -> Iterator[Crew]:
+def start_run_workers(
+    spec: RunWorkersSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None
+) -> Iterator[RunWorkers]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
     is told what is waited for: policy and engines start side by side, and the second takes what is left of it."""
     with _starting(spec.policy.device, spec.limits, log_dir) as start:
@@ -201,7 +203,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
         if teacher_ranks is not None and spec.teacher is not None:
             teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
         client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
-        yield Crew(spec, policy, client, reward, validation, teacher)
+        yield RunWorkers(spec, policy, client, reward, validation, teacher)
 
 
 @contextlib.contextmanager
@@ -257,16 +259,16 @@ class _Start:
         for group in self.groups:
             group.ready()
 
-    def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
+    def policy(self, spec: RunWorkersSpec) -> WorkerGroup[SendingPolicy]:
         return self._group(
             "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": spec.backend.worker}), self.of_policy
         )
 
-    def teacher(self, spec: CrewSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
+    def teacher(self, spec: RunWorkersSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
         name = "reward-model" if teacher.valued else "teacher"
         return self._group(name, spec.backend.worker, self._ranks(spec, teacher, {}), self.of_policy)
 
-    def _ranks(self, spec: CrewSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
+    def _ranks(self, spec: RunWorkersSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
         places = self.of_policy.bundles
         size, address = policy.parallel.world_size, places[0].node
         env = policy_environment(policy.threads, policy.device, spec.training)
@@ -439,7 +441,7 @@ def planned_teacher(
     return spec
 
 
-def planned_crew(
+def planned_workers(
     config: RlctlConfig,
     facts: ModelFacts,
     plan: Plan,
@@ -449,7 +451,7 @@ def planned_crew(
     max_length: int | None = None,
     dummy_weights: bool = False,
     trains: bool = True,
-) -> CrewSpec:
+) -> RunWorkersSpec:
     """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engines
     read none; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
 
@@ -462,7 +464,7 @@ def planned_crew(
         engines = planned_engines(
             config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
         )
-    return CrewSpec(
+    return RunWorkersSpec(
         backend=policy_backend(plan.backend),
         policy=policy,
         training=config.training,
