@@ -280,7 +280,10 @@ BAD = {
     ),
     "not a header": (lambda d: (d / "model.safetensors").write_bytes(b"nonsense" * 4), "not a safetensors file"),
     "config contradicts": (set_config(num_key_value_heads=4), r"k_proj\.weight has shape \[64, 128\].*\[128, 128\]"),
-    "too few layers": (set_config(num_hidden_layers=1), r"layers\.1\..*no tensor of a llama"),
+    "too few layers": (
+        set_config(num_hidden_layers=1),
+        r"a llama with this config.json has no tensor model\.layers\.1\.",
+    ),
     "odd heads": (set_config(num_key_value_heads=3), "not a multiple of num_key_value_heads 3"),
     "unknown architecture": (set_config(architectures=["LamaForCausalLM"]), "LamaForCausalLM.*LlamaForCausalLM"),
     "wrong dtype": (

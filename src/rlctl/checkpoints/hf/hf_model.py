@@ -141,7 +141,7 @@ def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirecto
     repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
     kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
     if lost := [name for name in kept if not name.endswith(known) and name not in repeated]:
-        why = f"{directory}: {listed(lost)} is not a tensor of a {facts.family} with this config.json."
+        why = f"{directory}: a {facts.family} with this config.json has no tensor {listed(lost)}."
         raise InputError(why, "The configuration contradicts the weights; converting would drop them.")
     own = next((m.tensor for m in weights_of(facts).outer if m.role is Role.EMBEDDING), "")
     head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get(_stored_name(own, facts, files))
