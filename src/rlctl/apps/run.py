@@ -180,13 +180,7 @@ def _train(
         timer.watch, display.progress = display.phase, _progress_of(workers, job.config.batch)
         rollouts = stack.enter_context(_rollouts(job, workers, sync, timer, display))
         journal = RunJournal(job, run, display, loggers, Machine(workers))
-        validation = None
-        if isinstance(job.validation, HeldOutTexts):
-            told = journal.refitted
-            validation = TextValidation(job.config, job.validation, policy, job.algorithm, sync, told)
-        elif job.validation is not None and sync is not None:
-            scorers = _scorers(job, workers.validation, policy)
-            validation = SampledValidation(job.config, job.validation, sync.engines, scorers, sync)
+        validation = _validation(job, workers, policy, sync, journal)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
@@ -213,6 +207,18 @@ def _train(
         display.doing("stopping the processes")
         _keep_memory(run, workers, display)
         return steps.step, interrupted
+
+
+def _validation(
+    job: Job, workers: RunWorkers, policy: PolicyClient, sync: WeightSync | None, journal: RunJournal
+) -> SampledValidation | TextValidation | None:
+    """Return the measure of held-out texts, or of answers to held-out prompts; None: the run does not validate."""
+    if isinstance(job.validation, HeldOutTexts):
+        return TextValidation(job.config, job.validation, policy, job.algorithm, sync, journal.refitted)
+    if job.validation is None or sync is None:
+        return None
+    scorers = _scorers(job, workers.validation, policy)
+    return SampledValidation(job.config, job.validation, sync.engines, scorers, sync)
 
 
 def _weight_sync(
