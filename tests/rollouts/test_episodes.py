@@ -61,7 +61,7 @@ def call(host: Any, method: Any, *args: Any) -> Any:
 
 def test_an_episode_is_put_together_from_answers_and_what_others_wrote(host: Any, tiny_llama: Path) -> None:
     policy = WholeTensorPolicy(tiny_llama)
-    host.within(START_TIMEOUT_S).call(SwappingEngine.swap, spec(tiny_llama), "support.toy_episodes:echo")
+    host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(tiny_llama), "support.toy_episodes:echo")
     results = call(host, EpisodeWorker.generate, requests(samples=2), SAMPLING, 60.0)
     assert [result.group for result in results] == [0, 1, 2, 3]
     for result, prompt in zip(results, PROMPTS, strict=True):
@@ -83,7 +83,7 @@ def test_an_episode_is_put_together_from_answers_and_what_others_wrote(host: Any
 
 
 def test_episodes_that_go_on_by_themselves_are_the_same(host: Any, tiny_llama: Path) -> None:
-    host.within(START_TIMEOUT_S).call(SwappingEngine.swap, spec(tiny_llama), "support.toy_episodes:echo")
+    host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(tiny_llama), "support.toy_episodes:echo")
     together = {one.group: one for one in call(host, EpisodeWorker.generate, requests(2), SAMPLING, 60.0)}
     call(host, EpisodeWorker.submit, requests(samples=2), SAMPLING)
     for _ in PROMPTS:
@@ -95,7 +95,7 @@ def test_episodes_that_go_on_by_themselves_are_the_same(host: Any, tiny_llama: P
 
 
 def test_an_environment_that_fails_ends_its_call_and_not_the_engine(host: Any, tiny_llama: Path) -> None:
-    host.within(START_TIMEOUT_S).call(SwappingEngine.swap, spec(tiny_llama), "support.toy_episodes:broken")
+    host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(tiny_llama), "support.toy_episodes:broken")
     for _ in range(2):
         with pytest.raises(WorkerError, match="the environment is broken"):
             call(host, EpisodeWorker.generate, requests(samples=2), SAMPLING, 60.0)
@@ -177,7 +177,7 @@ def play(
 
 
 def played(host: Any, model: Path, made: EnvironmentPlay, samples: int = 2, new: int = 6) -> list[Any]:
-    host.within(START_TIMEOUT_S).call(SwappingEngine.swap, spec(model), made)
+    host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(model), made)
     seeds = [tuple(100 * group + sample for sample in range(samples)) for group in range(3)]
     asked = [episode_request(i, ROW, made.turns.encoder, one, episode_seed(0, i)) for i, one in enumerate(seeds)]
     return call(host, EpisodeWorker.generate, asked, Sampling(new), 60.0)

@@ -36,6 +36,20 @@ class SwappingEngine:
         self.engine = engine_worker(VLLM, episode, spec=spec, places=self.places if spec.replicas > 1 else None)
         self.engine.start()
 
+    def play(self, spec: Any, episode: Any) -> None:
+        """As `swap`, but an engine that would be the same goes on, with the other kind of episode."""
+        from rlctl.cluster.workers import imported
+        from rlctl.rollouts.episodes import PlaySpec
+
+        engine = self.engine
+        if engine is None or engine.spec != spec or engine.version:
+            self.swap(spec, episode)
+            return
+        if isinstance(engine._made, PlaySpec):
+            engine._play.close()
+        engine._made = imported(episode) if isinstance(episode, str) else episode
+        engine._play = engine._made.started() if isinstance(engine._made, PlaySpec) else engine._made
+
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the engine."""
         return getattr(self.engine, method.__name__)(*args)

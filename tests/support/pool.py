@@ -6,6 +6,7 @@ They are forked from a server that has imported torch and Megatron-Core once, an
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,7 +22,8 @@ from torch.distributed import TCPStore
 from rlctl.transport.collective import ServedStore
 
 START_TIMEOUT_S = 180.0
-CASE_TIMEOUT_S = 120.0
+CASE_TIMEOUT_S = 240.0
+"""After it the ranks print where they are, and end."""
 CASES_A_LIFE = 3
 """Megatron's groups cannot all be freed in a process that rebuilds them: a case leaves some fifty polling threads."""
 
@@ -58,14 +60,20 @@ class Pool:
         self.cases += 1
         for connection in self.connections:
             connection.send((function, args))
-        return self._collect(CASE_TIMEOUT_S)
+        return self._collect(CASE_TIMEOUT_S + 30)
 
     def _collect(self, timeout_s: float) -> list[Any]:
         answers = []
         for rank, connection in enumerate(self.connections):
-            if not connection.poll(timeout_s):
-                raise AssertionError(f"rank {rank} did not answer in {timeout_s:.0f} s")
-            answers.append(connection.recv())
+            try:
+                if not connection.poll(timeout_s):
+                    raise EOFError
+                answers.append(connection.recv())
+            except EOFError:
+                self.connections = []  # the next case has other processes
+                for process in self.processes:
+                    process.kill()
+                raise AssertionError(f"rank {rank} did not answer; where it was stands in its stderr") from None
         failed = [text for ok, text in answers if not ok]
         if failed:
             raise AssertionError("a rank raised:\n" + "\n".join(failed))
@@ -110,15 +118,17 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
         store=TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=START_TIMEOUT_S)),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S + 60),
     )
     connection.send((True, None))
     while (message := connection.recv()) is not None:
         function, args = message
+        faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True)
         try:
             connection.send((True, function(rank, *args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the test process reports it
             connection.send((False, f"[rank {rank}] {traceback.format_exc()}"))
+        faulthandler.cancel_dump_traceback_later()
     # Without taking the group down, which may wait for the other ranks: the process ends with all its threads.
 
 
