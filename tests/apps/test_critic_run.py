@@ -16,7 +16,6 @@ PPO = (
 )  # fmt: skip
 
 
-@pytest.mark.guard
 def test_a_critic_learns_and_a_resumed_run_is_bitwise_the_same(run_here, tiny_llama, tmp_path):
     """With one rollout of each prompt, and both models in host memory while they wait."""
     whole, more = tmp_path / "whole", ("--set", "training.offload=true", "--set", "critic.warmup_steps=1")

@@ -44,7 +44,6 @@ def command(student: Path, teacher: Path, prompts: Path, *more: str) -> list[str
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_student_comes_nearer_to_a_larger_teacher_also_when_it_is_resumed(
     run_here: Run, tiny_llama: Path, teacher: Path, prompts: Path, tmp_path: Path
 ) -> None:

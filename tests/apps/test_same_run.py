@@ -193,7 +193,6 @@ def experts_on_one_rank(placement, tiny_qwen3_moe, tmp_path_factory) -> list[dic
     return results(run_dir)
 
 
-@pytest.mark.guard
 def test_experts_on_two_ranks_compute_the_same_run_as_on_one(here, experts_on_one_rank, tiny_qwen3_moe, tmp_path):
     done = here(command(tiny_qwen3_moe, tmp_path / "run", "--steps", "2", *layout("dp=2", "ep=2")))
     assert done.returncode == 0, done.stderr

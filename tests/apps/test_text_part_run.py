@@ -18,7 +18,7 @@ RLCTL = str(Path(sys.executable).with_name("rlctl"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.guard), "dtensor"])
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_model_with_images_is_trained_on_text_and_published_whole(here: Any, backend: str, tmp_path: Path) -> None:
     """Gemma 3: run, resumed, completed by its engine as by transformers, and exported into the whole model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration

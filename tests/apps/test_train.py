@@ -120,7 +120,6 @@ def test_a_run_that_replaces_groups_resumes_to_bitwise_the_same_metrics(here, ti
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
     """The terminal takes its output with it, and hangs up on every process that the run has started."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -180,7 +179,7 @@ def test_a_run_that_a_program_stops_saves_its_step_and_leaves_nothing(tiny_llama
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["normal", pytest.param("interrupt", marks=pytest.mark.guard), "engine killed"])
+@pytest.mark.parametrize("end", ["normal", "interrupt", "engine killed"])
 def test_a_run_opens_nothing_to_others_and_leaves_nothing(tiny_llama, tmp_path, monkeypatch, end):
     """With an engine on two processes, which talk through shared memory and sockets of vLLM's."""
     run_dir, log = tmp_path / "run", tmp_path / "log"

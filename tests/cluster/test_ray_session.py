@@ -203,10 +203,6 @@ print(json.dumps(told))
     ("victim", "seconds", "finished", "said"),
     [
         pytest.param(
-            "gcs_server", 2, ["done"] * 2, "Ray's control process (gcs_server) died.",
-            marks=[pytest.mark.slow, pytest.mark.guard],
-        ),
-        pytest.param(
             "gcs_server", 75, ["done"] * 2, "Ray's control process (gcs_server) died.", marks=pytest.mark.slow
         ),
         pytest.param("raylet", 2, None, "The raylet of this node died."),

@@ -15,7 +15,6 @@ from rlctl.config.load import resolve
 from support.commands import Run
 
 MEAN, MOST = 1e-5, 1e-4  # float32 on both sides
-GUARD = "mixtral"
 FAMILIES = [
     "llama", "llama-tied", "llama-dynamic", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3",
     "gpt_oss",
@@ -23,9 +22,7 @@ FAMILIES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.guard if name == GUARD else ()) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_trainer_agree(run_here: Run, family: str, tmp_path: Path) -> None:
     require_equal(refit_test(run_here, write_tiny_family(tmp_path / family, family)))
 
@@ -56,7 +53,6 @@ def test_shards_reach_the_engine_through_every_mover(placement: Any, family: str
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_bfloat16_engine_keeps_its_router_bias_in_float32(run_here: Run, tmp_path: Path) -> None:
     """Fingerprints are of bits: rounded on either side or on the way, the bias would differ."""
     model = write_tiny_family(tmp_path / "model", "deepseek_v3")

@@ -43,10 +43,11 @@ def toy_gym(policy_base_url: str) -> Iterator[str]:
                 messages += [found["choices"][0]["message"], {"role": "user", "content": "Again."}]
         return web.json_response({**row, "response": {"output": []}, **REWARD, "turns": len(messages)})
 
+    app = web.Application()
+    app.add_routes([web.get("/global_config_dict_yaml", servers), web.post("/run", run)])
+    runner = web.AppRunner(app)
+
     async def serve() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/global_config_dict_yaml", servers), web.post("/run", run)])
-        runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         started.set()
@@ -54,6 +55,7 @@ def toy_gym(policy_base_url: str) -> Iterator[str]:
     def work() -> None:
         loop.run_until_complete(serve())
         loop.run_forever()
+        loop.run_until_complete(runner.cleanup())  # an address that is still listened at would be waited for
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

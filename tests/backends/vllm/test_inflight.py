@@ -224,6 +224,7 @@ def test_stages_and_replicas_keep_samples_too(start: Start, tiny_qwen3_moe: Path
     require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
 
 
+@pytest.mark.slow
 def test_tokens_that_new_weights_go_on_with_have_the_experts_of_these(start: Start, tiny_qwen3_moe: Path) -> None:
     engine, old, new = start("keep", tiny_qwen3_moe, routing=True), *(PublishedPolicy(tiny_qwen3_moe) for _ in range(2))
     old.refit(engine, 1)
