@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from rlctl.transport.collective import ServedStore
 START_TIMEOUT_S = 180.0
 CASE_TIMEOUT_S = 240.0
 """After it the ranks print where they are, and end."""
+OTHERS_TIMEOUT_S = 10.0
+"""When one has failed: the others may wait for it."""
 CASES_A_LIFE = 3
 """Megatron's groups cannot all be freed in a process that rebuilds them: a case leaves some fifty polling threads."""
 
@@ -63,21 +65,25 @@ class Pool:
         return self._collect(CASE_TIMEOUT_S + 30)
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            try:
-                if not connection.poll(timeout_s):
-                    raise EOFError
-                answers.append(connection.recv())
-            except EOFError:
-                self.connections = []  # the next case has other processes
-                for process in self.processes:
-                    process.kill()
-                raise AssertionError(f"rank {rank} did not answer; where it was stands in its stderr") from None
-        failed = [text for ok, text in answers if not ok]
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self.connections)}
+        while waiting and (ready := wait([*waiting], timeout_s)):
+            for connection in [one for one in waiting if one in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:
+                    answers[rank] = (False, f"[rank {rank}] ended; its stderr may say where it was")
+                if not answers[rank][0]:
+                    timeout_s = OTHERS_TIMEOUT_S
+        answers |= {rank: (False, f"[rank {rank}] did not answer") for rank in waiting.values()}
+        failed = [answers[rank][1] for rank in sorted(answers) if not answers[rank][0]]
         if failed:
+            self.connections = []  # the next case has other processes
+            for process in self.processes:
+                process.kill()
             raise AssertionError("a rank raised:\n" + "\n".join(failed))
-        return [value for _, value in answers]
+        return [answers[rank][1] for rank in sorted(answers)]
 
     def close(self) -> None:
         """End the processes; `run` starts others."""
