@@ -98,6 +98,7 @@ def test_no_rank_gathers_states_of_others_for_a_checkpoint(pools: Pools, kind: s
     for held, own, memory in pools(2).run(run_checkpoint_memory, case, reference_weights(kind), make_batch(), tmp_path):
         (saving, gathered), (loading, read) = memory
         assert gathered == read == 0
-        # On a CPU the snapshot is of the same memory; on a device it is on the host.
-        assert saving < 1.1 * (held + own) + 100_000
-        assert loading < held + 100_000
+        # On a CPU the snapshot is of the same memory; on a device it is on the host. Descriptions and what Python has
+        # not collected yet are some hundred thousand bytes; the other rank's states would be as many as `own`.
+        assert saving < held + 1.5 * own
+        assert loading < held + 0.3 * own
