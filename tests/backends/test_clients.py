@@ -16,11 +16,11 @@ from support.engines import tiny_facts
 
 
 class Ranks:
-    """Stands for the ranks of a policy; remembers what each was asked, and answers `teach` with names of handles."""
+    """Stands for the ranks of a policy. It remembers what each was asked, and answers `export_logprobs` with names."""
 
     def __init__(self, ranks: int, asked: list[str], name: str) -> None:
         self.ranks, self.asked, self.name = ranks, asked, name
-        self.taught: list[dict[int, list[object]]] = []
+        self.imported: list[dict[int, list[object]]] = []
 
     def __len__(self) -> int:
         return self.ranks
@@ -31,8 +31,8 @@ class Ranks:
 
     def call_each(self, method: Any, args_by_rank: list[Any]) -> None:
         self.call(method)
-        if method.__name__ == "learn_from":
-            self.taught = [args[0] for args in args_by_rank]
+        if method.__name__ == "import_logprobs":
+            self.imported = [args[0] for args in args_by_rank]
 
     def submit_by_handle(self, method: Any, args: list[Any], values: list[int]) -> tuple[Any, list[list[str]]]:
         self.call(method)
@@ -51,19 +51,19 @@ def test_a_teacher_has_the_devices_while_it_computes_and_hands_its_columns_to_th
 ) -> None:
     asked: list[str] = []
     own, others = Ranks(2, asked, "policy"), Ranks(4, asked, "teacher")
-    policy, taught = client(own, ParallelSpec(dp=2)), client(others, ParallelSpec(tp=2, dp=2))
-    policy.teacher = Teacher(taught, offload)
+    policy, teacher = client(own, ParallelSpec(dp=2)), client(others, ParallelSpec(tp=2, dp=2))
+    policy.teacher = Teacher(teacher, offload)
     rows = tuple(WeightedRollout(group, sample, 4, 12, 0.0, 1.0) for group in range(4) for sample in range(2))
     policy.load_batch(TrainBatch((rows,), {group: f"columns {group}" for group in range(4)}))
     policy.add_logprobs("teacher_logprobs")
-    between = ["teacher load_batch", "teacher teach"]
+    between = ["teacher load_batch", "teacher export_logprobs"]
     turn = ["teacher wake", *between, "teacher sleep"] if offload else between
-    assert asked == ["policy load_batch", *turn, "policy learn_from"]
-    given = [handle for rank in own.taught for handles in rank.values() for handle in handles]
+    assert asked == ["policy load_batch", *turn, "policy import_logprobs"]
+    given = [handle for rank in own.imported for handles in rank.values() for handle in handles]
     assert {str(handle).partition(" value")[0] for handle in given} == {"rank 0", "rank 2"}  # one of each tp pair
-    assert {group for rank in own.taught for group in rank} == set(range(4))
+    assert {group for rank in own.imported for group in rank} == set(range(4))
     for rank in range(2):  # a rank that trains gets what it trains on, and no more
-        assert set(own.taught[rank]) == set(policy._shards[rank].columns)
+        assert set(own.imported[rank]) == set(policy._shards[rank].columns)
 
 
 def test_other_log_probs_are_the_policys_own() -> None:

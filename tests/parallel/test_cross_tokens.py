@@ -25,7 +25,7 @@ from rlctl.rollouts.dataset import columns_of
 from support.parallel_cases import Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference import Optim, hf_model, megatron_weights
-from support.taught import run_student, run_teacher, together
+from support.teacher_logprobs import run_student, run_teacher, together
 
 TOP, TEACHER_SEED, VOCAB, WEIGHT = 40, 7, 256, 0.01
 PROJECTION = Projection(
@@ -119,14 +119,14 @@ def test_a_student_learns_from_a_teacher_with_other_tokens(
 
     teaching = Teaching(250, TOP, by_text=True)
     ranks = pools(teacher.parallel.world_size).run(run_teacher, teacher, held[1], texts(), teaching, rollouts(1))
-    taught = together([own for own, _ in ranks])
+    known = together([own for own, _ in ranks])
     options = {"loss": "top-k", "top_k": TOP, "forward_share": 0.7, "sft_weight": 0.5, "balanced": True}
     config = RlctlConfig.model_validate(
         {"run": {"algorithm": "distill"}, "data": {"rows": "texts"}, "distillation": options,
          "teacher": {"model": "named", "own_tokenizer": True}}
     )  # fmt: skip
     found = pools(student.parallel.world_size).run(
-        run_student, student, held[0], texts(), taught, RunLoss(Distill(config)), rollouts(0), PROJECTION
+        run_student, student, held[0], texts(), known, RunLoss(Distill(config)), rollouts(0), PROJECTION
     )
     result = only_result([rank.results[0] for rank in found])
     assert result.loss == pytest.approx(loss, rel=1e-5)

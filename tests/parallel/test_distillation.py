@@ -20,7 +20,7 @@ from rlctl.rl.algorithms.distillation import Distillation
 from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
-from support.taught import run_student, run_teacher, together
+from support.teacher_logprobs import run_student, run_teacher, together
 
 TOP = 5
 TEACHER_SEED = 7
@@ -43,10 +43,10 @@ def expected(student: torch.nn.Module, teacher: torch.nn.Module, options: dict) 
             with torch.no_grad():
                 theirs, chosen = table(teacher, tokens, mask)
             ours, _ = table(student, tokens, mask)
-            sampled, taught = ours.gather(1, chosen)[:, 0], theirs.gather(1, chosen)[:, 0]
-            kls += (sampled - taught).tolist()
+            sampled, wanted = ours.gather(1, chosen)[:, 0], theirs.gather(1, chosen)[:, 0]
+            kls += (sampled - wanted).tolist()
             if options["loss"] == "sampled":
-                gain = advantage(group, row) + (taught - sampled).detach()
+                gain = advantage(group, row) + (wanted - sampled).detach()
                 loss = -(gain * (sampled - sampled.detach()).exp()).sum()
             else:
                 values, ids = theirs.topk(TOP)
@@ -131,12 +131,12 @@ def check(pools: Pools, student: Case, teacher: Case, form: str, of_student: Mod
         assert kept["optimizer"] is None
         assert kept["trained"] == 0
         assert kept["freed"] > 0
-    taught = together([own for own, _ in ranks])
+    known = together([own for own, _ in ranks])
     config = RlctlConfig.model_validate(
         {"run": {"algorithm": "distillation"}, "distillation": options, "loss": {"importance_correction": "off"}}
     )
     run_loss = RunLoss(Distillation(config))
-    found = pools(student.parallel.world_size).run(run_student, student, of_student, make_batch(), taught, run_loss)
+    found = pools(student.parallel.world_size).run(run_student, student, of_student, make_batch(), known, run_loss)
 
     result = only_result([rank.results[0] for rank in found])
     assert result.loss == pytest.approx(loss, rel=1e-5)

@@ -16,7 +16,7 @@ from rlctl.envs.reward_worker import common_prefix, text_columns
 from support.parallel_cases import Case
 from support.pool import Pools, slowly
 from support.reference import VOCAB, kind_of
-from support.taught import run_scorer
+from support.teacher_logprobs import run_scorer
 
 LAYOUTS = {"alone": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 CASES = {

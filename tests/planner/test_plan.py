@@ -578,20 +578,20 @@ def test_sleeping_engines_are_planned_with_graphs_and_their_copies_of_weights() 
 
 
 def test_goals_change_what_is_chosen() -> None:
-    """Fast: the shortest step; safe: more memory left; frugal: the fewest GPU seconds, on a part of the machine."""
+    """Fast: the shortest step; safe: more memory left; cheap: the fewest GPU seconds, on a part of the machine."""
     facts, cluster = model("Qwen3-8B"), make_cluster("h100", 4, 8)
     made = {
         goal: make_plan(facts, cluster, Workload(32, 8, max_length=4096, goal=goal))
-        for goal in ("fast", "safe", "frugal")
+        for goal in ("fast", "safe", "cheap")
     }
     peak = {goal: max(memory.total for memory in plan.memory.values()) for goal, plan in made.items()}
     assert peak["safe"] <= 0.86 * cluster.device.memory
-    assert made["fast"].total_s <= min(made["safe"].total_s, made["frugal"].total_s) * 1.03
-    assert made["frugal"].cluster.gpus < cluster.gpus
+    assert made["fast"].total_s <= min(made["safe"].total_s, made["cheap"].total_s) * 1.03
+    assert made["cheap"].cluster.gpus < cluster.gpus
     spent = {goal: plan.total_s * plan.cluster.gpus for goal, plan in made.items()}
-    assert spent["frugal"] < 0.7 * spent["fast"]
-    assert made["frugal"].reasons[0].rule.endswith("the fewest GPU seconds a step; there are 4 x 8 GPUs.")
-    assert any("more GPU seconds" in other.why for other in made["frugal"].rejected)
+    assert spent["cheap"] < 0.7 * spent["fast"]
+    assert made["cheap"].reasons[0].rule.endswith("the fewest GPU seconds a step; there are 4 x 8 GPUs.")
+    assert any("more GPU seconds" in other.why for other in made["cheap"].rejected)
 
 
 def test_more_ranks_than_cores_share_them() -> None:
@@ -734,7 +734,7 @@ def test_devices_of_engines_that_cannot_be_are_refused(pins: dict[str, object], 
         make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(), pins)
 
 
-@pytest.mark.parametrize("goal", ["fast", "frugal"])
+@pytest.mark.parametrize("goal", ["fast", "cheap"])
 def test_one_gpu_is_not_divided(goal: Goal) -> None:
     """Nor is a part of one GPU, with the goal that looks for the fewest."""
     facts, work = model("Qwen3-0.6B"), Workload(prompts=12, generations=4, max_length=512, goal=goal)

@@ -60,7 +60,7 @@ def workloads(draw: Any) -> Workload:
         reference=draw(st.booleans()),
         critic=draw(st.booleans()),
         share_prompts=draw(st.booleans()),
-        goal=draw(st.sampled_from(["fast", "safe", "frugal"])),
+        goal=draw(st.sampled_from(["fast", "safe", "cheap"])),
         staleness=draw(st.sampled_from([None, None, 0, 1])),
         in_flight=draw(st.sampled_from(["wait", "keep"])),
     )

@@ -12,8 +12,8 @@ NORM, UP, DOWN = "model.layers.0.norm.weight", "model.layers.0.mlp.experts.0.up.
 SOURCE = {NORM: 5, UP: 7, DOWN: 9}
 
 
-def whole(tensor: str, value: int, site: str = "") -> Reading:
-    return Reading(tensor, (4,), (0,), (4,), value, site or tensor)
+def whole(tensor: str, value: int, holder: str = "") -> Reading:
+    return Reading(tensor, (4,), (0,), (4,), value, holder or tensor)
 
 
 def unreadable(parameter: str) -> Reading:

@@ -439,7 +439,7 @@ def test_replaced_groups_and_prompts_that_follow_from_them_are_the_same_in_every
 
     def taken(source: AsynchronousSource, version: int) -> RolloutBatch:
         batch = source.next(version)
-        source.settle()  # the refit
+        source.wait_for_samples()  # the refit
         return batch
 
     whole, engines = sources(0)
@@ -486,7 +486,7 @@ def test_a_wait_in_which_nothing_ever_finishes_ends(make: Any, monkeypatch: pyte
         source.next(0)
 
 
-@pytest.mark.parametrize("wanted", ["next", "settle", "state"])
+@pytest.mark.parametrize("wanted", ["next", "wait_for_samples", "state"])
 def test_nobody_waits_for_rollouts_whose_producer_is_gone(
     make: Any, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:

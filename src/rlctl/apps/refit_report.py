@@ -281,12 +281,12 @@ def _cause(sync: WeightSync, name: str, before: int | None) -> str:
     now = {reading.value for reading in readings if reading.tensor == name}
     if before is not None and before in now:
         return "stale: still the weights from before the refit"
-    by_site: dict[str, list] = {}
-    for site, start, values in sync.engines.group.call(EngineWorker.values, name)[0]:
+    by_holder: dict[str, list] = {}
+    for holder, start, values in sync.engines.group.call(EngineWorker.values, name)[0]:
         box = [(first, count, 1) for first, count in zip(start, values.shape, strict=True)]
-        by_site.setdefault(site, []).append((box, values))
-    for site, boxes in by_site.items():
+        by_holder.setdefault(holder, []).append((box, values))
+    for holder, boxes in by_holder.items():
         found = assemble(row.shape, boxes)
         if not (found == expected).all():
-            return guess(expected, found) + (f" in {site}" if len(by_site) > 1 else "")
+            return guess(expected, found) + (f" in {holder}" if len(by_holder) > 1 else "")
     return "replicas differ"

@@ -211,13 +211,13 @@ class PolicyWorker(Protocol):
         """Compare a column that `add_logprobs` added with the log-probs of the engine."""
         ...
 
-    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+    def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
         """Compute the log-probs of the loaded batch as a teacher. On the ranks for which `ParallelSpec.reports` is true
         return them for each group of the shard, in its order, and nothing elsewhere."""
         ...
 
-    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        """Add a teacher's log-probs to the loaded batch; not collective. `taught` has the handles of the
+    def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        """Add a teacher's log-probs to the loaded batch; not collective. `handles` has those of the
         `GroupLogprobs` of each group of the shard."""
 
     def train_minibatch(
@@ -398,7 +398,7 @@ class EngineWorker(WeightReceiver, Protocol):
         """Take the memory again; the engine can generate."""
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
-        """Every copy of one published tensor in the engine: (site, start of its box, values)."""
+        """Every copy of one published tensor in the engine: (parameter that holds it, start of its box, values)."""
         ...
 
     def close(self) -> None:

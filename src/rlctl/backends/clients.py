@@ -97,15 +97,15 @@ class PolicyClient(Generic[W_co]):
             return
         assert self.teacher is not None  # a run that needs one has one
         assert self._loaded is not None
-        taught = self.teacher.taught(self._loaded)
-        own = [({position: taught[position] for position in shard.columns}, fetch) for shard in self._shards]
-        self.group.call_each(PolicyWorker.learn_from, own)
+        handles = self.teacher.logprob_handles(self._loaded)
+        own = [({position: handles[position] for position in shard.columns}, fetch) for shard in self._shards]
+        self.group.call_each(PolicyWorker.import_logprobs, own)
 
-    def teach(self) -> dict[int, list[object]]:
+    def export_logprobs(self) -> dict[int, list[object]]:
         """Return the handles of the log-probs of each group of the loaded batch, as a teacher's ranks compute them."""
         reporting = [self.parallel.reports(rank) for rank in range(len(self.group))]
         counts = [len(shard.columns) * reports for shard, reports in zip(self._shards, reporting, strict=True)]
-        asked, handles = self.group.submit_by_handle(PolicyWorker.teach, [() for _ in counts], counts)
+        asked, handles = self.group.submit_by_handle(PolicyWorker.export_logprobs, [() for _ in counts], counts)
         asked.results()
         found: dict[int, list[object]] = {}
         for shard, own in zip(self._shards, handles, strict=True):
@@ -178,13 +178,13 @@ class Teacher:
         if self.offload:
             self.policy.sleep()
 
-    def taught(self, batch: TrainBatch) -> dict[int, list[object]]:
+    def logprob_handles(self, batch: TrainBatch) -> dict[int, list[object]]:
         """Return the handles of its log-probs or scores of each group of a batch."""
         with self._busy:
             if self.offload:
                 self.policy.wake()
             self.policy.load_batch(replace(batch, minibatches=batch.for_teacher or batch.minibatches))
-            found = self.policy.teach()
+            found = self.policy.export_logprobs()
             if self.offload:
                 self.policy.sleep()
             return found

@@ -42,7 +42,7 @@ from rlctl.backends.lora import Adapter
 from rlctl.backends.movement import Movement
 from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
-from rlctl.backends.rows import PackedRow, add_taught, counted_positions, fetch_rows, taught_by_group
+from rlctl.backends.rows import PackedRow, add_teacher_logprobs, counted_positions, fetch_rows, logprobs_by_group
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.plan_execution import with_adapter
@@ -405,13 +405,13 @@ class PolicyRank(ABC):
         report(len(rows), len(rows))
         return [one["out"] for one in found]
 
-    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+    def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
         found = self._outputs(self._all_rows())
         reports = self.spec.parallel.reports(self.rank)
-        return None, taught_by_group(self._shard, self._rows, found) if reports else []
+        return None, logprobs_by_group(self._shard, self._rows, found) if reports else []
 
-    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        add_taught(self._shard, self._rows, taught, fetch, self._projection)
+    def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        add_teacher_logprobs(self._shard, self._rows, handles, fetch, self._projection)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         rows = self._all_rows()

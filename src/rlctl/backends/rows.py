@@ -28,7 +28,7 @@ from rlctl.backends.batch import (
     WeightedRollout,
 )
 from rlctl.backends.logprobs import VocabProjection
-from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TAUGHT, MediaPart, RolloutColumns
+from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TEACHER_SAMPLE, MediaPart, RolloutColumns
 from rlctl.errors import InputError
 
 FILLER = 1
@@ -250,7 +250,7 @@ def _extra_columns(
     return found
 
 
-def taught_by_group(
+def logprobs_by_group(
     shard: BatchShard, rows: Sequence[Sequence[PackedRow]], outputs: Sequence[torch.Tensor]
 ) -> list[GroupLogprobs]:
     """Return a teacher's log-probs of each group of the shard, in its order, from the float32 [2 + 2 K, R] that its
@@ -280,24 +280,24 @@ def _chunk_means(
     return RolloutLogprobs(*(part.cpu().numpy() for part in parts))
 
 
-def add_taught(
+def add_teacher_logprobs(
     shard: BatchShard,
     rows: Sequence[Sequence[PackedRow]],
-    taught: Mapping[int, Sequence[object]],
+    handles: Mapping[int, Sequence[object]],
     fetch: Fetch,
     projection: VocabProjection | None = None,
 ) -> None:
-    """Add to each row the log-probs that a teacher has computed; `taught` has the handles of each group. With a
+    """Add to each row the log-probs that a teacher has computed; `handles` has those of each group. With a
     `projection` it has read the texts with another tokenizer."""
     groups: dict[int, GroupLogprobs] = {}
     for position in shard.columns:
-        groups[position] = {key: one for part in fetch(list(taught[position])) for key, one in part.items()}
+        groups[position] = {key: one for part in fetch(list(handles[position])) for key, one in part.items()}
     for micros, own in zip(shard.minibatches, rows, strict=True):
         for micro, row in zip(micros, own, strict=True):
             if not micro:
                 continue
             if projection is not None:
-                _add_chunks(row, [groups[rollout.position][TAUGHT, 0] for rollout in micro])
+                _add_chunks(row, [groups[rollout.position][TEACHER_SAMPLE, 0] for rollout in micro])
                 row.projection = projection
                 continue
             parts = [groups[rollout.position][rollout.key] for rollout in micro]
@@ -307,11 +307,11 @@ def add_taught(
                 row.further_RK = _joined(row, [part.top_ids_RK for part in parts]).long()
 
 
-def _add_chunks(row: PackedRow, taught: Sequence[RolloutLogprobs]) -> None:
+def _add_chunks(row: PackedRow, known: Sequence[RolloutLogprobs]) -> None:
     """Give each token of a row what a teacher has said of its chunk. Where that is nothing, the chunk becomes -1."""
     chunk_R, text_R = row.extra_R[CHUNK].cpu().numpy(), row.columns_R["rollout"].cpu().numpy()
     chunks, tops, ids = [], [], []
-    for text, one in enumerate(taught):
+    for text, one in enumerate(known):
         own_R = chunk_R[text_R == text]
         assert one.chunks_C is not None  # the teacher's columns have them, too
         place_R = np.searchsorted(one.chunks_C, own_R).clip(max=len(one.chunks_C) - 1)

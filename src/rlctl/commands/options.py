@@ -122,7 +122,7 @@ FLAGS = {
         str,
         "run.goal",
         "Plan for short steps, free memory or few GPU seconds.",
-        "fast|safe|frugal",
+        "fast|safe|cheap",
     ),
     "config": Flag(
         list[str],

@@ -990,8 +990,8 @@ class RunConfig(Section):
     """Number of steps of the run; each trains on one batch."""
     epochs: PositiveNumber | None = None
     """Number of times that each row of the data is trained on, in place of `run.steps`."""
-    goal: Literal["fast", "safe", "frugal"] = "fast"
-    """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (frugal)."""
+    goal: Literal["fast", "safe", "cheap"] = "fast"
+    """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (cheap)."""
     dir: PathText | None = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

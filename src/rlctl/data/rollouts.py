@@ -27,7 +27,7 @@ LOSS_WEIGHTS = "loss_weights"
 CHUNK = "chunk"
 """Further column of a text that a teacher reads with another tokenizer: which part of the text each token is of, where
 tokens of both stand for the same parts (`data/cross_tokens.py`)."""
-TAUGHT = 1
+TEACHER_SAMPLE = 1
 """The sample of its group, whose first is the text itself, that has the tokens of such a teacher."""
 TIMEOUT = "timeout"
 LIMIT_REASONS = (

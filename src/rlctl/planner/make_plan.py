@@ -81,7 +81,7 @@ class _Found:
 def _found(request: Request, prefer_runnable: bool) -> _Found:
     plans, rejected = feasible_plans(request)
     whole = request.cluster
-    if request.workload.goal == "frugal" and not whole.is_cpu:  # more devices idle and communicate
+    if request.workload.goal == "cheap" and not whole.is_cpu:  # more devices idle and communicate
         parts = [replace(whole, nodes=nodes) for nodes in search.powers(whole.nodes) if nodes < whole.nodes]
         sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
         parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
@@ -132,12 +132,12 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
 
 
 def _others(plans: list[Plan], best: Plan) -> list[Plan]:
-    """The best plan of each other layout, and with the goal `frugal` of each other part of the cluster."""
+    """The best plan of each other layout, and with the goal `cheap` of each other part of the cluster."""
 
     def kind(plan: Plan) -> object:
-        return plan.cluster.gpus if plan.workload.goal == "frugal" else plan.name()
+        return plan.cluster.gpus if plan.workload.goal == "cheap" else plan.name()
 
-    able = [plan for plan in plans if plan.runnable or not best.runnable or plan.workload.goal != "frugal"]
+    able = [plan for plan in plans if plan.runnable or not best.runnable or plan.workload.goal != "cheap"]
     kinds = {kind(plan): plan for plan in sorted(able, key=score, reverse=True)}
     kinds.pop(kind(best), None)
     return sorted(kinds.values(), key=score)
@@ -193,7 +193,7 @@ def _check_mover(request: Request) -> None:
 
 
 def _slower(plan: Plan, best: Plan) -> str:
-    if plan.workload.goal == "frugal":
+    if plan.workload.goal == "cheap":
         more = device_seconds(plan) / device_seconds(best) - 1
         if more >= 0.005:
             return f"{100 * more:.0f}% more GPU seconds a step ({plan.total_s:.1f} s on {plan.cluster.gpus} GPUs)"

@@ -84,13 +84,13 @@ def _why_unread(tensor: str, unreadable: dict[str, str]) -> str:
 
 
 def _agrees(value: int, readings: list[Reading]) -> bool:
-    by_site: dict[str, dict[tuple, set[int]]] = {}
+    by_holder: dict[str, dict[tuple, set[int]]] = {}
     for r in readings:
-        by_site.setdefault(r.site, {}).setdefault((r.start, r.extent), set()).add(r.value)
-    return all(_site_agrees(value, readings[0].shape, boxes) for boxes in by_site.values())
+        by_holder.setdefault(r.holder, {}).setdefault((r.start, r.extent), set()).add(r.value)
+    return all(_copy_agrees(value, readings[0].shape, boxes) for boxes in by_holder.values())
 
 
-def _site_agrees(value: int, shape: tuple[int, ...], boxes: dict[tuple, set[int]]) -> bool:
+def _copy_agrees(value: int, shape: tuple[int, ...], boxes: dict[tuple, set[int]]) -> bool:
     if any(len(values) > 1 for values in boxes.values()):  # replicas differ
         return False
     covered = sum(prod(extent) for _, extent in boxes)

@@ -264,19 +264,21 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
         without = rollout.advantage == 0 and not algorithm.learns_without_advantage
         return algorithm.config.filter.skip and (without or rollout.token_weight == 0)
 
-    taught = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
+    read_by_teacher = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
     trained = tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches)
     return TrainBatch(
         trained,
         {group.position: group.columns for group in kept},
         tuple(rollout for one in minibatches for rollout in one if skips(rollout)),
-        tuple(tuple(_as_taught(taught[rollout.position], rollout) for rollout in one) for one in trained)
-        if taught
+        tuple(
+            tuple(_as_teacher_reads(read_by_teacher[rollout.position], rollout) for rollout in one) for one in trained
+        )
+        if read_by_teacher
         else (),
     )
 
 
-def _as_taught(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout:
+def _as_teacher_reads(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout:
     """Return the text of a rollout as a teacher's own tokenizer writes it."""
     return replace(ours, sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
 

@@ -49,7 +49,7 @@ def _computed(
         return {}
     policy.load_batch(make_batch(groups, algorithm, 1))
     found: ReferenceLogps = {}
-    for position, handles in policy.teach().items():
+    for position, handles in policy.export_logprobs().items():
         parts: GroupLogprobs = {key: one for part in fetch(list(handles)) for key, one in part.items()}
         sums = [float(parts[key].logprobs_R.sum(dtype="float64")) for key in sorted(parts)]
         found[reference_key(rows[position])] = (sums[0], sums[1])

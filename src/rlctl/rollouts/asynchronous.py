@@ -105,7 +105,7 @@ class AsynchronousSource:
         for thread in self._threads:
             thread.start()
         if self._waits:
-            sync.before_refit = self.settle
+            sync.before_refit = self.wait_for_samples
 
     def close(self) -> None:
         """End the threads. Groups under way are left to the end of the engines."""
@@ -171,7 +171,7 @@ class AsynchronousSource:
             self._admitted = {int(position): version for position, version in state.get("admitted", {}).items()}
             self._batches = state.get("batches", self._ledger.first_open // self._config.batch.prompts)
 
-    def settle(self) -> None:
+    def wait_for_samples(self) -> None:
         """Wait until no engine samples anything: the weights are about to change."""
         with self._timer(Phase.WAITING):
             # An engine that is lost is missed by the refit, which replaces it; its groups are begun again by `next`.

@@ -21,7 +21,7 @@ from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import CHUNK, TAUGHT, Rollout, RolloutColumns, RolloutGroup
+from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
 from rlctl.data.texts import (
     MARGIN,
     REFERENCE,
@@ -274,7 +274,9 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[Rollou
         else:
             other, chunk_T = stream.for_teacher(row, texts)
             both = group_of(position, row, (*texts, other), put(columns_of((*texts, other), {CHUNK: chunk_T})))
-            found.append(replace(both, rollouts=both.rollouts[:TAUGHT], for_teacher=both.rollouts[TAUGHT]))
+            found.append(
+                replace(both, rollouts=both.rollouts[:TEACHER_SAMPLE], for_teacher=both.rollouts[TEACHER_SAMPLE])
+            )
     return tuple(found)
 
 

@@ -69,10 +69,10 @@ class Scorers:
             for sample, tokens in enumerate(one.tokens)
             if isinstance(tokens, int)
         )
-        taught = model.taught(TrainBatch((texts,), dict(enumerate(columns)))) if texts else {}
+        handles = model.logprob_handles(TrainBatch((texts,), dict(enumerate(columns)))) if texts else {}
         values: dict[tuple[int, int], float] = {
             (group, sample): float(one.logprobs_R[-1])
-            for group, parts in taught.items()
+            for group, parts in handles.items()
             for part in fetch(parts)
             for (sample, _), one in part.items()
         }

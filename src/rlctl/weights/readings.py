@@ -23,7 +23,7 @@ class Reading:
     start: tuple[int, ...]
     extent: tuple[int, ...]
     value: int
-    site: str
+    holder: str
     """The parameter that holds the box."""
     expected: int | None = None
     """The value that a buffer must have, because no refit changes it."""

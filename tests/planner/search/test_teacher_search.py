@@ -20,14 +20,14 @@ from support.catalog import make_plan, model
 WORK = {"prompts": 64, "generations": 16, "old_logprobs": False}
 
 
-def taught(teacher: str | None, student: str = "Qwen3-1.7B", nodes: int = 1, **pins: object) -> Plan:
+def distilling(teacher: str | None, student: str = "Qwen3-1.7B", nodes: int = 1, **pins: object) -> Plan:
     facts = model(teacher) if teacher else None
     named = {key.replace("_", "."): value for key, value in pins.items()}
     return make_plan(model(student), make_cluster("h100", nodes), Workload(**WORK), named, teacher=facts)
 
 
 def test_a_small_teacher_is_computed_data_parallel_and_costs_a_forward_pass() -> None:
-    plan, alone = taught("Qwen3-8B"), taught(None)
+    plan, alone = distilling("Qwen3-8B"), distilling(None)
     assert plan.teacher is not None
     assert plan.teacher.choice.parallel.name() == "DP8"
     assert alone.seconds[Phase.LOGPROBS] == 0
@@ -41,7 +41,7 @@ def test_a_small_teacher_is_computed_data_parallel_and_costs_a_forward_pass() ->
 
 
 def test_a_teacher_that_does_not_fit_a_device_is_split() -> None:
-    plan = taught("Qwen3-32B", "Qwen3-4B")
+    plan = distilling("Qwen3-32B", "Qwen3-4B")
     assert plan.teacher is not None
     assert plan.teacher.choice.parallel.model_size > 1
     assert plan.memory["teacher"].total <= 0.95 * 80 * GIB
@@ -51,16 +51,16 @@ def test_a_teacher_that_does_not_fit_a_device_is_split() -> None:
 
 
 def test_a_teacher_is_laid_out_by_the_rules_of_the_policys_backend() -> None:
-    plan = taught("Qwen3-32B", training_backend="dtensor")
+    plan = distilling("Qwen3-32B", training_backend="dtensor")
     assert plan.teacher is not None
     assert plan.teacher.choice.sharding == "full"
     assert plan.teacher.choice.parallel.pp == 1
     with pytest.raises(NoPlanError, match=r"teacher.*FSDP2 has no pipeline stages"):
-        taught("Qwen3-4B", training_backend="dtensor", teacher_pp=2)
+        distilling("Qwen3-4B", training_backend="dtensor", teacher_pp=2)
 
 
 def test_sizes_of_the_teacher_can_be_pinned() -> None:
-    plan = taught("Qwen3-32B", "Qwen3-4B", teacher_tp=2, teacher_pp=2)
+    plan = distilling("Qwen3-32B", "Qwen3-4B", teacher_tp=2, teacher_pp=2)
     assert plan.teacher is not None
     assert plan.teacher.choice.parallel.name() == "TP2 PP2 DP2"
     rules = {reason.value: reason.rule for reason in plan.reasons}
@@ -116,7 +116,7 @@ def test_the_most_likely_tokens_of_a_teacher_take_memory_on_both_sides() -> None
 
 def test_a_teacher_that_fits_in_no_way_is_named() -> None:
     with pytest.raises(NoPlanError, match="the teacher needs"):
-        taught("DeepSeek-V3")
+        distilling("DeepSeek-V3")
 
 
 def test_on_a_cpu_the_teacher_has_a_process_of_its_own() -> None:
@@ -128,10 +128,10 @@ def test_on_a_cpu_the_teacher_has_a_process_of_its_own() -> None:
 
 
 def test_the_plan_tells_of_its_teacher() -> None:
-    plan = taught("Qwen3-8B")
+    plan = distilling("Qwen3-8B")
     assert "teacher     8.2B parameters, DP8, bf16, next to the policy" in plan_text(plan, "m")
     assert plan_json(plan)["teacher"]["dp"] == 8
-    assert plan_json(taught(None))["teacher"] is None
+    assert plan_json(distilling(None))["teacher"] is None
     assert "no gradients and no optimizer" in explain(plan)
 
 
@@ -145,6 +145,6 @@ def test_the_command_plans_a_teacher_and_refuses_sizes_without_one(capsys: pytes
 
 def test_a_size_that_the_teacher_does_not_take_is_refused() -> None:
     with pytest.raises(NoPlanError, match=r"the teacher as TP7 .*heads"):
-        taught("Qwen3-8B", teacher_tp=7)
+        distilling("Qwen3-8B", teacher_tp=7)
     with pytest.raises(NoPlanError, match="the teacher's sizes"):
-        taught("Qwen3-8B", teacher_tp=2, teacher_pp=9)
+        distilling("Qwen3-8B", teacher_tp=2, teacher_pp=9)

@@ -30,7 +30,7 @@ def made(*sets: str, teacher: str | None = "big") -> Algorithm:
     return algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
 
 
-def taught(seed: int = 0) -> TokenBatch:
+def with_teacher(seed: int = 0) -> TokenBatch:
     """A batch with a teacher's log-probs, of the chosen tokens and of four others."""
     batch = token_batch(TOKENS, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -48,7 +48,7 @@ def taught(seed: int = 0) -> TokenBatch:
 
 @pytest.mark.parametrize("weight", [0.0, 0.7])
 def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float) -> None:
-    batch = taught()
+    batch = with_teacher()
     assert batch.old_logprobs_R is not None
     assert batch.teacher_logprobs_R is not None
     algorithm = made(f"distillation.reward_weight={weight}", "distillation.weight=2", "loss.clip_high=9")
@@ -67,7 +67,7 @@ def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float)
 
 
 def test_texts_are_learned_from_by_both_divergences_and_their_likelihood() -> None:
-    batch = taught()
+    batch = with_teacher()
     sets = [f"distillation.top_k={TOP}", "distillation.forward_share=0.25", "distillation.weight=2",
             "distillation.sft_weight=0.5"]  # fmt: skip
     flags = {"run.algorithm": "distill", "teacher.model": "big"}
@@ -109,7 +109,7 @@ def test_each_step_of_a_batch_compares_the_teacher_with_the_policy_before_the_fi
     algorithm = made("batch.optimizer_steps=2", "loss.importance_correction=ratio")
     assert algorithm.needs == {"old_logprobs", "teacher_logprobs"}
     assert made("loss.importance_correction=ratio").needs == {"teacher_logprobs"}
-    batch = taught()  # the policy has moved away from the old one
+    batch = with_teacher()  # the policy has moved away from the old one
     assert batch.old_logprobs_R is not None
     assert batch.teacher_logprobs_R is not None
     loss_R = algorithm.token_loss(batch)
@@ -123,7 +123,7 @@ def test_each_step_of_a_batch_compares_the_teacher_with_the_policy_before_the_fi
 @pytest.mark.parametrize("share", [1.0, 0.0, 0.25])
 @pytest.mark.parametrize("outside", ["renormalize", "tail"])
 def test_the_top_tokens_are_compared_by_kl(share: float, outside: str) -> None:
-    batch = taught()
+    batch = with_teacher()
     batch = replace(batch, advantages_R=torch.zeros(TOKENS, dtype=torch.float64))
     algorithm = made(
         "distillation.loss=top-k", f"distillation.top_k={TOP}", f"distillation.forward_share={share}",
@@ -149,7 +149,7 @@ def test_the_top_tokens_are_compared_by_kl(share: float, outside: str) -> None:
 
 def test_a_token_that_has_all_the_probability_leaves_a_finite_tail() -> None:
     sure = torch.tensor([[0.0, -100.0]] * TOKENS, dtype=torch.float64)
-    batch = replace(taught(), teacher_top_RK=sure, top_logprobs_RK=sure.clone().requires_grad_())
+    batch = replace(with_teacher(), teacher_top_RK=sure, top_logprobs_RK=sure.clone().requires_grad_())
     algorithm = made("distillation.loss=top-k", "distillation.outside=tail", "distillation.forward_share=0.5")
     loss = algorithm.token_loss(batch).sum()
     loss.backward()
@@ -160,7 +160,7 @@ def test_a_token_that_has_all_the_probability_leaves_a_finite_tail() -> None:
 
 
 def test_what_a_step_is_told_of_the_teacher() -> None:
-    batch = taught()
+    batch = with_teacher()
     assert batch.old_logprobs_R is not None
     assert batch.teacher_logprobs_R is not None
     for form, names in (("sampled", {"teacher_kl"}), ("top-k", {"teacher_kl", "top_kl", "top_mass"})):

@@ -15,7 +15,7 @@ from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precisio
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 
-Goal = Literal["fast", "safe", "frugal"]
+Goal = Literal["fast", "safe", "cheap"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _buckets(mean: float, limit: float, sigma: float, count: int) -> list[tuple[
     return cut((low + high) / 2)
 
 
-HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
+HEADROOM = {"fast": 0.95, "cheap": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""
 
 

@@ -206,7 +206,7 @@ def score(plan: Plan) -> float:
     kinds = search.complexity(plan.training) if plan.training is not None else 0
     if plan.generation is not None:
         kinds += sum(v > 1 for v in (plan.generation.tp, plan.generation.pp, plan.generation.dp))
-    aim = device_seconds(plan) if plan.workload.goal == "frugal" else plan.total_s
+    aim = device_seconds(plan) if plan.workload.goal == "cheap" else plan.total_s
     return aim * (1 + search.SIMPLICITY * kinds)
 
 

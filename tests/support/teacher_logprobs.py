@@ -12,21 +12,21 @@ from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Model, Piece, gather_gradients, load_batch, make_worker, pieces
 from support.reference import Optim
 
-Taught = dict[int, list[GroupLogprobs]]
+TeacherLogprobs = dict[int, list[GroupLogprobs]]
 Rows = list[WeightedRollout] | None
 """The rollouts of the batch that are read; None: all."""
 
 
 def run_teacher(
     rank: int, case: Case, model: Model, batch: Batch, teaching: Teaching, rows: Rows = None
-) -> tuple[Taught, dict[str, Any]]:
+) -> tuple[TeacherLogprobs, dict[str, Any]]:
     """The log-probs that this rank gives, by group, and what there is of optimizer and gradients; the teacher has been
     in host memory before."""
     worker = make_worker(rank, case, model, teaches=teaching)
     freed = worker.sleep()
     worker.wake()
     shard = load_batch(worker, rank, case, batch, rows)
-    _, values = worker.teach()
+    _, values = worker.export_logprobs()
     trained = sum(parameter.requires_grad for own in worker.models for parameter in own.parameters())
     found = {"optimizer": worker.optimizer, "trained": trained, "freed": freed}
     return {group: [own] for group, own in zip(shard.columns, values, strict=False)}, found
@@ -40,13 +40,13 @@ def run_scorer(
     worker.sleep()
     worker.wake()
     shard = load_batch(worker, rank, case, batch, rows)
-    _, values = worker.teach()
+    _, values = worker.export_logprobs()
     return dict(zip(shard.columns, values, strict=False))
 
 
-def together(ranks: list[Taught]) -> Taught:
+def together(ranks: list[TeacherLogprobs]) -> TeacherLogprobs:
     """What all ranks of a teacher gave, by group."""
-    found: Taught = {}
+    found: TeacherLogprobs = {}
     for rank in ranks:
         for group, parts in rank.items():
             found.setdefault(group, []).extend(parts)
@@ -54,7 +54,7 @@ def together(ranks: list[Taught]) -> Taught:
 
 
 def run_student(
-    rank: int, case: Case, model: Model, batch: Batch, taught: Taught, loss: MicroBatchLoss, rows: Rows = None,
+    rank: int, case: Case, model: Model, batch: Batch, known: TeacherLogprobs, loss: MicroBatchLoss, rows: Rows = None,
     projection: Projection | None = None,
 ) -> Piece:  # fmt: skip
     """One optimizer step on what a teacher gave."""
@@ -62,7 +62,7 @@ def run_student(
     load_batch(worker, rank, case, batch, rows)
     if projection is not None:
         worker.hold_projection(projection)
-    worker.learn_from(taught, list)
+    worker.import_logprobs(known, list)
     result = worker.train_minibatch(0, loss, Optim().lr)
     gather_gradients(worker)
     return Piece([result], {}, list(pieces(worker, "grad")), [])
