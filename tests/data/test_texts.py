@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rlctl.apps.tiny_model import CHAT_TEMPLATE
@@ -107,7 +109,7 @@ def test_messages_of_the_assistant_have_a_loss(
 def test_other_names_and_messages_as_prompt_and_completion(tiny_llama: Path, tmp_path: Path) -> None:
     encoder = encoder_of(tiny_llama)
     named = row_of(tmp_path, {"q": "What?", "a": "It is 3."}, prompt_field="q", answer_field="a")
-    chat = row_of(tmp_path, {"prompt": CHAT[:4], "completion": CHAT[4:]})
+    chat = row_of(tmp_path, {"prompt": CHAT[:4], "completion": CHAT[4:], "answer": "another"})
     assert [parts(encoder, trained_texts(encoder, row)[0])[1] for row in (named, chat)] == [
         ["It is 3.<|im_end|>"], ["4<|im_end|>"],
     ]  # fmt: skip
@@ -136,6 +138,28 @@ def test_a_mask_that_does_not_follow_from_the_template_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=why):
         trained_texts(encoder_of(tiny_llama, template), row_of(tmp_path, {"messages": CHAT}))
+
+
+def test_what_a_template_writes_behind_a_whole_conversation_is_not_an_answer_s(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The templates of Phi-3 and Phi-4 end a conversation with a second end token."""
+    twice = encoder_of(tiny_llama, CHAT_TEMPLATE.replace("{% endif %}", "{% else %}<|endoftext|>{% endif %}"))
+    row, plain = row_of(tmp_path, {"messages": CHAT}), encoder_of(tiny_llama)
+    for scored in (False, True):
+        (text,), (wanted,) = (trained_texts(one, row, scored=scored) for one in (twice, plain))
+        assert text.tokens_T.tolist() == wanted.tokens_T.tolist()
+    assert parts(twice, trained_texts(twice, row)[0])[1] == ["It is 3.<|im_end|>", "4<|im_end|>"]
+
+
+def test_messages_without_a_weight_have_no_loss_and_thoughts_are_an_answer_s(tiny_llama: Path, tmp_path: Path) -> None:
+    thinking = CHAT_TEMPLATE.replace("message['content']", "(message.reasoning_content or '') + message['content']")
+    encoder, told = encoder_of(tiny_llama, thinking), [dict(one) for one in CHAT]
+    told[2]["weight"], told[4]["reasoning_content"] = 0, "Easy: "
+    row = row_of(tmp_path, {"messages": told})
+    assert parts(encoder, trained_texts(encoder, row)[0])[1] == ["Easy: 4<|im_end|>"]
+    with pytest.raises(InputError, match="leaves out a part of message 5"):
+        trained_texts(encoder_of(tiny_llama), row)
 
 
 def test_a_text_to_score_needs_no_place_where_its_answer_begins(tiny_llama: Path, tmp_path: Path) -> None:
@@ -189,6 +213,13 @@ def test_pairs_share_their_prompt(tiny_llama: Path, tmp_path: Path) -> None:
         ({"prompt": "What?", "completion": ""}, "texts", "field 'completion' is not a completion"),
         ({"prompt": "What?", "chosen": "a"}, "pairs", "no field 'rejected'"),
         ({"chosen": "a", "rejected": "b"}, "pairs", "no field 'prompt'"),
+        (
+            dict.fromkeys(("prompt", "response1", "response2"), "a") | {"overall_preference": None},
+            "pairs",
+            "is not a number",
+        ),
+        ({"messages": [CHAT[0], CHAT[2] | {"weight": 0.5}]}, "texts", "neither 0 nor 1"),
+        ({"prompt": "\ud800", "completion": "a"}, "texts", "not JSON"),
         ({"chosen": CHAT, "rejected": CHAT}, "pairs", "not two answers to the same messages"),
     ],
 )
@@ -244,6 +275,16 @@ def test_calls_of_tools_are_trained_on_and_what_tools_say_is_not(
     assert whole_text(encoder, row) == whole + "\n"
 
 
+def test_arguments_in_a_table_have_no_nulls_for_those_of_other_calls(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = [{"messages": with_calls(arguments)["messages"]} for arguments in ({"a": 1}, {"b": 2})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := tmp_path / "calls.parquet")
+    encoder, source = encoder_of(tiny_llama, CALLING), open_prompts(DataConfig(name=str(path), rows="texts"))
+    found = [parts(encoder, trained_texts(encoder, source[index])[0])[1][0] for index in range(2)]
+    assert found == [
+        f'<call>{{"name": "add", "arguments": {one}}}</call><|im_end|>' for one in ('{"a": 1}', '{"b": 2}')
+    ]
+
+
 def test_calls_and_tools_that_a_template_leaves_out_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
     asked = with_calls({"a": 1})
     with pytest.raises(InputError, match="does not write the tools"):
@@ -261,11 +302,15 @@ def test_what_a_template_marks_has_a_loss(tiny_llama: Path, tmp_path: Path) -> N
     marked, found = (trained_texts(encoder, row, marked=one)[0] for one in (True, False))
     assert parts(encoder, marked) == parts(encoder, found)
     assert parts(encoder, marked)[1] == ["It is 3.<|im_end|>", "4<|im_end|>"]
+    whole = MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "+ '<|im_end|>\n' }}{% endgeneration %}")
+    assert parts(encoder, trained_texts(encoder_of(tiny_llama, whole), row, marked=True)[0])[1] == [
+        "It is 3.<|im_end|>", "4<|im_end|>",
+    ]  # fmt: skip
     for template, why in (
         (CHAT_TEMPLATE, "has no {% generation %}"),
         (
             MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"),
-            "ends a mark",
+            "without an end token",
         ),
         (MARKED.replace("== 'assistant'", "== 'nobody'"), "marks nothing"),
     ):
@@ -290,17 +335,17 @@ def test_ranked_completions_are_a_pair_of_the_best_and_the_worst(tmp_path: Path)
     path, said = tmp_path / "ranked.jsonl", {"context": [{"role": "user", "content": "Hi"}]}
     ranked = [{"rank": rank, "completion": [{"role": "assistant", "content": str(rank)}]} for rank in (2, 0, 1)]
     path.write_text(json.dumps(said | {"completions": ranked}) + "\n")
-    row = open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))[0]
+    row = open_prompts(DataConfig(name=str(path), rows="pairs"))[0]
     assert [one[0]["content"] for one in row.answer] == ["0", "2"]
     for wrong, why in (([ranked[0], ranked[0]], "the same rank"), (["a", "b"], "a list of objects with `rank`")):
         path.write_text(json.dumps(said | {"completions": wrong}) + "\n")
         with pytest.raises(InputError, match=why):
-            open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))[0]
+            open_prompts(DataConfig(name=str(path), rows="pairs"))[0]
 
 
 def test_rows_of_help_steer_are_ordered_by_their_preference(tmp_path: Path) -> None:
     path = tmp_path / "steer.jsonl"
     row = {"context": [{"role": "user", "content": "Hi"}], "response1": "one", "response2": "two"}
     path.write_text("".join(json.dumps(row | {"overall_preference": value}) + "\n" for value in (-2, 0, 3)))
-    source = open_prompts(DataConfig(name=str(path), rows="pairs", prompt_field="context"))
+    source = open_prompts(DataConfig(name=str(path), rows="pairs"))
     assert [source[index].answer for index in range(3)] == [("one", "two"), ("one", "one"), ("two", "one")]

@@ -188,14 +188,14 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     return messages
 
 
-def checked_messages(value: Any, field_name: str, where: str, *, calls: bool = False) -> Messages:
-    """Return a list of chat messages with their texts, and with `calls` the calls of tools in them. Raises InputError
-    naming row and field for anything else."""
+def checked_messages(value: Any, field_name: str, where: str) -> Messages:
+    """Return a list of chat messages with their texts and their calls of tools. Raises InputError naming row and field
+    for anything else."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise InputError(
             f"{where}: field {field_name!r} is not a list of chat messages.", "It has at least one message."
         )
-    return [_message(one, field_name, where) | (_calls(one, where) if calls else {}) for one in value]
+    return [_message(one, field_name, where) | _calls(one, where) for one in value]
 
 
 def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import re
 import sys
 import warnings
 from itertools import islice
@@ -110,6 +111,8 @@ def open_jsonl(path: Path, data: DataConfig) -> PromptSource:
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
+        if re.search(rb"\\u[dD]", line):  # one half of a pair of these is no character
+            json.dumps(record, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         why = f"{path}, line {number}: not JSON in UTF-8 ({error.reason})."
         raise InputError(why, f"`file {path}` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
@@ -118,6 +121,19 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}: not a JSON object.", ONE_OBJECT)
     return record
+
+
+def _row_of_table(record: dict[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+    """Return the row of a record of a table. The objects in a column of it have the keys of all rows, and arguments of
+    a call those of all calls: in texts, keys without a value are those of others."""
+    return ROWS[data.rows](record if data.rows == "prompts" else _without_nulls(record), index, where, data)
+
+
+def _without_nulls(value: Any, *, column: bool = True) -> Any:
+    if isinstance(value, dict):
+        kept = {key: one for key, one in value.items() if column or one is not None}
+        return {key: _without_nulls(one, column=False) for key, one in kept.items()}
+    return [_without_nulls(one, column=False) for one in value] if isinstance(value, list) else value
 
 
 def columns_of(path: Path) -> list[str]:
@@ -141,7 +157,7 @@ def open_parquet(path: Path, data: DataConfig) -> PromptSource:
         with pyarrow.parquet.ParquetFile(path) as table:
             records = (record for batch in table.iter_batches() for record in batch.to_pylist())
             rows = [
-                ROWS[data.rows](record, index, f"{path}, row {index}", data)
+                _row_of_table(record, index, f"{path}, row {index}", data)
                 for index, record in enumerate(islice(records, data.size))
             ]
     except pyarrow.ArrowException as error:
@@ -163,7 +179,7 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
             )
 
     def row(index: int) -> PromptRow:
-        return ROWS[data.rows](dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
+        return _row_of_table(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
 
     # `datasets` hashes the files of the dataset and every operation on it into this.
     identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}
@@ -199,7 +215,7 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
         kind = AbsentError if isinstance(error, ConnectionError) else InputError
         raise kind(
-            f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error)}",
+            f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}",
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from os.path import commonprefix
 from typing import Any, cast
 
 import numpy as np
@@ -40,7 +41,14 @@ REFERENCE = "reference_logps"
 """Column of a pair's texts: the log-prob of its completion under the reference, divided between its tokens."""
 REFERENCE_FIELDS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that bring it, under the names that TRL gives them."""
+CONTEXT = "context"
+"""Field of the prompt in rows of HelpSteer3 and in those with ranked completions."""
 ASSISTANT = "assistant"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold a thought, for templates that write it in front of the content."""
+WEIGHT = "weight"
+"""Field of a message as in OpenAI's files for fine-tuning: one of weight 0 has no loss."""
+_MARK = re.compile(r"\{%-?\s*generation\b")
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""
 
@@ -88,13 +96,14 @@ def text_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
             raise InputError(f"{where}: the question has no answer in `answers`.", "Leave out such rows.")
         prompt = [{"role": "system", "content": record["context"]}, {"role": "user", "content": record["question"]}]
         return PromptRow(index, where, checked_messages(prompt, "question", where), (str(texts[0]),), fields)
-    completion = data.answer_field if data.answer_field in record else COMPLETION
+    usual = data.answer_field == ANSWER and COMPLETION in record
+    completion = data.answer_field if data.answer_field in record and not usual else COMPLETION
     if completion in record and (prompt := _prompt(record, where, data)) is not None:
         return PromptRow(index, where, prompt, (_completion(record[completion], completion, where),), fields)
     if data.answer_field != ANSWER and data.answer_field not in record:
         raise _without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:
-        messages = checked_messages(record[MESSAGES], MESSAGES, where, calls=True)
+        messages = _messages(record[MESSAGES], MESSAGES, where)
         first = _first_trained(messages, where, last=data.train_on == "last")
         return PromptRow(index, where, messages[:first], (messages[first:],), fields)
     if isinstance(record.get(TEXT), str) and record[TEXT]:
@@ -123,13 +132,9 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     The prompt may be in the messages of both completions, which then begin alike. Raises InputError naming row and
     field.
     """
-    if record.keys() >= HELP_STEER and not record.keys() & {CHOSEN, REJECTED}:
-        better, worse = (record[name] for name in ("response1", "response2"))
-        if record["overall_preference"] >= 0:  # of two equal answers the first is both
-            better, worse = (worse if record["overall_preference"] else better), better
-        record = {**record, CHOSEN: better, REJECTED: worse}
-    if RANKED in record and not record.keys() & {CHOSEN, REJECTED}:
-        record = _ranked(record, where)
+    if not record.keys() & {CHOSEN, REJECTED} and (RANKED in record or record.keys() >= HELP_STEER):
+        pair = _ranked(record, where) if RANKED in record else _preferred(record, where)
+        record = {**({PROMPT: record[CONTEXT]} if CONTEXT in record else {}), **record, **pair}
     for name in (CHOSEN, REJECTED):
         if name not in record:
             raise _without_field(name, "", record, where)
@@ -150,9 +155,19 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     return PromptRow(index, where, prompt, (chosen, rejected), dict(record))
 
 
+def _preferred(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the better response of a row of HelpSteer3 and the other one. Raises InputError where neither is said to
+    be better or as good."""
+    better, worse, preference = record["response1"], record["response2"], record["overall_preference"]
+    if isinstance(preference, bool) or not isinstance(preference, int | float):
+        raise InputError(f"{where}: the field 'overall_preference' is not a number.", "Leave the row out.")
+    if preference >= 0:  # of two equal answers the first is both
+        better, worse = (worse if preference else better), better
+    return {CHOSEN: better, REJECTED: worse}
+
+
 def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a record with completions by their ranks as one with the best and the worst of them. Raises InputError
-    where these are not two."""
+    """Return the best and the worst of completions by their ranks. Raises InputError where these are not two."""
     try:
         found = sorted(record[RANKED], key=lambda one: one["rank"])
         best, worst = found[0], found[-1]
@@ -163,7 +178,7 @@ def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         ) from error
     if best["rank"] == worst["rank"]:
         raise InputError(f"{where}: the completions have the same rank, so that none is preferred.", "Leave it out.")
-    return {**record, **pair}
+    return pair
 
 
 def _prompt(record: Mapping[str, Any], where: str, data: DataConfig) -> str | Messages | None:
@@ -179,12 +194,26 @@ def _completion(value: Any, field: str, where: str) -> Completion:
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise InputError(f"{where}: field {field!r} is not a completion.", "It is a text or a list of chat messages.")
-    return checked_messages(value, field, where, calls=True)
+    return _messages(value, field, where)
+
+
+def _messages(value: Any, field: str, where: str) -> Messages:
+    """Return chat messages with their thoughts and weights. Raises InputError for anything else."""
+    found = checked_messages(value, field, where)
+    kept = ({key: one[key] for key in (*THOUGHTS, WEIGHT) if one.get(key) is not None} for one in value)
+    messages = [one | further for one, further in zip(found, kept, strict=True)]
+    if any(one.get(WEIGHT, 1) not in (0, 1) for one in messages):
+        raise InputError(f"{where}: the `{WEIGHT}` of a message is neither 0 nor 1.", "Leave it out.")
+    return messages
+
+
+def _has_loss(message: Mapping[str, Any]) -> bool:
+    return message["role"] == ASSISTANT and message.get(WEIGHT) != 0
 
 
 def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
     """Return the place of the first message with a loss."""
-    places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    places = [place for place, message in enumerate(messages) if _has_loss(message)]
     if not places or places[0] == 0 or (last and places[-1] != len(messages) - 1):
         wrong = "begins with a" if places and not places[0] else "does not end with a" if places else "has no"
         raise InputError(f"{where}: the conversation {wrong} message of the assistant.", "Leave the row out.")
@@ -292,54 +321,69 @@ def _with_answers(
 ) -> TrainedText:
     """Return a conversation by its chat template, up to the end of its last answer. `headed`: what the template writes
     before an answer belongs to it."""
-    last = max((place for place, message in enumerate(said) if message["role"] == ASSISTANT), default=-1)
+    last = max((place for place, message in enumerate(said) if _has_loss(message)), default=-1)
     if last < 0:
         raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
     messages = [*prompt, *said[: last + 1]]
     whole = encoder.render(messages, where, answered=True)
     cuts: list[int] = []
     for place in range(len(prompt), len(messages)):
-        if messages[place]["role"] != ASSISTANT:
+        if not _has_loss(messages[place]):
             continue
-        before = encoder.render(messages[:place], where, answered=headed)
+        heads = (
+            encoder.render(messages[:place], where, answered=way) for way in ((True, False) if headed else (False,))
+        )
+        before = next((head for head in heads if whole.startswith(head)), None)
         after = encoder.render(messages[: place + 1], where, answered=True)
-        answer = whole[len(before) : len(after)]
-        if not (whole.startswith(before) and whole.startswith(after)):
-            many = place + 1 < len(messages)
+        # What both write: a template may end a conversation with one token more.
+        shared = commonprefix([whole, after])[len(before or "") :]  # noqa: RUF071 - of texts, not of paths
+        answer = _ended(encoder, shared)
+        if before is None or not (answer or whole.startswith(after)):
+            ways = [
+                *(["data.train_on=last trains on the last answer alone"] if place + 1 < len(messages) else []),
+                *(["data.train_on=marked on what the template marks"] if _MARK.search(encoder.template or "") else []),
+                "--chat-template gives another",
+            ]
             raise InputError(
                 f"{where}: the chat template does not say where message {place + 1} stands: what it writes up to there "
                 "is not the beginning of the whole conversation.",
-                "Train on the last answer alone with --set data.train_on=last, or give another with --chat-template."
-                if many
-                else "Give another with --chat-template.",
+                f"{', '.join(ways)}.",
             )
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
-        said_there = [messages[place]["content"], *(word for one in calls for word in (one["name"], *one["arguments"]))]
-        if any(_squeezed(text) not in _squeezed(answer) for text in said_there):
+        said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
+        said_there += [word for one in calls for word in (one["name"], *one["arguments"])]
+        if any(_squeezed(text) not in _squeezed(answer or shared) for text in said_there):
             raise InputError(
                 f"{where}: the chat template leaves out a part of message {place + 1}, which is to be trained on.",
                 "Give another with --chat-template, or leave the row out.",
             )
-        cuts += [len(before), len(after)]
+        cuts += [len(before), len(before) + len(answer)]
     tokens, places = _cut(encoder, whole, cuts, where)
-    mask_T, end = np.zeros(len(tokens), bool), 0
+    mask_T, end = np.zeros(len(tokens), bool), places[-1]
     for first, after in zip(places[::2], places[1::2], strict=True):
-        ends = [place for place in range(first, after) if tokens[place] in encoder.stop_token_ids]
-        if not ends:
+        if first == after or tokens[after - 1] not in encoder.stop_token_ids:
             raise InputError(
                 f"{where}: the chat template writes no token that ends an answer, so the model would never learn to "
                 "stop.",
                 "Give another with --chat-template.",
             )
-        end = ends[-1] + 1
-        mask_T[first:end] = True
+        mask_T[first:after] = True
     return TrainedText(np.array(tokens[:end], np.int32), mask_T[:end])
+
+
+def _ended(encoder: PromptEncoder, answer: str) -> str:
+    """Return an answer up to the end token that the model stops at: the last one, or the first of several at the end.
+    It is empty where there is none."""
+    texts = (str(encoder.tokenizer.decode([token])) for token in encoder.stop_token_ids)
+    ends = "|".join(re.escape(text) for text in texts if text)
+    found = re.match(f".*(?:{ends})", answer, re.DOTALL) if ends else None
+    return re.sub(rf"({ends})(?:\s*(?:{ends}))+\Z", r"\1", found[0]) if found else ""
 
 
 def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
     """Return a conversation with a loss where its chat template has {% generation %} around, up to the last mark."""
     template = encoder.template or ""
-    if not re.search(r"\{%-?\s*generation\b", template):
+    if not _MARK.search(template):
         raise InputError(
             "data.train_on = marked: the chat template has no {% generation %} that says what an answer is.",
             "Leave it out: answers are then found by rendering, or refused. Or give another with --chat-template.",
@@ -349,15 +393,22 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
         **encoder.variables,
     )  # fmt: skip
     tokens_T, mask_T = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
-    places = np.flatnonzero(mask_T)
-    ends = [int(place) for place in places if place + 1 == len(mask_T) or not mask_T[place + 1]]
-    if not ends or mask_T[0] or any(tokens_T[place] not in encoder.stop_token_ids for place in ends):
-        why = "marks nothing" if not ends else "begins with a mark" if mask_T[0] else "ends a mark before the end token"
+    ends_T, first = np.isin(tokens_T, encoder.stop_token_ids), 0
+    marks: list[slice] = []
+    for trained, stretch in groupby(mask_T):
+        after = first + len([*stretch])
+        marks += [slice(first, after)] if trained else []
+        first = after
+    if not marks or mask_T[0] or not all(ends_T[mark].any() for mark in marks):
+        why = "marks nothing" if not marks else "begins with a mark" if mask_T[0] else "has a mark without an end token"
         raise InputError(
             f"{where}: the chat template {why}, so that the model would not learn to answer and stop.",
             "Leave data.train_on = marked out, or give another template with --chat-template.",
         )
-    return TrainedText(tokens_T[: ends[-1] + 1], mask_T[: ends[-1] + 1])
+    for mark in marks:  # what a template writes behind the end token is not the model's
+        mask_T[mark] &= np.logical_or.accumulate(ends_T[mark][::-1])[::-1]
+    end = int(np.flatnonzero(mask_T)[-1]) + 1
+    return TrainedText(tokens_T[:end], mask_T[:end])
 
 
 def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> tuple[list[int], list[int]]:

@@ -225,7 +225,7 @@ class RunningEpisode:
         stop = self._stop if step.stop is None else tuple(step.stop)
         self._asked = step.ask
         if step.ask is not None and step.ask.tokens is None:
-            held = checked_messages(list(step.ask.messages), "messages", "The conversation", calls=True)
+            held = checked_messages(list(step.ask.messages), "messages", "The conversation")
             self._asked = replace(step.ask, messages=held)
         return Reply(_messages(step.messages), float(step.reward), bool(step.done), stop, numbers, self._asked)
 
