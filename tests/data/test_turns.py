@@ -106,6 +106,12 @@ def test_else_they_are_the_user_s(tiny_llama: Path, template: str, why: str) -> 
     assert why in turns.note
 
 
+def test_a_role_that_the_template_leaves_out_is_refused(tiny_llama: Path) -> None:
+    turns = encoder(tiny_llama, DROPS_TOOLS)
+    with pytest.raises(InputError, match="of the role 'tool' behind an answer: it leaves out"):
+        turns.between(None, RESULT)
+
+
 def test_a_template_without_a_place_for_tools_gets_a_system_prompt(tiny_llama: Path) -> None:
     turns = encoder(tiny_llama, PLAIN, tools=True)
     assert turns.encoder.system_prompt == "Call it."

@@ -121,13 +121,24 @@ def test_methods_are_tools_and_a_broken_call_is_told_to_the_model() -> None:
     assert opening.messages == ({"role": "user", "content": "Add."},)
     said = [[one["content"] for one in reply.messages] for reply in replies]
     assert said[0] == ["5"]
-    assert said[1] == ["Error: the arguments of add are wrong: 'two' is not of type 'integer'.", '{"result": 0.5}']
+    both = "Error: the arguments of add are wrong: 'two' is not of type 'integer'.\n\n{\"result\": 0.5}"
+    assert said[1] == [both]  # as the user's, in one message
     assert said[2] == ["Error: ZeroDivisionError: division by zero"]
     assert said[3] == ["Error: there is no function 'multiply'; the functions are add, divide."]
     assert said[4][0].startswith("Error: the call cannot be read:")
     assert [(one.calls, one.broken) for one in replies] == [(1, 0), (1, 1), (1, 0), (0, 1), (0, 1), (0, 0)]
     assert replies[-1].done
     assert closed.reward == 5.0
+
+
+def test_what_an_environment_says_is_plain_data() -> None:
+    with hosting("Odd", params={"how": "half"}) as host:
+        opening, first, *_ = asyncio.run(asked(host, *episode("a")))
+    assert (opening.stop, first.stop) == (("</a>",), ("end",))  # one text is not its letters
+    assert first.messages == ({"role": "user", "content": "a ?"},)
+    assert type(first.messages[0]["role"]) is str
+    with hosting("Odd", params={"how": "nan"}) as host, pytest.raises(EpisodeFailedError, match="the reward is nan"):
+        asyncio.run(asked(host, *episode("a")))
 
 
 def test_a_function_is_a_tool_without_an_environment() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.envs.tools import FORMATS, BrokenCallError, Call, read_calls
+from rlctl.envs.tools import FORMATS, BrokenCallError, Call, read_calls, refusal, without_call
 
 ADD = [Call("add", {"a": 2, "b": 3})]
 BAR = "\uff5c"
@@ -39,6 +39,21 @@ def test_other_ways_of_writing_a_call_are_read() -> None:
     text = WRITTEN["qwen3-coder"].replace("\n2\n", "\ntwo words\n")
     assert read_calls(text, "qwen3-coder") == [Call("add", {"a": "two words", "b": 3})]
     assert read_calls("[add(a=2, b=3), add(a=2, b=3)]", "pythonic") == ADD * 2
+
+
+def test_a_thought_about_a_call_is_none() -> None:
+    thought = f"<think>I could {WRITTEN['hermes']}.</think>\n"
+    assert read_calls(f"{thought}There is nothing to call.", "hermes") == []
+    assert read_calls(f"{thought}{WRITTEN['hermes']}", "hermes") == ADD
+    assert without_call(f"{thought}Now {WRITTEN['hermes']}", "hermes") == f"{thought}Now "
+
+
+def test_an_argument_that_may_be_absent_may_be_null() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer", "nullable": True}}
+    schemas = {"add": {"parameters": {"type": "object", "properties": properties, "required": ["a", "b"]}}}
+    assert refusal(Call("add", {"a": 1, "b": None}), schemas) is None
+    assert refusal(Call("add", {"a": None, "b": 1}), schemas) is not None
+    assert refusal(Call("add", {"a": 1, "b": "x"}), schemas) is not None
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_a_template_that_keeps_thoughts_is_said_to(tiny_llama: Path) -> None:
         RlctlConfig.model_validate({"environment": {"thinking": "template", "append": "raw"}})
 
 
-@pytest.mark.parametrize(("how", "begins"), [("chat", 1), ("stream", 1), ("tools", 1), ("ids", 1)])
+@pytest.mark.parametrize(("how", "begins"), [("chat", 1), ("stream", 1), ("tools", 1), ("ids", 1), ("several", 1)])
 def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins: int) -> None:
     policy = WholeTensorPolicy(tiny_llama)
     made = play(tiny_llama, "program", command=[sys.executable, str(PROGRAM), how])

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from rlctl.envs.environment import Ask, Message, Step
@@ -49,6 +50,24 @@ class Failing(Counting):
             ways[self.how]()
         print("printed where nobody parses it")
         return {"messages": f"turn {self.said}", "reward": 1, "done": self.said == 3}
+
+
+class Role(StrEnum):
+    USER = "user"
+
+
+class Odd(Counting):
+    """Says what few environments say: half of a character, a role of a type of its own, a reward that is no number."""
+
+    stop = "</a>"
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def step(self, text: str) -> Step:  # type: ignore[override]
+        said = [{"role": Role.USER, "content": text + " \ud83d"}]
+        return Step(said, float("nan") if self.how == "nan" else 1.0, stop="end")  # type: ignore[arg-type]
 
 
 class Sums:

@@ -25,9 +25,10 @@ def ask(path: str, **body: Any) -> Any:
 
 def chat(messages: list[Any], **body: Any) -> Any:
     found = ask("/v1/chat/completions", model=os.environ["OPENAI_MODEL"], messages=messages, logprobs=True, **body)
-    choice = found["choices"][0]
+    choice = found["choices"][-1]
     messages.append(choice.get("message") or choice["delta"])
-    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == found["usage"]["completion_tokens"]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+    assert found["usage"]["completion_tokens"] == sum(len(one["token_ids"]) for one in found["choices"])
     return found
 
 
@@ -51,6 +52,11 @@ def main(how: str) -> None:
                 messages.append({"role": "user", "content": "More."})
             except HTTPError as error:
                 code = json.load(error)["error"]["code"]
+    elif how == "several":
+        first, second = chat(messages, n=2, stop=["e", "a"])["choices"]
+        assert not {*"ea"}.intersection(first["message"]["content"] + second["message"]["content"])
+        messages.append({"role": "user", "content": "Again."})
+        chat(messages)
     else:
         chat(messages, **extra)
         messages.append({"role": "user", "content": "Again."})

@@ -9,7 +9,7 @@ whether it holds what the messages say.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -107,9 +107,18 @@ class TurnEncoder:
         kept = tokens[:-1] if tokens and tokens[-1] in self.encoder.stop_token_ids else tokens
         return str(self.encoder.tokenizer.decode(list(kept), skip_special_tokens=False))
 
+    def require_roles(self, messages: Sequence[Message], tried: Collection[str]) -> None:
+        """Raise InputError for a role, besides those that were tried, whose messages the template does not write."""
+        for role in {one["role"] for one in messages}.difference(tried) if not self.raw else ():
+            if why := self._trouble(role):
+                raise InputError(
+                    f"The chat template cannot write a message of the role {role!r} behind an answer: {why}."
+                )
+
     def _cached(self, messages: Sequence[Message]) -> tuple[int, ...]:
         key = repr(messages)
         if key not in self._cache:
+            self.require_roles(messages, ("user", self.tool_role))
             text = "".join(one["content"] for one in messages) if self.raw else self._delta(HISTORIES[0], messages)
             ids = tuple(self.encoder.tokenizer.encode(text, add_special_tokens=False))
             self.encoder.require_known(ids, "a message of the environment")
@@ -156,7 +165,7 @@ class TurnEncoder:
         before = self.encoder.tokenizer.encode(answered.rpartition(MARK)[0], add_special_tokens=False)
         return tuple(begun[len(before) :]) if list(begun[: len(before)]) == before else ()
 
-    def _trouble(self, role: ToolRole) -> str | None:
+    def _trouble(self, role: str) -> str | None:
         """Return why messages of a role cannot be appended; None: they can."""
         said = "rlctl-message-says"
         try:

@@ -60,6 +60,8 @@ class Ask:
     """JSON schemas of tools that the template shows. The calls of the answer are then in its `tool_calls`."""
     max_tokens: int | None = None
     """Most tokens of the answer, where that is less than the run's own limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer, in addition to the run's own."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer, in addition to the run's own."""
 

@@ -218,8 +218,10 @@ def _told(plan: EnvironmentPlan, error: BaseException, command: str) -> str:
     """Return what to say of an error in a method of the environment."""
     if isinstance(error, RlctlError):
         return error.message
-    place = f"; {plan.code.place(error)}" if plan.code is not None and error.__traceback__ else ""
-    return f"{command} raised {type(error).__name__}: {first_line(error)}{place}"
+    codes = [*plan.tools, *([plan.code] if plan.code else [])]
+    place = next((f"; {place}" for code in codes if (place := code.place(error))), "")
+    told = f"{command} raised {type(error).__name__}: {first_line(error)}{place}"
+    return told.encode(errors="replace").decode()
 
 
 def _read(descriptor: int) -> bytes:

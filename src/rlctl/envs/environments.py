@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from types import MethodType
@@ -18,7 +19,7 @@ from rlctl.data.rollouts import REWARD_PART
 from rlctl.envs.builtin import BUILT_IN
 from rlctl.envs.environment import Ask, Environment, Message, Step
 from rlctl.envs.tools import BrokenCallError, Call, as_text, read_calls, refusal, schema_of
-from rlctl.envs.user_function import UserCode, is_reference
+from rlctl.envs.user_function import LARGEST_REWARD, UserCode, is_reference
 from rlctl.errors import InputError, first_line, suggest
 
 NOT_TOOLS = ("reset", "step", "close", "prepare", "get_reward")
@@ -149,7 +150,7 @@ class RunningEpisode:
         self._loaded, self._made = loaded, made
         self._tools = {name: getattr(made, name) for name in loaded._own} | dict(functions)
         self._schemas = {name: one["function"] for name, one in loaded.plan.schemas.items()}
-        self._stop = tuple(getattr(made, "stop", ()))
+        self._stop = _stops(getattr(made, "stop", ()))
         self._asked: Ask | None = None
 
     async def reset(self, row: PromptRow, seed: int) -> Reply:
@@ -208,26 +209,25 @@ class RunningEpisode:
         """End the episode, and return what `get_reward` says of it."""
         reward = 0.0
         if hasattr(self._made, "get_reward"):
-            reward = float(await _called(self._made.get_reward))
+            reward = _number(await _called(self._made.get_reward), "what get_reward returned")
         parts = {f"{REWARD_PART}{name}": part for name, part in getattr(self._made, "reward_parts", {}).items()}
         if hasattr(self._made, "close"):
             await _called(self._made.close)
-        return Reply((), reward, done=True, metrics=parts)
+        return Reply((), reward, done=True, metrics=_numbers(parts))
 
     def _told(self, answers: Sequence[str], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
         role = self._loaded.plan.tool_role
-        named = [{"name": name} for name in names] if role == "tool" and names else [{}] * len(answers)
-        messages = tuple({"role": role, "content": text, **of} for text, of in zip(answers, named, strict=True))
-        return Reply(messages, stop=self._stop, calls=made, broken=broken)
+        if role == "user":  # as one message: templates may want questions and answers to alternate
+            answers, names = ["\n\n".join(answers)], ()
+        messages = [{"role": role, "content": text} for text in answers]
+        named = [{**one, "name": name} for one, name in zip(messages, names, strict=True)] if names else messages
+        return Reply(_plain(named), stop=self._stop, calls=made, broken=broken)
 
     def _reply(self, step: Step) -> Reply:
-        numbers = {name: float(value) for name, value in step.metrics.items()}
-        stop = self._stop if step.stop is None else tuple(step.stop)
-        self._asked = step.ask
-        if step.ask is not None and step.ask.tokens is None:
-            held = checked_messages(list(step.ask.messages), "messages", "The conversation")
-            self._asked = replace(step.ask, messages=held)
-        return Reply(_messages(step.messages), float(step.reward), bool(step.done), stop, numbers, self._asked)
+        stop = self._stop if step.stop is None else _stops(step.stop)
+        self._asked = step.ask and _checked(step.ask)
+        reward, numbers = _number(step.reward, "the reward"), _numbers(step.metrics)
+        return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._asked)
 
 
 def readable_calls(text: str, form: str) -> list[Call]:
@@ -260,11 +260,54 @@ def _messages(found: Any) -> tuple[Message, ...]:
     """Return messages as they were given, or as one text. Raises TypeError for anything else."""
     if not found:
         return ()
-    listed = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+    listed = [{"role": "user", "content": found}] if isinstance(found, str) else found
+    if not isinstance(listed, Iterable) or isinstance(listed, Mapping | bytes):
+        raise TypeError(f"{found!r:.80} is neither a text nor a list of messages")
+    listed = list(listed)
     for one in listed:
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or not isinstance(one["content"], str):
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise TypeError(f"{one!r:.80} is not a message: it needs the texts `role` and `content`")
-    return tuple(dict(one) for one in listed)
+    return _plain(listed)
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Return messages as plain data, whose texts any tokenizer takes: without halves of characters, which models write
+    in JSON, and without types of the user's own."""
+    text = json.dumps([dict(one) for one in messages], ensure_ascii=False, default=str)
+    return tuple(json.loads(text.encode(errors="replace")))
+
+
+def _checked(ask: Ask) -> Ask:
+    """Return what an environment asks as plain data. Raises InputError or ValueError for what no engine takes."""
+    numbers = {"max_tokens": [ask.max_tokens or 1], "stop_token_ids": ask.stop_token_ids, "tokens": ask.tokens or [0]}
+    for name, given in numbers.items():
+        if not all(isinstance(one, int) and one >= (name == "max_tokens") for one in given):
+            raise ValueError(f"{name} is {getattr(ask, name)!r:.80}, and no engine takes that")
+    held = () if ask.tokens else checked_messages(list(ask.messages), "messages", "The conversation")
+    return replace(ask, messages=_plain(held), tools=_plain(ask.tools), stop=_stops(ask.stop))
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a number that a run can reckon with. Raises ValueError for anything else."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not abs(found) <= LARGEST_REWARD:
+        raise ValueError(f"{what} is {value!r:.80}, and has to be a number between ±{LARGEST_REWARD:g}")
+    return found
+
+
+def _numbers(named: Any) -> dict[str, float]:
+    return {str(name): _number(value, f"the metric {name!r}") for name, value in dict(named or {}).items()}
+
+
+def _stops(found: Any) -> tuple[str, ...]:
+    """Return texts that end a turn, given as one text or as several. Raises TypeError for anything else."""
+    texts = (found,) if isinstance(found, str) else tuple(found)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TypeError(f"`stop` is {found!r:.80}, and has to hold texts that are not empty")
+    return tuple(map(str, texts))
 
 
 def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.data.turns import THOUGHT
 from rlctl.envs.environment import Message
 from rlctl.errors import InputError, first_line
 
@@ -149,11 +150,12 @@ FORMATS: dict[str, Format] = {
 
 def read_calls(text: str, form: str) -> list[Call]:
     """Return the calls in a text; none where it is not meant as one. Raises BrokenCallError."""
+    text = text.rpartition(THOUGHT)[2]  # a thought about a call is none
     if not re.search(FORMATS[form].opening, text):
         return []
     try:
         found = FORMATS[form].calls(text)
-    except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
         raise BrokenCallError(first_line(error)) from error
     if not found or not all(isinstance(one.arguments, dict) and isinstance(one.name, str) for one in found):
         raise BrokenCallError("it has no name, or no arguments")
@@ -162,7 +164,8 @@ def read_calls(text: str, form: str) -> list[Call]:
 
 def without_call(text: str, form: str) -> str:
     """Return what a text says in front of its calls."""
-    return re.split(FORMATS[form].opening, text, maxsplit=1)[0]
+    thought, ends, answer = text.rpartition(THOUGHT)
+    return thought + ends + re.split(FORMATS[form].opening, answer, maxsplit=1)[0]
 
 
 def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
 
     try:
         schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
         raise InputError(
             f"Tool {named}: {first_line(error)}",
             "A tool has a type hint for each argument, and a docstring with an `Args:` section that describes each.",
@@ -192,7 +195,10 @@ def refusal(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
     if call.name not in schemas:
         return f"there is no function {call.name!r}; the functions are {', '.join(schemas)}"
     try:
-        jsonschema.validate(call.arguments, {"additionalProperties": False, **schemas[call.name]["parameters"]})
+        schema = {"additionalProperties": False, **schemas[call.name]["parameters"]}
+        absent = {name for name in schema["properties"] if call.arguments.get(name) is None}
+        nulls = {name: {} for name in absent if schema["properties"][name].get("nullable")}
+        jsonschema.validate(call.arguments, schema | {"properties": schema["properties"] | nulls})
     except jsonschema.ValidationError as error:
         return f"the arguments of {call.name} are wrong: {error.message}"
     return None
@@ -200,12 +206,12 @@ def refusal(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 def listed(schemas: Mapping[str, Mapping[str, Any]]) -> str:
     """Return schemas as a system prompt shows them, one a line."""
-    return "\n".join(json.dumps(one["function"]) for one in schemas.values())
+    return "\n".join(json.dumps(one["function"], ensure_ascii=False) for one in schemas.values())
 
 
 def as_text(result: Any) -> str:
     """Return what a tool returned as the model reads it."""
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -> str | None:

@@ -69,13 +69,14 @@ class UserCode:
         near = suggest(self.name, functions) or f"It has {', '.join(functions) or 'none'}."
         raise InputError(f"{self.what} {self.reference!r}: the file has no function {self.name!r}.", near)
 
-    def place(self, error: BaseException) -> str:
-        """Return the last line of the file on the way to an error."""
-        return _last_frame(error, self.path)
+    def place(self, error: BaseException) -> str | None:
+        """Return the last line of the file on the way to an error; None: the error is not of the file."""
+        passed = any(frame.filename == str(self.path) for frame in traceback.extract_tb(error.__traceback__))
+        return _last_frame(error, self.path) if passed else None
 
     def error(self, error: BaseException, doing: str) -> InputError:
         """Return what to raise where the function raised `error` while `doing` something."""
-        place = self.place(error)
+        place = _last_frame(error, self.path)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
         return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
 

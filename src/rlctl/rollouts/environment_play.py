@@ -102,11 +102,13 @@ class EnvironmentPlay:
     def beginning(self, prompt: Sequence[Message], reply: Reply, where: str) -> tuple[list[int], Sequence[Message]]:
         """Return the ids that a context begins with, and the messages that they are: those of a row and of the reply
         behind them, or all that the reply asks. Raises InputError where there are none."""
-        if (ask := reply.ask) is not None and ask.tokens is not None:
+        if (ask := reply.ask) is not None and ask.tokens:
+            self.turns.encoder.require_known(ask.tokens, where)
             return list(ask.tokens), [{"role": "user", "content": self.turns.text_of(list(ask.tokens))}]
         encoder, messages = self.turns.encoder, [*prompt, *reply.messages]
         if ask is not None:
             encoder, messages = showing(encoder, ask.tools)[0], self.told(ask.messages)
+        self.turns.require_roles(reply.messages if ask is None else messages, ("system", "user", "assistant", "tool"))
         if not messages:
             raise InputError(
                 f"Environment {self.plan.label}: {where} has no prompt, and `reset` returned no message.",
@@ -121,8 +123,15 @@ class EnvironmentPlay:
 
     def told(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with results of tools in the role in which the template takes them."""
-        role = self.turns.tool_role
-        return [{**one, "role": role} if one["role"] == "tool" else one for one in messages]
+        told: list[Message] = []
+        for one in messages:
+            if one["role"] != "tool" or self.turns.tool_role == "tool":
+                told.append(one)
+            elif told and told[-1]["role"] == "user":  # templates may want questions and answers to alternate
+                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{one['content']}"}
+            else:
+                told.append({**one, "role": "user"})
+        return told
 
     def manifest(self) -> dict[str, Any]:
         """Return what tells this environment from another, for a run's manifest."""
@@ -165,6 +174,8 @@ class Player:
                 return
             except EpisodeFailedError as error:
                 failure = str(error)
+            except InputError as error:  # what the environment said cannot be written
+                failure = error.message.removesuffix(".")
             except WaitTimeoutError:  # the engine's own, and not of this episode
                 raise
             except TimeoutError:
@@ -180,10 +191,7 @@ class Player:
     async def _played(self, episode: Episode, session: Session) -> None:
         play, limits = self._play, self._limits
         reply = await session.ask("reset", episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s)
-        try:
-            prompt, said = play.beginning(episode.request.messages, reply, episode.row.where)
-        except InputError as error:
-            raise EpisodeFailedError(error.message) from error
+        prompt, said = play.beginning(episode.request.messages, reply, episode.row.where)
         if len(prompt) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(prompt)} tokens of at most {play.max_length}")
         episode.read(prompt)
@@ -217,8 +225,8 @@ class Player:
         """Let the model read a reply, and return whether there was room for it."""
         ask, turns, context = reply.ask, self._play.turns, episode.context
         anew = False
-        if ask is None or (ask.tokens is None and ask.known):
-            messages = reply.messages if ask is None else self._play.told(ask.messages[ask.known :])
+        if ask is None or (ask.known and not ask.tokens):
+            messages = self._play.told(reply.messages if ask is None else ask.messages[ask.known :])
             given = turns.between(context[-1], messages)
             story.turns.append((episode.answers[-1][1].tokens_R.tolist(), given))
             if any(one["role"] in turns.drops for one in messages):
@@ -226,10 +234,7 @@ class Player:
                 anew = without != [*context, *given]
                 given = without if anew else given
         else:
-            try:
-                given, messages = self._play.beginning((), reply, episode.row.where)
-            except InputError as error:
-                raise EpisodeFailedError(error.message) from error
+            given, messages = self._play.beginning((), reply, episode.row.where)
             anew = given[: len(context)] != context
             given = given if anew else given[len(context) :]
             story.prompt, story.turns = [*([] if anew else context), *given], []
@@ -247,7 +252,7 @@ class Player:
         if (most := self._limits.sampled_tokens) is not None:
             left.append(most - episode.sampled_tokens)
         found = await episode.answer(
-            stop=tuple(dict.fromkeys((*usual.stop, *before.stop))),
+            stop=tuple(dict.fromkeys((*usual.stop, *before.stop, *asked.stop))),
             stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *asked.stop_token_ids))),
             max_new_tokens=min(limit for limit in left if limit is not None),
         )

@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -36,6 +37,8 @@ class Program:
         self.variables = dict(variables or {})
         self.questions: asyncio.Queue[tuple[Ask, Answered]] = asyncio.Queue()
         self.asked: list[Answered] = []
+        self.conversing = asyncio.Lock()
+        """One question at a time: whether it goes on from the one before is known when that is answered."""
         self.answering: Answered | None = None
         self.said: list[Message] = []
         """The conversation that the model knows, as the program has it."""
@@ -137,9 +140,11 @@ class Program:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
-        if asked.get("n", 1) != 1:
-            raise _refused("n has to be 1: one program is one episode.", "invalid_value")
-        messages = [dict(one) for one in asked["messages"]]
+        async with self.conversing:
+            return await self._conversed(request, asked)
+
+    async def _conversed(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+        messages = [dict(one) | ({"role": "system"} if one["role"] == "developer" else {}) for one in asked["messages"]]
         same = self.said and self.tools == asked.get("tools") and _alike(messages[: len(self.said)], self.said)
         known = len(self.said) if same and len(messages) > len(self.said) else 0
         ask = Ask(
@@ -147,19 +152,29 @@ class Program:
             known=known,
             tools=asked.get("tools") or (),
             max_tokens=asked.get("max_completion_tokens") or asked.get("max_tokens"),
+            stop=_texts(asked.get("stop")),
             stop_token_ids=tuple(asked.get("stop_token_ids") or ()),
         )
         found = await self._answer(ask)
-        calls = found.get("tool_calls") or None
-        message = {"role": "assistant", "content": found["content"]} | ({"tool_calls": calls} if calls else {})
-        self.said, self.tools = [*messages, message], asked.get("tools")
-        choice = {
-            "index": 0,
-            "finish_reason": "tool_calls" if calls else _finish(found),
-            "token_ids": list(found["tokens"]),
-            "logprobs": {"content": _logprobs(found)} if asked.get("logprobs") else None,
-        }
-        read, written = len(found["prompt_tokens"]), len(found["tokens"])
+        answers = [found]
+        while len(answers) < (asked.get("n") or 1):  # each goes on from the same tokens, in a context of its own
+            answers.append(await self._answer(replace(ask, tokens=found["prompt_tokens"])))
+        choices, said = [], []
+        for index, one in enumerate(answers):
+            calls = one.get("tool_calls") or None
+            ends = [at for stop in ask.stop if (at := one["content"].find(stop)) >= 0]
+            text = one["content"][: min(ends, default=None)]
+            said.append({"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}))
+            choices.append(
+                {
+                    "index": index,
+                    "finish_reason": "tool_calls" if calls else _finish(one),
+                    "token_ids": list(one["tokens"]),
+                    "logprobs": {"content": _logprobs(one)} if asked.get("logprobs") else None,
+                }
+            )
+        self.said, self.tools = [*messages, said[-1]], asked.get("tools")
+        read, written = len(found["prompt_tokens"]), sum(len(one["tokens"]) for one in answers)
         whole = {
             "id": f"chatcmpl-{len(self.said)}",
             "created": 0,
@@ -168,12 +183,16 @@ class Program:
             "prompt_token_ids": list(found["prompt_tokens"]),
         }
         if not asked.get("stream"):
-            return web.json_response(whole | {"object": "chat.completion", "choices": [choice | {"message": message}]})
-        delta = message | ({"tool_calls": [one | {"index": at} for at, one in enumerate(calls)]} if calls else {})
+            whole |= {"choices": [one | {"message": text} for one, text in zip(choices, said, strict=True)]}
+            return web.json_response(whole | {"object": "chat.completion"})
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        chunk = whole | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
-        await stream.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+        for one, text in zip(choices, said, strict=True):
+            calls = [call | {"index": at} for at, call in enumerate(text.get("tool_calls", ()))]
+            delta = text | ({"tool_calls": calls} if calls else {})
+            chunk = whole | {"object": "chat.completion.chunk", "choices": [one | {"delta": delta}]}
+            await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await stream.write(b"data: [DONE]\n\n")
         return stream
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -181,14 +200,15 @@ class Program:
         sampling = asked.get("sampling_params") or {}
         if asked.get("stream") or sampling.get("n", 1) != 1:
             raise _refused("stream has to be false and n has to be 1.", "invalid_value")
-        self.said = []
-        found = await self._answer(
-            Ask(
-                tokens=[int(token) for token in asked["token_ids"]],
-                max_tokens=sampling.get("max_tokens"),
-                stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
-            )
+        ask = Ask(
+            tokens=[int(token) for token in asked["token_ids"]],
+            max_tokens=sampling.get("max_tokens"),
+            stop=_texts(sampling.get("stop")),
+            stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
         )
+        async with self.conversing:
+            self.said = []
+            found = await self._answer(ask)
         choice = {
             "index": 0,
             "finish_reason": _finish(found),
@@ -217,6 +237,10 @@ async def serve(
 def _refused(why: str, code: str) -> web.HTTPBadRequest:
     error = {"error": {"message": why, "type": "invalid_request_error", "code": code}}
     return web.HTTPBadRequest(text=json.dumps(error), content_type="application/json")
+
+
+def _texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def _finish(answer: Message) -> str:
