@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.backends.logprobs import Top, VocabPart, VocabProjection, chunked_logprobs, top_tokens
+from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs, top_tokens
+from rlctl.backends.rows import VocabProjection
 
 ALONE = VocabPart(SimpleNamespace(size=lambda: 1))
 POSITIONS, WIDTH, TOKENS = 11, 6, 17

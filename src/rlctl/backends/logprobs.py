@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.data.cross_tokens import Projection
-
 if TYPE_CHECKING:
-    from rlctl.backends.rows import PackedRow
+    from rlctl.backends.rows import PackedRow, VocabProjection
 
 
 @dataclass(frozen=True)
@@ -36,32 +34,6 @@ class Top:
     limit: int
     by_text: bool = False
     """Those of all positions of a text together, rather than of each of them."""
-
-
-@dataclass(frozen=True)
-class VocabProjection:
-    """`Projection` on the device."""
-
-    students_E: Tensor
-    teachers_E: Tensor
-    weights_E: Tensor
-    teacher_vocab: int
-
-    @classmethod
-    def of(cls, found: Projection, device: torch.device) -> VocabProjection:
-        entries = (found.students_E, found.teachers_E, found.weights_E)
-        students_E, teachers_E, weights_E = (torch.from_numpy(one).to(device) for one in entries)
-        return cls(students_E, teachers_E, weights_E, found.teacher_vocab)
-
-    def part(self, wanted_K: Tensor, start: int, width: int) -> Tensor:
-        """Return the sparse matrix [K, width] from a rank's part of the student's tokens to some of the teacher's."""
-        place = torch.full((self.teacher_vocab,), -1, device=wanted_K.device)
-        place[wanted_K] = torch.arange(len(wanted_K), device=wanted_K.device)
-        rows_E, columns_E = place[self.teachers_E], self.students_E - start
-        kept_E = (rows_E >= 0) & (columns_E >= 0) & (columns_E < width)
-        indices = torch.stack([rows_E[kept_E], columns_E[kept_E]])
-        size = (len(wanted_K), width)
-        return torch.sparse_coo_tensor(indices, self.weights_E[kept_E], size, check_invariants=False).coalesce()
 
 
 def row_logprobs(

@@ -37,12 +37,18 @@ from rlctl.backends.batch import (
     ValueLoss,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.logprobs import VocabProjection
 from rlctl.backends.lora import Adapter
 from rlctl.backends.movement import Movement
 from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
-from rlctl.backends.rows import PackedRow, add_teacher_logprobs, counted_positions, fetch_rows, logprobs_by_group
+from rlctl.backends.rows import (
+    PackedRow,
+    VocabProjection,
+    add_teacher_logprobs,
+    counted_positions,
+    fetch_rows,
+    logprobs_by_group,
+)
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.plan_execution import with_adapter

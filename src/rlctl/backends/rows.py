@@ -27,7 +27,7 @@ from rlctl.backends.batch import (
     ValueBatch,
     WeightedRollout,
 )
-from rlctl.backends.logprobs import VocabProjection
+from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TEACHER_SAMPLE, MediaPart, RolloutColumns
 from rlctl.errors import InputError
 
@@ -43,6 +43,32 @@ numbers counts the tokens; a model of texts has no other."""
 def counted_positions(tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
     """Return the positions of a model of texts [1, T]."""
     return np.arange(len(tokens_T))[None]
+
+
+@dataclass(frozen=True)
+class VocabProjection:
+    """`Projection` on the device."""
+
+    students_E: torch.Tensor
+    teachers_E: torch.Tensor
+    weights_E: torch.Tensor
+    teacher_vocab: int
+
+    @classmethod
+    def of(cls, found: Projection, device: torch.device) -> VocabProjection:
+        entries = (found.students_E, found.teachers_E, found.weights_E)
+        students_E, teachers_E, weights_E = (torch.from_numpy(one).to(device) for one in entries)
+        return cls(students_E, teachers_E, weights_E, found.teacher_vocab)
+
+    def part(self, wanted_K: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        """Return the sparse matrix [K, width] from a rank's part of the student's tokens to some of the teacher's."""
+        place = torch.full((self.teacher_vocab,), -1, device=wanted_K.device)
+        place[wanted_K] = torch.arange(len(wanted_K), device=wanted_K.device)
+        rows_E, columns_E = place[self.teachers_E], self.students_E - start
+        kept_E = (rows_E >= 0) & (columns_E >= 0) & (columns_E < width)
+        indices = torch.stack([rows_E[kept_E], columns_E[kept_E]])
+        size = (len(wanted_K), width)
+        return torch.sparse_coo_tensor(indices, self.weights_E[kept_E], size, check_invariants=False).coalesce()
 
 
 @dataclass(frozen=True)

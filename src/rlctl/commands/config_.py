@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from rlctl.commands import options, output
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import examples, message, print_json
+from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
 from rlctl.telemetry.terminal import Severity, colored
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rlctl.config.nemo_rl.mapping_rules import Import, Status
     from rlctl.config.schema import RlctlConfig, Section
 
-app = command_app()
+app = App()
 
 
 @app.callback(

@@ -14,7 +14,8 @@ import typer
 
 from rlctl.checkpoints.staging import require_absent
 from rlctl.commands import options, output
-from rlctl.commands.output import command_app, examples, message, print_json, shows_progress
+from rlctl.commands.output import examples, message, print_json, shows_progress
+from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
@@ -23,7 +24,7 @@ from rlctl.telemetry.terminal import colored
 if TYPE_CHECKING:
     from rlctl.checkpoints.conversion.hf_megatron import Options, Report
 
-app = command_app()
+app = App()
 
 Dtype: TypeAlias = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.commands import options, output
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import examples, message, print_json
+from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
 from rlctl.errors import MachineError
 from rlctl.telemetry.terminal import colored
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rlctl.doctor.examine import Wanted
     from rlctl.doctor.finding import Check
 
-app = command_app()
+app = App()
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 

@@ -9,14 +9,14 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.generate import refuse_training_keys
-from rlctl.commands.output import command_app, examples, message, print_json, show
-from rlctl.commands.parsing import GIVEN
+from rlctl.commands.output import examples, message, print_json, show
+from rlctl.commands.parsing import GIVEN, App
 
 if TYPE_CHECKING:
     from rlctl.apps.evaluate import Evaluation, Result
     from rlctl.config.load import Resolved
 
-app = command_app()
+app = App()
 
 Models = Annotated[
     list[str] | None,

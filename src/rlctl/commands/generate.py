@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
+from rlctl.commands.output import examples, message, print_json, show_dry_run
+from rlctl.commands.parsing import App
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rlctl.data.prompt_rows import PromptRow
     from rlctl.runs.directory import Checkpoint
 
-app = command_app()
+app = App()
 
 TRAINING_KEYS = (
     "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "reward.", "ddp.", "run.steps",

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import completion, options
-from rlctl.commands.output import command_app, examples, print_json, show
+from rlctl.commands.output import examples, print_json, show
+from rlctl.commands.parsing import App
 
-app = command_app()
+app = App()
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; it is made where it is absent.")]
 Data = Annotated[

@@ -15,7 +15,6 @@ import typer
 
 from rlctl.commands import completion
 from rlctl.commands.output import want_json
-from rlctl.commands.parsing import LORA_RANK
 from rlctl.data.prompt_rows import GYM_PREFIX
 from rlctl.errors import InputError
 
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
 ]
+
+
+LORA, LORA_RANK = "--lora", 16
+"""A flag that may have a value, and the value that it has alone."""
 
 
 class Flag(NamedTuple):

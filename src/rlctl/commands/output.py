@@ -7,7 +7,6 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rlctl.commands.parsing import App
 from rlctl.errors import RlctlError
 from rlctl.telemetry.metrics import finite
 from rlctl.telemetry.terminal import Verbosity, colored, discard
@@ -27,11 +26,6 @@ class OwnProcess:
     """Whether this process is a command's own from beginning to end, rather than that of a program that calls it."""
 
     is_one = False
-
-
-def command_app() -> App:
-    """The Typer app of a command module, with the settings that all commands share."""
-    return App()
 
 
 def examples(*lines: str) -> str:

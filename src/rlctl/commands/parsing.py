@@ -23,9 +23,6 @@ from rlctl.telemetry.terminal import be_quiet, be_verbose, without_color
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
-LORA, LORA_RANK = "--lora", 16
-"""A flag that may have a value, and the value that it has alone."""
-
 ALIASES: dict[str, str] = NAMES["flags"]
 """Names of other trainers with the meaning of ours, for every command that has ours."""
 SIMILAR: dict[str, str] = {name: f"Use --set {key}=VALUE." for name, key in NAMES["flags_of_keys"].items()}
@@ -110,6 +107,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Note the order of the parameters, and give --lora its rank where no number follows it: Typer's options have a
         value always or never."""
+        from rlctl.commands.options import LORA, LORA_RANK
+
         alone = {LORA, *(name for name, ours in ALIASES.items() if ours == LORA)}
         pairs = zip_longest(args, args[1:], fillvalue="")
         filled = [
@@ -129,7 +128,7 @@ class Command(TyperCommand):
 
 def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
     """Return an option as the help shows it, with the default of the key that it sets."""
-    from rlctl.commands.options import KEYS
+    from rlctl.commands.options import KEYS, LORA
     from rlctl.config.keys import field
 
     record = param.get_help_record(ctx)

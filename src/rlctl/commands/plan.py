@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.commands import options, output
-from rlctl.commands.output import OwnProcess, command_app, error_json, examples, message, print_json
+from rlctl.commands.output import OwnProcess, error_json, examples, message, print_json
+from rlctl.commands.parsing import App
 from rlctl.data.chat import Process
 from rlctl.errors import InputError, NoPlanError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rlctl.config.load import Resolved
     from rlctl.planner.result import Plan
 
-app = command_app()
+app = App()
 
 ALTERNATIVES = 3
 

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import completion, options, output
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import examples, message, print_json
+from rlctl.commands.parsing import App
 from rlctl.errors import InputError
 
-app = command_app()
+app = App()
 Name = Annotated[
     str,
     typer.Argument(

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
+from rlctl.commands.output import examples, message, print_json, show_dry_run
+from rlctl.commands.parsing import App
 from rlctl.errors import InputError
 from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
     from rlctl.apps.refit_report import RefitTestReport
 
-app = command_app()
+app = App()
 EXIT_MISMATCH = 5
 NAMED = 8  # tensors that are named at the terminal where they were not compared
 

@@ -10,7 +10,6 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.output import (
     OwnProcess,
-    command_app,
     error_json,
     examples,
     message,
@@ -18,8 +17,9 @@ from rlctl.commands.output import (
     show,
     shows_progress,
 )
+from rlctl.commands.parsing import App
 
-app = command_app()
+app = App()
 
 
 @app.command(

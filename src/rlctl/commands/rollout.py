@@ -8,9 +8,10 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.generate import Step, model_or_checkpoint
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import examples, message, print_json
+from rlctl.commands.parsing import App
 
-app = command_app()
+app = App()
 
 Episodes = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of episodes.")]
 Check = Annotated[bool, typer.Option("--check", help="Compare the log-probs of each episode with those of a policy.")]

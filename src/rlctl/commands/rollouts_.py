@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, print_json, show
+from rlctl.commands.output import examples, print_json, show
+from rlctl.commands.parsing import App
 
-app = command_app()
+app = App()
 
 
 @app.command(

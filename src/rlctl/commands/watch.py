@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from rlctl.commands.output import command_app, examples, show
+from rlctl.commands.output import examples, show
+from rlctl.commands.parsing import App
 
-app = command_app()
+app = App()
 
 
 @app.command(epilog=examples("rlctl watch runs/my-run", "rlctl watch runs/my-run --port 8000"))
