@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, View, cut, volume, whole
+from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, View, cut, volume, whole, whole_piece
 
 ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
 EMPTY_BYTES = 8  # bytes of a piece of changed elements where nothing has changed: its length alone
@@ -210,7 +210,7 @@ def chunk_layout(layout: Layout, rounds: Rounds) -> Layout:
 def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
     """The layout of a receiver that takes published tensors whole: rows of (name, dtype, shape)."""
     params = {name: ParamSpec(tuple(shape), dtype) for name, dtype, shape in rows}
-    pieces = tuple(Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, _, shape in rows)
+    pieces = tuple(whole_piece(name, name, shape) for name, _, shape in rows)
     return Layout(0, params, pieces)
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES
-from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
+from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 
 
 def layout(
@@ -24,13 +24,8 @@ def layout(
     own = {matrix.tensor: matrix.dtype for matrix in weights.matrices if matrix.dtype}
     dtypes = wide | own | dict(published)
     params = {name: ParamSpec(shape, dtypes.get(name, dtype)) for name, shape in weights.tensors.items()}
-    pieces = [_whole_piece(name, name, spec) for name, spec in params.items()]
+    pieces = [whole_piece(name, name, spec.shape) for name, spec in params.items()]
     for copy, name in weights.copies.items() if copies else ():
         params[copy] = params[name]
-        pieces.append(_whole_piece(name, copy, params[name], primary=False))
+        pieces.append(whole_piece(name, copy, params[name].shape, primary=False))
     return Layout(0, params, tuple(pieces))
-
-
-def _whole_piece(tensor: str, param: str, spec: ParamSpec, primary: bool = True) -> Piece:
-    box = whole(spec.shape)
-    return Piece(tensor, box, param, box, tuple(range(len(box))), primary=primary)

@@ -154,6 +154,14 @@ class Piece:
         return Piece(tensor, self.tensor_box, param, self.param_box, self.axes, self.transforms, self.primary)
 
 
+def whole_piece(
+    tensor: str, param: str, shape: Sequence[int], transforms: tuple[Transform, ...] = (), primary: bool = True
+) -> Piece:
+    """A tensor that a param of the same shape holds."""
+    box = whole(shape)
+    return Piece(tensor, box, param, box, tuple(range(len(box))), transforms, primary)
+
+
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Part of a param that no tensor determines (padding rows), and the value it gets."""

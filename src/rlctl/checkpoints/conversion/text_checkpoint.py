@@ -11,7 +11,7 @@ from rlctl.checkpoints.hf.text_part import TextPart
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
-from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
+from rlctl.weights.layout import Layout, ParamSpec, Piece, whole_piece
 
 OTHER = "whole:"
 """How the names of tensors begin that are not of the text part."""
@@ -39,9 +39,10 @@ class Stored:
 def text_layouts(part: TextPart) -> tuple[Layout, Layout]:
     """The text part where it is stored, and as a model of its own, bit for bit."""
     stored = {name: copied(spec) for name, spec in part.stored.items()}
-    own = {name: copied(spec) for name, spec in part.specs.items()}
     pieces = [Piece(name, p.tensor_box, p.param, p.param_box, p.axes) for name, p in part.pieces.items()]
-    return Layout(0, stored, tuple(pieces)), Layout(0, own, tuple(_itself(name, name, own[name]) for name in own))
+    own = {name: copied(spec) for name, spec in part.specs.items()}
+    as_they_are = tuple(whole_piece(name, name, spec.shape) for name, spec in own.items())
+    return Layout(0, stored, tuple(pieces)), Layout(0, own, as_they_are)
 
 
 def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layout, Layout]:
@@ -60,8 +61,8 @@ def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layou
     held = {t.name: ParamSpec(t.shape, t.dtype) for t in part.files.in_order()}
     others = {name: copied(spec) for name, spec in held.items() if name not in part.stored}
     params = {name: others.get(name) or part.stored[name] for name in held}
-    at = [_itself(OTHER + name, name, spec) for name, spec in others.items()]
-    source = [_itself(OTHER + name, OTHER + name, spec) for name, spec in others.items()]
+    at = [whole_piece(OTHER + name, name, spec.shape) for name, spec in others.items()]
+    source = [whole_piece(OTHER + name, OTHER + name, spec.shape) for name, spec in others.items()]
     own_params = own.params | {OTHER + name: spec for name, spec in others.items()}
     return (
         Layout(0, own_params, (*own.pieces, *source), own.fills),
@@ -72,7 +73,3 @@ def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layou
 def copied(spec: ParamSpec) -> ParamSpec:
     """A tensor whose bytes are copied. Nothing computes with float8."""
     return ParamSpec(spec.shape, "uint8" if "float8" in spec.dtype else spec.dtype)
-
-
-def _itself(tensor: str, param: str, spec: ParamSpec) -> Piece:
-    return Piece(tensor, whole(spec.shape), param, whole(spec.shape), tuple(range(len(spec.shape))))

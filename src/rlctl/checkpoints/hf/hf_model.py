@@ -18,7 +18,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
 from rlctl.weights import hf
-from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole
+from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole, whole_piece
 from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.transforms import Dequantize, ReadThrough, Transform
 
@@ -83,7 +83,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
             pieces += parts
             packed.update(used)
             continue
-        own_dtype, box = weights_of(facts).by_tensor[name][0].dtype, whole(shape)
+        own_dtype = weights_of(facts).by_tensor[name][0].dtype
         stored = _checked(directory, _stored_name(name, facts, files), shape, own_dtype, files)
         params[stored.name] = ParamSpec(stored.shape, stored.dtype)
         transforms: tuple[Transform, ...] = ()
@@ -97,7 +97,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
                 raise InputError(f"{stored.file.name}: {found}")
             params[scale.name] = ParamSpec(scale.shape, scale.dtype)
             transforms = (ReadThrough(Dequantize(scale.name, size)),)
-        pieces.append(Piece(name, box, stored.name, box, tuple(range(len(shape))), transforms))
+        pieces.append(whole_piece(name, stored.name, shape, transforms))
     _refuse_others(directory, facts, files, sorted(files.tensors.keys() - params.keys() - packed))
     return HuggingFaceModel(config, facts, files, PublishedFiles(files), Layout(0, params, tuple(pieces)))
 

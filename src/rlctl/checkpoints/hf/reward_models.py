@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.checkpoints.hf.hf_files import read_config, read_object
 from rlctl.checkpoints.hf.model_facts import built_as
 from rlctl.errors import InputError, listed
-from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
+from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 
 SCORE = "score.weight"
 OF_SCORER = ("architectures", "id2label", "label2id", "pad_token_id")
@@ -19,9 +19,8 @@ OF_SCORER = ("architectures", "id2label", "label2id", "pad_token_id")
 
 def with_score(layout: Layout, spec: ParamSpec) -> Layout:
     """Return a layout with the head as a further tensor."""
-    box = whole(spec.shape)
-    piece = Piece(SCORE, box, SCORE, box, tuple(range(len(box))))
-    return replace(layout, params=layout.params | {SCORE: spec}, pieces=(*layout.pieces, piece))
+    pieces = (*layout.pieces, whole_piece(SCORE, SCORE, spec.shape))
+    return replace(layout, params=layout.params | {SCORE: spec}, pieces=pieces)
 
 
 def scorer_class(config: Mapping[str, Any]) -> str:

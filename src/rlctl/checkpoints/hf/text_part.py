@@ -27,7 +27,7 @@ from rlctl.errors import InputError, first_line, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import sees, weights_of
 from rlctl.models.matrices import Role
-from rlctl.weights.layout import ParamSpec, Piece, Shape, Span, view_of, whole
+from rlctl.weights.layout import ParamSpec, Piece, Shape, Span, view_of, whole, whole_piece
 
 if TYPE_CHECKING:
     import torch
@@ -246,9 +246,9 @@ def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) ->
         held = at_head if name == head else prefix + name.removeprefix(own)
         if held in stored:
             tensor = embedding if name == head and Role.HEAD not in outer else name
-            pieces[name] = _whole(tensor, held, stored[held].shape, primary=tensor == name)
+            pieces[name] = whole_piece(tensor, held, stored[held].shape, primary=tensor == name)
             if held + SCALE in stored:
-                pieces[name + SCALE] = _whole(name + SCALE, held + SCALE, stored[held + SCALE].shape)
+                pieces[name + SCALE] = whole_piece(name + SCALE, held + SCALE, stored[held + SCALE].shape)
         elif piece := _in_stack(name, held, shape, stored):
             pieces[name] = piece
     if absent := sorted(wanted.keys() - pieces.keys()):
@@ -266,10 +266,6 @@ def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) ->
         raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
     places = {name: (stored[p.param].file.name, stored[p.param].position, p.param_box) for name, p in pieces.items()}
     return TextPart(files, facts, {name: pieces[name] for name in sorted(pieces, key=places.__getitem__)})
-
-
-def _whole(tensor: str, stored: str, shape: Shape, *, primary: bool = True) -> Piece:
-    return Piece(tensor, whole(shape), stored, whole(shape), tuple(range(len(shape))), primary=primary)
 
 
 def _in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
