@@ -109,7 +109,7 @@ def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, paralle
         if rank == parallel.result_rank:
             assert held.tokens == moved_stats.tokens > 0
             assert held.abs_sum != moved_stats.abs_sum
-            assert held.abs_max <= held.abs_sum
+            assert held.max_abs <= held.abs_sum
         else:
             assert held is None
 

@@ -12,6 +12,7 @@ from ray import cloudpickle
 
 from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec
+from rlctl.backends.batch import LogprobStats
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.engine import VllmEngine
@@ -21,7 +22,7 @@ from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import WorkerDiedError, WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WorkerError
-from rlctl.refit.decoding import DecodeCheck, LogprobDifference
+from rlctl.refit.decoding import DecodeCheck
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
 from rlctl.refit.weight_sender import WeightSender
@@ -285,10 +286,10 @@ def test_a_refit_test_names_the_tensor_and_the_cause(engine: HostedEngine, make_
     source = make_source(engine.model, transpose=name)
     sync = weight_sync(source, engine)
 
-    def difference(results: list[Any]) -> LogprobDifference:
+    def difference(results: list[Any]) -> LogprobStats:
         groups = [(result, fetch(result.columns), None) for result in results]
         worst = largest_logprob_error(groups, whole_policy(source, engine.model), Sampling(8))
-        return LogprobDifference(1, worst, worst, worst)
+        return LogprobStats(1, worst, worst, worst)
 
     with sync:
         found = refit_report.run(
@@ -303,7 +304,7 @@ def test_a_refit_test_names_the_tensor_and_the_cause(engine: HostedEngine, make_
             tell=lambda _: None,
         )
     assert not found.passed
-    assert found.to_json()["mismatched"] == [{"name": name, "cause": "transposed"}]
+    assert found.to_json()["mismatched"] == [{"name": name, "cause": "the right elements in another order"}]
     assert found.after.max_abs > 1e-3
     healthy = open_session(make_source(engine.model), engine)
     healthy.refit(9)

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlctl.backends.base import EngineWorker, WeightReceiver
+from rlctl.backends.batch import LogprobStats
 from rlctl.backends.clients import EngineClient, only_result
 from rlctl.backends.messages import QUANTIZED, GroupRequest, GroupResult, Sampling
 from rlctl.errors import RlctlError
-from rlctl.refit.decoding import LogprobDifference
 from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
@@ -33,7 +33,7 @@ class LogprobLimit:
     mean_abs: float
     max_abs: float
 
-    def exceeded(self, found: LogprobDifference | None) -> str:
+    def exceeded(self, found: LogprobStats | None) -> str:
         """Say by how much `found` is too large; empty where it is not."""
         if found is None:
             return "were not compared"
@@ -61,9 +61,9 @@ class RefitTestReport:
     causes: dict[str, str] = field(default_factory=dict)
     taken: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     """The receive path of each tensor, and why it took it."""
-    after: LogprobDifference | None = None
+    after: LogprobStats | None = None
     """Right after refits, on prompts that the engine had cached under the weights before."""
-    stale: LogprobDifference | None = None
+    stale: LogprobStats | None = None
     """With perturbed weights and no refit yet: shows that the comparison can fail."""
     limit_gb_per_s: float = 0.0
     synthetic: bool = False
@@ -171,7 +171,7 @@ def run(
     *,
     model: str,
     prompts: list[tuple[int, ...]],
-    compare_logprobs: Callable[[list[GroupResult]], LogprobDifference],
+    compare_logprobs: Callable[[list[GroupResult]], LogprobStats],
     repeat: int,
     logprob_limit: LogprobLimit,
     timeout_s: float,

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlctl.apps.generate import CompletionJob, completion_job, started_engines
+from rlctl.backends.batch import LogprobStats
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
@@ -21,7 +22,7 @@ from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import any_reward, mixed_rewards
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import InputError
-from rlctl.refit.decoding import LogprobDifference, policy_difference
+from rlctl.refit.decoding import policy_difference
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import groups_of
 from rlctl.rollouts.source import sample_seed
@@ -96,7 +97,7 @@ def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Seque
         return list(worker.score(asked))
 
 
-def _record(group: RolloutGroup, difference: LogprobDifference | None) -> dict[str, Any]:
+def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, Any]:
     """Return an episode as JSON. One whose environment failed says why, and has no reward."""
     texts: list[str] = fetch(group.texts)
     turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []

@@ -221,5 +221,18 @@ class LogprobStats:
 
     tokens: int
     abs_sum: float  # sum of |d|
-    abs_max: float
-    k3_sum: float  # sum of exp(d) - 1 - d: estimates KL(engine || policy)
+    max_abs: float
+    k3_sum: float  # sum of exp(d) - 1 - d
+
+    @property
+    def mean_abs(self) -> float:
+        return self.abs_sum / max(self.tokens, 1)
+
+    @property
+    def kl(self) -> float:
+        """Estimate of KL(engine || policy), mean of exp(d) - 1 - d."""
+        return self.k3_sum / max(self.tokens, 1)
+
+    def joined(self, other: LogprobStats) -> LogprobStats:
+        sums = (self.tokens + other.tokens, self.abs_sum + other.abs_sum)
+        return LogprobStats(*sums, max(self.max_abs, other.max_abs), self.k3_sum + other.k3_sum)

@@ -200,7 +200,7 @@ class WeightSync:
         except VerificationError:
             self.session.reject(report.version)
             raise
-        return replace(report, decoding=found.mean_abs)
+        return replace(report, decoding=found)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
         """After `error`: replace the engines that are lost, and bring all to `version`, which the policy holds.
