@@ -32,7 +32,8 @@ WITH_TOOLS = (
         + "\n{% else %}"
         + BEGIN
         + "{{ m.role }}\n{{ m.content | trim }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
-        + "</tool_call>{% endfor %}"
+        + "{% if c.id | length != 9 %}{{ raise_exception('Mistral wants 9 letters') }}{% endif %}"
+        + "</tool_call>{% endfor %}{% if m.tool_calls %}<|endoftext|>{% endif %}"
         + END
         + "\n{% endif %}"
     )
@@ -94,8 +95,9 @@ def test_behind_a_turn_comes_what_the_template_writes(tiny_llama: Path, template
 def test_results_of_tools_have_their_role_where_the_template_has_one(tiny_llama: Path) -> None:
     turns = encoder(tiny_llama, WITH_TOOLS, tools=True)
     assert (turns.tool_role, turns.note) == ("tool", None)
-    said = text(turns, end_of(turns), RESULT)
+    said = text(turns, end_of(turns), RESULT)  # the end of the calls was sampled too
     assert said == f"\n{BEGIN}user\n<tool_response>5</tool_response>{END}\n{BEGIN}assistant\n"
+    assert text(turns, None, RESULT) == f"<|endoftext|>{END}{said}"
 
 
 @pytest.mark.parametrize(("template", "why"), [(NO_TOOL_ROLE, "alternate"), (DROPS_TOOLS, "leaves out what a message")])
@@ -104,6 +106,15 @@ def test_else_they_are_the_user_s(tiny_llama: Path, template: str, why: str) -> 
     assert turns.tool_role == "user"
     assert turns.note
     assert why in turns.note
+
+
+def test_a_template_for_tools_is_taken_where_there_are_some(tiny_llama: Path) -> None:
+    tokenizer = load_tokenizer(tiny_llama, ModelConfig())
+    tokenizer.chat_template = {"default": PLAIN, "tool_use": WITH_TOOLS}
+    made = PromptEncoder.build(tokenizer, ModelConfig(), DataConfig(), tiny_llama)
+    assert made.template == PLAIN
+    shown, knows = with_tools(made, [SCHEMA], "Call it.")
+    assert (shown.template, knows) == (WITH_TOOLS, True)
 
 
 def test_a_role_that_the_template_leaves_out_is_refused(tiny_llama: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -156,17 +157,18 @@ class PromptEncoder:
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
         _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
         ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
-        return ids[0] if ids and ids[0] in self._special else None
+        return ids[0] if ids and ids[0] in self.special else None
 
-    @property
-    def _special(self) -> set[int]:
+    @cached_property
+    def special(self) -> set[int]:
+        """The special tokens."""
         added = self.tokenizer.added_tokens_decoder.items()
         return {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
 
     @property
     def special_texts(self) -> list[str]:
         """The texts of the special tokens."""
-        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self._special))]
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.special))]
 
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""

@@ -205,6 +205,7 @@ def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return found
     try:
+        names = [{"id": call["id"]} if call.get("id") else {} for call in message["tool_calls"]]
         functions = [call.get("function", call) for call in message["tool_calls"]]
         given = [(one["name"], one.get("arguments") or {}) for one in functions]
         parsed = [(name, json.loads(held) if isinstance(held, str) else dict(held)) for name, held in given]
@@ -214,7 +215,8 @@ def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             'A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}.',
         ) from error
     functions = [{"name": name, "arguments": held} for name, held in parsed]
-    return found | {"tool_calls": [{"type": "function", "function": one} for one in functions]}
+    calls = [{"type": "function", "function": one} | name for one, name in zip(functions, names, strict=True)]
+    return found | {"tool_calls": calls}
 
 
 def _message(value: Any, field_name: str, where: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder
@@ -74,8 +75,12 @@ class TurnEncoder:
         """Return the ids behind a turn whose last token is `last`, up to where the next one begins; where the turn was
         cut, the token that would have ended it is the first of them."""
         ids = self._cached(messages)
-        ended = last in self.encoder.stop_token_ids and self.closes
-        return list(ids[1:] if ids and (ended or last == ids[0]) else ids)
+        ends = list(
+            takewhile(self.encoder.special.__contains__, ids)
+        )  # a call may have ends of its own before the turn's
+        if last in ends:
+            return list(ids[ends.index(last) + 1 :])
+        return list(ids[1:] if last in self.encoder.stop_token_ids and self.closes else ids)
 
     def without_thoughts(self, prompt: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> list[int]:
         """Return the ids of a conversation as the template writes it when a new message has come: without the thoughts
@@ -191,7 +196,7 @@ def _calling(messages: Sequence[Message]) -> Message:
 
 def _named(message: Message) -> Message:
     """Return a message with the names that templates ask of a tool's."""
-    return {"name": "tool", "tool_call_id": "call_000000", **message} if message["role"] == "tool" else message
+    return {"name": "tool", "tool_call_id": "call00000", **message} if message["role"] == "tool" else message
 
 
 def with_tools(
@@ -201,7 +206,9 @@ def with_tools(
     `instructions` go in front of the system prompt."""
     if not schemas:
         return encoder, True
-    shown = replace(encoder, variables={**encoder.variables, "tools": list(schemas)})
+    named: Any = encoder.tokenizer.chat_template  # some tokenizers name a template for tools
+    own = named.get("tool_use") if isinstance(named, dict) and encoder.template == named.get("default") else None
+    shown = replace(encoder, template=own or encoder.template, variables={**encoder.variables, "tools": list(schemas)})
     user: list[Message] = [{"role": "user", "content": "?"}]
     name = schemas[0]["function"]["name"]
     if encoder.template is not None and name in shown.render(user) and name not in encoder.render(user):

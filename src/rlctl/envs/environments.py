@@ -193,7 +193,7 @@ class RunningEpisode:
         if self._asked is not None and self._asked.tools:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{number:06}",
+                    "id": f"call{number:05}",
                     "type": "function",
                     "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
                 }

@@ -218,7 +218,7 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
     """Return the format of a template, which `render` renders, by reading the call that it writes; None: it writes no
     call. `ends`: texts of its special tokens."""
     user = {"role": "user", "content": "?"}
-    call = {"id": "call_000000", "type": "function", "function": {"name": "look_up", "arguments": {"number": 7}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"number": 7}}}
     written = render([user, {"role": "assistant", "content": "", "tool_calls": [call]}])
     answered = render([user, {"role": "assistant", "content": "#"}])
     begin = next((i for i, (a, b) in enumerate(zip(written, answered, strict=False)) if a != b), 0)

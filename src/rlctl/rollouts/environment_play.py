@@ -314,10 +314,14 @@ def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tup
 
 def form_of(encoder: PromptEncoder) -> str:
     """Return the format in which the chat template writes calls. Raises InputError where none is known."""
-    found = format_of(lambda messages: encoder.render(list(messages), answered=True), encoder.special_texts)
+    found, why = None, ""
+    try:
+        found = format_of(lambda messages: encoder.render(list(messages), answered=True), encoder.special_texts)
+    except InputError as error:
+        why = f" {error.message}"
     if found is None:
         raise InputError(
-            "It is unknown how the model of this chat template writes calls of tools.",
+            f"It is unknown how the model of this chat template writes calls of tools.{why}",
             "Name the format: --set environment.tool_format=hermes; `rlctl config schema` lists them.",
         )
     return found
