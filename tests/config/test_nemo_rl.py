@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import yaml
 from jinja2 import Template
+from math_verify.metric import math_metric
+from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
 from rlctl.apps.open_model import published_facts
 from rlctl.apps.prepare import loggers_of
@@ -22,7 +24,9 @@ from rlctl.config.nemo_rl.mapping_rules import MEGATRON, Found, Import
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
+from rlctl.data.prompts import open_prompts
 from rlctl.data.templates import PromptTemplate
+from rlctl.envs.rewards import prepare_rewards
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import plan_from_config
@@ -203,6 +207,8 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
         # Importance weights between engine and trainer
         (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0},
          {"loss.importance_correction": "truncated", "loss.importance_cap": 2.0, "loss.importance_floor": ABSENT}, {}),
+        (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0, f"{CAPPED}_ratio_min": 0.5},
+         {"loss.importance_correction": "truncated", "loss.importance_floor": 0.5}, {}),
         (CORRECTED, {"loss.importance_correction": "truncated", "loss.importance_cap": 1e9}, {}),
         (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.5},
          {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.5}, {}),
@@ -905,8 +911,9 @@ def test_what_drafts_tokens_is_left_out_where_the_policy_does_not_depend_on_it(t
 @pytest.mark.parametrize(
     ("loss", "weight"),
     [
-        ({"use_on_policy_kl_approximation": False}, None),  # recipes of before NeMo-RL 0.4
-        ({"use_on_policy_kl_approximation": False, "reference_policy_kl_type": "k3"}, "policy"),
+        ({"use_on_policy_kl_approximation": False}, None),  # recipes of before NeMo-RL 0.5
+        ({"use_on_policy_kl_approximation": False, "reference_policy_kl_type": "k3"}, None),  # and of before 0.7
+        ({"use_on_policy_kl_approximation": False, "positive_example_nll_weight": 0.0}, "policy"),
         ({"use_on_policy_kl_approximation": True, "reference_policy_kl_type": "k3"}, "importance"),
         ({"use_on_policy_kl_approximation": True, "reference_policy_kl_penalty": 0}, None),
     ],
@@ -916,6 +923,47 @@ def test_the_weight_of_the_kl_penalty_is_that_of_the_recipe_s_time(
 ) -> None:
     result = recipe(tmp_path, loss_fn={"reference_policy_kl_penalty": 0.01} | loss)
     assert result.values.get("loss.kl_weight") == weight
+
+
+@pytest.mark.parametrize(
+    ("sections", "values"),
+    [
+        ({"grpo": {}}, {"batch.prompts": 32, "batch.generations": 16, "run.epochs": 1, "run.steps": ABSENT,
+                        "advantage.baseline": "leave-one-out", "loss.kl_coefficient": 0.01, "loss.kl_cap": 10.0,
+                        "loss.kl_weight": "policy", "loss.importance_correction": "off", "data.shuffle": False}),
+        ({"grpo": {"use_leave_one_out_baseline": False}, "data": {"dataset_name": "OpenMathInstruct-2"}},
+         {"advantage.baseline": "mean", "data.shuffle": ABSENT}),
+        ({"grpo": {}, "loss_fn": {"use_on_policy_kl_approximation": False}}, {"loss.kl_cap": ABSENT}),
+        ({"ppo": {"max_num_steps": 9}}, {"batch.epochs": 4, "critic.value_clip": None, "advantage.baseline": ABSENT}),
+        ({"distillation": {}, "teacher": {"model_name": "org/teacher"}},
+         {"batch.prompts": 128, "batch.generations": 1, "distillation.loss": "top-k",
+          "distillation.forward_share": 0.5}),
+        ({"dpo": {}}, {"preference.beta": 0.05, "run.steps": 150}),
+    ],
+)  # fmt: skip
+def test_keys_that_a_recipe_leaves_out_have_nemo_rl_s_values(
+    tmp_path: Path, sections: dict[str, Any], values: dict[str, Any]
+) -> None:
+    """Those of the configuration classes of its versions 0.7 and later; before, the keys could not be left out."""
+    result = import_recipe(written(tmp_path, sections | {"policy": {"model_name": "org/model"}}))
+    assert {key: result.values.get(key, ABSENT) for key in values} == values
+    assert not result.unsupported
+    assert {entry.key for entry in result.entries} <= {*leaves(sections), "policy.model_name"}
+
+
+@pytest.mark.parametrize("completion", [
+    r"So \boxed{42}.", "The answer is 42.", "We get $x = 42$ here", "42", r"First \boxed{7}, but it is 42",
+    r"\boxed{42} or \boxed{7}", r"\boxed{7} or \boxed{42}", "no number",
+])  # fmt: skip
+def test_the_reward_of_math_is_nemo_rl_s(completion: str, tmp_path: Path) -> None:
+    """Its verifier looks in the whole completion for an expression, or for LaTeX, and a box is only one form of it."""
+    theirs = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
+    (tmp_path / "rows.jsonl").write_text('{"problem": "What is 6 x 7?", "answer": "42"}\n')
+    config = resolve(files=[RECIPES / "megatron_form.yaml"], environment={}).config
+    data = config.data.model_copy(update={"name": str(tmp_path / "rows.jsonl")})
+    source = open_prompts(data)
+    [ours] = prepare_rewards(config.reward, source, None).build()
+    assert ours(completion, source[0]) == theirs([r"\boxed{42}"], [completion])[0]
 
 
 MEGATRON_FORM = {
@@ -928,7 +976,7 @@ MEGATRON_FORM = {
     "data.answer_field": "answer",
     "data.prompt_template": "Solve this, and write the answer inside \\boxed{}.\n{prompt}\n\nBegin now.",
     "data.system_prompt": None,
-    "reward.extract": "boxed",
+    "reward.extract": "auto",
     "batch.prompts": 64,
     "batch.generations": 8,
     "batch.optimizer_steps": 2,

@@ -31,6 +31,7 @@ def corrected(batch: TokenBatch | None = None, **options: Any) -> Correction:
         ({"importance_correction": "off"}, [1.0] * 6),
         ({"importance_correction": "untruncated"}, RATIOS),
         ({"importance_correction": "truncated", "importance_cap": 2.0}, [min(ratio, 2.0) for ratio in RATIOS]),
+        ({"importance_correction": "truncated", "importance_floor": 0.9}, [min(max(r, 0.9), 2.0) for r in RATIOS]),
         (
             {"importance_correction": "masked", "importance_cap": 2.0},
             [ratio if 0.5 <= ratio <= 2.0 else 0.0 for ratio in RATIOS],

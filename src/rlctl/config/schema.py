@@ -481,7 +481,7 @@ class LossConfig(Section):
     importance_cap: Annotated[float, Field(gt=1)] = 2.0
     """Upper bound of the importance weight."""
     importance_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Lower bound of the importance weight with `masked`; unset: 1 / importance_cap."""
+    """Lower bound of the importance weight; unset: with `masked` 1 / importance_cap, with `truncated` none."""
     sequence_mask: tuple[PositiveNumber, PositiveNumber] | None = None
     """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
     outside of them is not learned from. Unset: off."""

@@ -56,10 +56,11 @@ class PromptRow:
 
     @property
     def question(self) -> str:
-        """The prompt as one text: of messages, the last that is the user's."""
+        """The prompt as one text: of messages, the last that is the user's. An environment may begin without any."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return next((m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1]["content"])
+        asked = [m["content"] for m in self.prompt if m["role"] == "user"]
+        return (asked or [m["content"] for m in self.prompt] or [""])[-1]
 
 
 @dataclass(frozen=True)

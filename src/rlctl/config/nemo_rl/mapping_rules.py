@@ -414,13 +414,56 @@ def average_of_texts(found: Found) -> None:
         found.say("not yet", "it is averaged where dpo.preference_average_log_probs is on", "preference.average")
 
 
+OF_LATER = "loss_fn.positive_example_nll_weight"
+"""A key that all of NeMo-RL's recipes of rollouts have since version 0.7."""
+OF_GROUPS = {"num_prompts_per_step": 32, "num_generations_per_prompt": 16, "max_num_steps": -1, "max_num_epochs": 1}
+OF_LOSS = {
+    "loss_fn.reference_policy_kl_penalty": 0.01, "loss_fn.use_on_policy_kl_approximation": None,
+    "loss_fn.use_importance_sampling_correction": False,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {f"grpo.{key}": value for key, value in OF_GROUPS.items()} | OF_LOSS
+    | {"grpo.adv_estimator.use_leave_one_out_baseline": True},
+    "ppo": {f"grpo.{key}": value for key, value in OF_GROUPS.items()} | OF_LOSS
+    | {"grpo.ppo_epochs": 4, "value_loss_fn.cliprange": None},
+    "distillation": {
+        "distillation.num_prompts_per_step": 128, "distillation.num_generations_per_prompt": 1,
+        "distillation.max_num_steps": 1000, "loss_fn.kl_type": "mixed",
+    },
+    "sft": {"sft.max_num_steps": 60},
+    "dpo": {"dpo.max_num_steps": 150, "dpo.reference_policy_kl_penalty": 0.05},
+    "rm": {"rm.max_num_steps": -1, "rm.max_num_epochs": 1},
+}  # fmt: skip
+"""NeMo-RL's values of keys that a recipe leaves out, by the algorithm, where rlctl's own defaults are others. It has
+them since version 0.7; before, a recipe had to have these keys."""
+
+
+def left_out(algorithm: str | None, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that NeMo-RL has for keys that are not in a recipe."""
+    values = dict(DEFAULTS.get(algorithm or "", {}))
+    if algorithm in ("grpo", "ppo"):
+        # Recipes of before version 0.5 have no estimator, and a penalty without a limit.
+        if "loss_fn.reference_policy_kl_type" in leaves or "loss_fn.use_on_policy_kl_approximation" not in leaves:
+            values["loss_fn.kl_output_clamp_value"] = 10.0
+        if "grpo.use_leave_one_out_baseline" in leaves:
+            values.pop("grpo.adv_estimator.use_leave_one_out_baseline", None)
+        # Up to version 0.3 prompts came as written, but for those of a data set that was split at random.
+        if leaves.get("data.dataset_name") != "OpenMathInstruct-2":
+            values["data.shuffle"] = False
+    if any(key.startswith(f"{MEGATRON}.scheduler.") for key in leaves):
+        values[f"{MEGATRON}.scheduler.lr_decay_style"] = "linear"
+    if leaves.get(f"{MEGATRON}.scheduler.lr_decay_style") == "WSD":
+        values[f"{MEGATRON}.scheduler.lr_wsd_decay_style"] = "exponential"
+    return {key: value for key, value in values.items() if key not in leaves}
+
+
 def step_rollouts(found: Found) -> int:
     return (found.get("num_prompts_per_step", *STEPS) or 1) * (found.get("num_generations_per_prompt", *STEPS) or 1)
 
 
 def kl_type(found: Found) -> None:
     """Map the direction of the divergence over the teacher's most likely tokens."""
-    shares = {"forward": 1.0, "reverse": 0.0, "mixed": found.get("loss_fn.mixed_kl_weight")}
+    shares = {"forward": 1.0, "reverse": 0.0, "mixed": found.leaves.get("loss_fn.mixed_kl_weight", 0.5)}
     if (share := shares.get(found.value)) is None:
         known = "rlctl knows forward, reverse, and mixed with its mixed_kl_weight"
         found.say("not yet", known, "distillation.forward_share")
@@ -429,10 +472,10 @@ def kl_type(found: Found) -> None:
 
 
 def kl_weight(found: Found) -> None:
-    """Map the weight of each token's KL penalty. NeMo-RL has one in each case since its estimator has a choice."""
+    """Map the weight of each token's KL penalty. NeMo-RL has one in each case since version 0.7."""
     if found.value:
         found.map("loss.kl_weight", "importance")
-    elif "loss_fn.reference_policy_kl_type" in found.leaves:
+    elif found.value is None or OF_LATER in found.leaves:
         found.map("loss.kl_weight", "policy")
     else:
         found.skip("what rlctl does")
@@ -493,14 +536,14 @@ def kl_in_reward(found: Found) -> None:
         found.skip("what rlctl does")
 
 
-DEEPSEEK_GUIDE, DEEPSEEK = "docs/guides/deepseek.md", "deepseek-ai/DeepSeek-V3"
-"""The page that NeMo-RL's recipes of DeepSeek-V3 name in place of a model, and the model that it is about."""
+DEEPSEEK_COPIES, DEEPSEEK = ("docs/guides/deepseek.md", "/path/to/dsv3-bf16-checkpoint"), "deepseek-ai/DeepSeek-V3"
+"""What NeMo-RL's recipes of DeepSeek-V3 name in place of a model, and the model that this is about."""
 
 
 def model_name(found: Found) -> None:
-    """Map the model. Where a recipe names the page that tells how to make a bfloat16 copy of DeepSeek-V3, take the
-    published model, whose float8 weights rlctl reads."""
-    if DEEPSEEK_GUIDE in str(found.value):
+    """Map the model. Where a recipe names a bfloat16 copy of DeepSeek-V3 that is still to be made, take the published
+    model, whose float8 weights rlctl reads."""
+    if any(one in str(found.value) for one in DEEPSEEK_COPIES):
         found.map_all({"model.name": DEEPSEEK}, "its published float8 weights are read, and no copy needs to be made")
     else:
         found.map("model.name", found.value)
@@ -908,12 +951,22 @@ def correction(found: Found) -> None:
     elif kind == "seq-mask-tis" and least:
         found.map_all({"loss.sequence_mask": [least, cap], "loss.importance_correction": "untruncated"})
     elif kind == "tis":
-        found.map_all({"loss.importance_cap": cap, "loss.importance_correction": "truncated"})
+        floor = {"loss.importance_floor": least} if least else {}
+        found.map_all({"loss.importance_cap": cap, **floor, "loss.importance_correction": "truncated"})
     elif kind == "icepop" and least:
         bounds = {"loss.importance_cap": cap, "loss.importance_floor": least}
         found.map_all({**bounds, "loss.importance_correction": "masked"})
     else:
         found.say("not yet", f"{kind}, {least} to {cap}, is not known", "loss.importance_correction")
+
+
+def error_mask(found: Found) -> None:
+    """Map the limit of the error of a rollout."""
+    if found.value is None:
+        found.map("loss.error_mask", None)
+    else:
+        why = "a rollout beyond it is not learned from, and still counts in the average of the loss"
+        found.map_all({"loss.error_mask": found.value}, why)
 
 
 def on_policy_ratio(found: Found) -> None:

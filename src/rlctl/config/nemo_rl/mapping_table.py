@@ -210,7 +210,7 @@ _GRPO: dict[str, Rule] = {
     "grpo.reward_scaling.*": without("read with grpo.reward_scaling.enabled"),
     "grpo.calculate_advantages_on_gpu": KERNELS,
     "grpo.skip_reference_policy_logprobs_calculation": without("no reference is evaluated when the KL penalty is 0"),
-    "grpo.seq_logprob_error_threshold": to("loss.error_mask"),
+    "grpo.seq_logprob_error_threshold": rules.error_mask,
     "grpo.adv_estimator.name": rules.estimator,
     "grpo.adv_estimator.gae_lambda": of_gae(rules.gae_lambda),
     "grpo.adv_estimator.gae_gamma": of_gae(to("critic.gamma")),
@@ -674,4 +674,3 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         default("environment.name", "nemo-gym", "env.should_use_nemo_gym")
     elif result.foreign is None and rules.environment_used(leaves) == "math":
         default("reward.terms", [{"name": rules.math_scorer(leaves)}], "env.math")
-        default("reward.extract", "boxed", "env.math")

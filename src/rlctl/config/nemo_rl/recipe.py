@@ -36,6 +36,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     disagreement,
     foreign_kind,
     in_epochs,
+    left_out,
     not_read,
     of_other_backend,
 )
@@ -211,8 +212,10 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         algorithm = "ppo"
     if algorithm is not None and result.foreign is None:
         result.set("run.algorithm", algorithm, algorithm)
+    unwritten = left_out(algorithm, known) if result.foreign is None else {}
+    known |= unwritten
     other = Import(result.path)
-    for key, value in leaves.items():
+    for key, value in (leaves | unwritten).items():
         rule = find_rule(key)
         if told := _outcome(key, value, rule, known, result.foreign):
             text = value.text if isinstance(value, Unresolved) else value
@@ -221,6 +224,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
             _apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
     carry_over(result, other, known)
     finish(result, known)
+    result.entries = [entry for entry in result.entries if entry.key not in unwritten]
     if is_ppo:
         _import_critic(result, known)
     if line := disagreement(result, other, known):
