@@ -18,12 +18,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlctl.apps.open_model import published_facts
+from rlctl.apps.open_model import published_facts, published_teacher
 from rlctl.apps.prepare import check_plan, checked_algorithm
 from rlctl.config.load import resolve
 from rlctl.config.nemo_rl.mapping_rules import of_images
 from rlctl.config.nemo_rl.recipe import is_nemo_rl, leaves_of, read_recipe
-from rlctl.config.schema import ModelConfig
 from rlctl.errors import RlctlError
 
 KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
@@ -62,9 +61,8 @@ def outcome(path: Path, gpu: str) -> str:
         resolved = resolve(files=[path], environment={})
         checked_algorithm(resolved)
         config = resolved.config
-        teacher = published_facts(ModelConfig(name=config.teacher.model)) if config.teacher.model else None
-        of_four = config.cluster.gpus_per_node == 4
-        check_plan(resolved, published_facts(config.model), FOUR_TO_A_NODE if of_four else gpu, teacher=teacher)
+        gpu = FOUR_TO_A_NODE if config.cluster.gpus_per_node == 4 else gpu
+        check_plan(resolved, published_facts(config.model), gpu, teacher=published_teacher(config))
         return PLANNED
     except RlctlError as error:
         lines = error.message.splitlines()

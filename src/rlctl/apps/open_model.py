@@ -12,7 +12,7 @@ from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.files import user_path
 from rlctl.config.presets import preset_names, read_preset
-from rlctl.config.schema import ModelConfig, RlctlConfig
+from rlctl.config.schema import MODEL, ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer
 from rlctl.envs.reward_model import reward_model
 from rlctl.errors import InputError, RlctlError, listed
@@ -133,6 +133,9 @@ def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
 def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
     """Find out about the teacher or the reward model as `published_facts` does about the model; None: the run has
     neither."""
+    names = [name.removeprefix(MODEL) for name in config.reward_models]
+    if len(names) == 1 and not config.teacher.model and (known := known_facts(names[0])) is not None:
+        return known
     if (scorer := open_scorer(config, weights=False)) is not None:
         return scorer.facts
     named = config.teacher

@@ -162,7 +162,8 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
     - `off`: 1. With `ratio` too: the surrogate's own ratio is to mu then (`PolicyGradient.ratio_to_anchor`).
     - `untruncated`: w.
     - `truncated`: min(w, cap), and no less than the floor if there is one. Truncated importance sampling (Ionides
-      2008); for engines and trainers of RL: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+      2008); for engines and trainers of RL: Yao et al., "Your efficient RL framework secretly brings you off-policy
+      RL training" (2025).
     - `masked`: w inside [floor, cap], else 0, so that a token the two disagree on does not count at all (IcePop, in
       "Every step evolves", arXiv 2510.18855, with 0.5 and 5).
     - `sequence_mask`: 0 where the geometric mean of w over the rollout is out of bounds (Liu, Li et al., "When speed
