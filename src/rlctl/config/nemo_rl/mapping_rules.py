@@ -537,7 +537,7 @@ def kl_in_reward(found: Found) -> None:
 
 
 DEEPSEEK_COPIES, DEEPSEEK = ("docs/guides/deepseek.md", "/path/to/dsv3-bf16-checkpoint"), "deepseek-ai/DeepSeek-V3"
-"""What NeMo-RL's recipes of DeepSeek-V3 name in place of a model, and the model that this is about."""
+"""Names that NeMo-RL's recipes of DeepSeek-V3 have in place of a model, and the model that they mean."""
 
 
 def model_name(found: Found) -> None:
