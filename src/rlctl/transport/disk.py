@@ -3,14 +3,12 @@
 It is for debugging, and for engines that share nothing with the trainers but a file system.
 
     <directory>/version-7/channel-0-policy-rank-1      a header (which boxes) and the boxes, round by round
-    <directory>/version-7/manifest.json                the version, and how long each file must be
 
 A version is written aside, forced to disk and renamed, so that it is there as a whole or not at all.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from rlctl.errors import VerificationError, WorkerError
 from rlctl.transport.round_buffers import Images, Packer
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, decode_parts, encode_parts
 
-MANIFEST = "manifest.json"
 LENGTH_BYTES = 8
 
 
@@ -46,11 +43,6 @@ def file_name(channel: int, sender: str) -> str:
 def publish(directory: str | None, version: int) -> None:
     """Make a version visible that every sender has written."""
     writing, final = _being_written(directory, version), version_directory(directory, version)
-    files = {path.name: path.stat().st_size for path in writing.iterdir()}
-    with (writing / MANIFEST).open("w") as file:
-        json.dump({"version": version, "files": files}, file)
-        file.flush()
-        os.fsync(file.fileno())
     flush_one(writing)
     if final.exists():
         shutil.rmtree(final)
@@ -121,7 +113,8 @@ class DiskReceiver:
     def wait(self, index: int) -> torch.Tensor:
         for sender, file in enumerate(self._files):
             if len(message := self.images.message(sender, index)):
-                file.readinto(message.numpy().data)  # type: ignore[attr-defined] - its size was compared
+                if file.readinto(message.numpy().data) < len(message):  # type: ignore[attr-defined]
+                    raise VerificationError(f"{file.name} ends before round {index + 1}.")
                 self.images.unpack(sender, index)
         return self.images.image(index)
 
@@ -133,21 +126,13 @@ class DiskReceiver:
 
 
 def _opened(link: Connection, version: int, sender: str) -> BinaryIO:
-    """Open a sender's file of a complete version. Raises VerificationError if the version is another, or not whole."""
+    """Open a sender's file of a version. Raises VerificationError if the version is not there."""
     folder = version_directory(link.directory, version)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        return (folder / file_name(link.channel, sender)).open("rb")
     except FileNotFoundError:
         held = sorted(path.name for path in folder.parent.glob("version-*"))
         raise VerificationError(
             f"{folder.parent} does not hold version {version} of the weights ({', '.join(held) or 'it is empty'}).",
             "Engine and policy must see the same files under refit.directory.",
         ) from None
-    path = folder / file_name(link.channel, sender)
-    size, expected = path.stat().st_size if path.exists() else None, manifest["files"].get(path.name)
-    if manifest["version"] != version or expected != size:
-        raise VerificationError(
-            f"{path} has {size} bytes of version {manifest['version']}, but {expected} bytes of version {version} "
-            "were expected."
-        )
-    return path.open("rb")
