@@ -8,7 +8,6 @@ import torch
 
 from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.config.schema import Rounding
-from rlctl.errors import RlctlError
 from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
 from rlctl.weights.transfer_plan import Copy
 from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform
@@ -66,8 +65,7 @@ def fill(fills: Iterable[Fill], params: Mapping[str, torch.Tensor], shapes: Mapp
 def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | None) -> torch.Tensor:
     if isinstance(transform, Add):
         return values + transform.value
-    if read is None:
-        raise RlctlError(f"{copy.tensor}: `{transform.name}` needs {transform.inputs}, which are not at hand here.")
+    assert read is not None, transform
     if isinstance(transform, Dequantize):
         rows, columns = (
             _indices(span) // size for span, size in zip(copy.tensor_box, transform.block_size, strict=True)
@@ -77,11 +75,10 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
         for first in range(0, len(rows), 1024):  # the scales of all rows at once would double the memory
             out[first : first + 1024] *= wide[rows[first : first + 1024]]
         return out
-    if isinstance(transform, MergeLora):
-        rows, columns = (_indices(span) for span in copy.tensor_box)
-        base = narrowed(values, dtype_of(transform.dtype), transform.rounding)
-        return with_adapter(base, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
-    raise RlctlError(f"{copy.tensor}: rlctl cannot apply `{transform.name}` here.")
+    assert isinstance(transform, MergeLora), transform
+    rows, columns = (_indices(span) for span in copy.tensor_box)
+    base = narrowed(values, dtype_of(transform.dtype), transform.rounding)
+    return with_adapter(base, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
 
 
 def with_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

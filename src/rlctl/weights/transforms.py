@@ -1,4 +1,4 @@
-"""Named changes of value between a tensor and the param that holds it; `checkpoints.plan_execution` executes them.
+"""Changes of value between a tensor and the param that holds it; `checkpoints.plan_execution` executes them.
 
 Each declares which other tensors it reads, to which blocks a box must be aligned, and its inverse where it has one.
 """
@@ -6,7 +6,6 @@ Each declares which other tensors it reads, to which blocks a box must be aligne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlctl.config.schema import Rounding
 
@@ -14,8 +13,6 @@ from rlctl.config.schema import Rounding
 @dataclass(frozen=True, slots=True)
 class Transform:
     """A step from tensor values to param values."""
-
-    name: ClassVar[str] = "identity"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -39,7 +36,6 @@ class Cast(Transform):
 
     source: str
     target: str
-    name: ClassVar[str] = "cast"
 
     @property
     def exact(self) -> bool:
@@ -56,7 +52,6 @@ class Add(Transform):
     """param = tensor + value: norm gains stored as a distance from one."""
 
     value: float
-    name: ClassVar[str] = "add"
 
     def inverse(self) -> Transform | None:
         return Add(-self.value)
@@ -68,7 +63,6 @@ class Dequantize(Transform):
 
     scale: str
     block_size: tuple[int, ...]
-    name: ClassVar[str] = "dequantize"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -85,7 +79,6 @@ class MergeLora(Transform):
     scale: float
     dtype: str = "float32"
     rounding: Rounding = "nearest"
-    name: ClassVar[str] = "merge_lora"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -97,7 +90,6 @@ class ReadThrough(Transform):
     """The param holds the tensor in a form that `reader` turns back; such params are read and not written."""
 
     reader: Transform
-    name: ClassVar[str] = "read_through"
 
     def inverse(self) -> Transform | None:
         return self.reader
