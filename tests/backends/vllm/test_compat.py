@@ -38,7 +38,6 @@ with set_current_vllm_config(VllmConfig()):
     rotary = RotaryEmbedding(size, size, 64, 10000.0, False, torch.float32)
 before = errors(rotary)
 compat.rotate_every_head()
-compat.rotate_every_head()
 after = errors(rotary)
 
 from vllm._custom_ops import cpu_prepack_moe_weight
@@ -67,7 +66,6 @@ def of_experts():
     return float((out - wanted).abs().max() / wanted.abs().max())
 
 spread = [of_experts()]
-compat.find_own_experts()
 compat.find_own_experts()
 spread.append(of_experts())
 

@@ -172,13 +172,11 @@ def write_checkpoints_in_this_process() -> None:
         setattr(filesystem_async, name, lambda *args, **kwargs: queue.Queue())
 
 
+@functools.cache
 def fill_gaps() -> None:
     """Fill the gaps that Megatron-Core has where TransformerEngine is not installed, with CUDA or without; once."""
-    if getattr(fill_gaps, "done", False):
-        return
     for gap in GAPS:
         gap()
-    fill_gaps.done = True  # type: ignore[attr-defined]
 
 
 def _name_missing_gemm() -> None:

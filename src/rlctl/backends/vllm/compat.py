@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.messages import QUANTIZED, Sampling
@@ -87,6 +88,7 @@ def keep_parameters_plain() -> None:
     ops._supports_onednn = False
 
 
+@cache
 def rotate_every_head() -> None:
     """Give the CPU platform's rotary kernel the shape that it computes rightly; before the model is loaded.
 
@@ -96,8 +98,6 @@ def rotate_every_head() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     kernel = RotaryEmbedding.forward_cpu
-    if getattr(kernel, "by_head", False):
-        return
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
         if query.dim() < 3:
@@ -112,10 +112,10 @@ def rotate_every_head() -> None:
                 whole.copy_(flat.view(whole.shape))
         return query, key
 
-    forward_cpu.by_head = True  # type: ignore[attr-defined]
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+@cache
 def find_own_experts() -> None:
     """Have the CPU platform's product of experts look for each in this rank's own stack; before the model is loaded.
 
@@ -127,8 +127,6 @@ def find_own_experts() -> None:
     except ImportError:
         return
     kernel = CPUUnquantizedExperts.apply
-    if getattr(kernel, "by_place", False):
-        return
 
     def apply(self: Any, *args: Any, **given: Any) -> None:
         places = given.get("expert_map")
@@ -138,10 +136,10 @@ def find_own_experts() -> None:
             given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
         kernel(self, *args, **given)
 
-    apply.by_place = True  # type: ignore[attr-defined]
     CPUUnquantizedExperts.apply = apply
 
 
+@cache
 def draw_for_kept_tokens_alone() -> None:
     """Keep a sample's generator out of the steps that end inside its prompt; before the engine is made.
 
@@ -152,8 +150,6 @@ def draw_for_kept_tokens_alone() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     plain = GPUModelRunner.sample_tokens
-    if getattr(plain, "holds_back", False):
-        return
 
     def sample_tokens(self: Any, *args: Any, **given: Any) -> Any:
         generators = self.input_batch.generators
@@ -164,10 +160,10 @@ def draw_for_kept_tokens_alone() -> None:
         finally:
             generators.update(held)
 
-    sample_tokens.holds_back = True  # type: ignore[attr-defined]
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
 
 
+@cache
 def embed_for_each_layer() -> None:
     """Have Gemma 3n, as a model of text alone, add each layer's own embedding of a token; before the model is loaded.
 
@@ -181,8 +177,6 @@ def embed_for_each_layer() -> None:
     except ImportError:
         return
     plain = gemma3n.Gemma3nForCausalLM.forward
-    if getattr(plain, "embeds", False):
-        return
 
     def forward(self: Any, input_ids: Any, positions: Any, *, per_layer_inputs: Any = None, **given: Any) -> Any:
         if per_layer_inputs is None and input_ids is not None:
@@ -194,7 +188,6 @@ def embed_for_each_layer() -> None:
             decoder.per_layer_projection_norm.variance_epsilon = self.config.rms_norm_eps * self.config.hidden_size
         return plain(self, input_ids, positions, per_layer_inputs=per_layer_inputs, **given)
 
-    forward.embeds = True  # type: ignore[attr-defined]
     gemma3n.Gemma3nForCausalLM.forward = forward
     gemma3n.EPS = gemma3n.EPS.new_tensor(1e-5).sqrt()
 
