@@ -44,7 +44,6 @@ def test_float8_training_is_planned_also_where_its_engine_is_not(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--set", "training.tp=3"], 2, "32 attention heads"),
         (["--gpus-per-node", "1", "--set", "training.optimizer_offload=false"], 4, "No plan fits"),
         (["--gpu", "h10"], 2, "h100"),
         (["--model", "meta-llama/Llama-3.1-9B"], 2, "Llama-3.1-8B"),
@@ -57,7 +56,6 @@ def test_float8_training_is_planned_also_where_its_engine_is_not(
             "The nearest value that works is generation.max_batched_tokens=",
         ),
         (["--set", "generation.kv_cache_bytes=1000"], 4, "1,000 bytes hold 0 tokens"),
-        (["--gpu", "a100", "--set", "megatron.fp8=hybrid"], 2, "megatron.fp8 = hybrid is refused: A100 has no units"),
         (["--set", "megatron.fp8=e5m2"], 2, "e4m3 | hybrid"),
         (["--set", "megatron.fp8_multi_head_attention=true"], 2, "attention is rlctl's own"),
     ],

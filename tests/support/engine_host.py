@@ -124,17 +124,6 @@ class SwappingEngine:
 
         self.on_model(declare)
 
-    def add_strange_parameter(self, module: str) -> None:
-        """A parameter of which nothing is known, not even which published tensors it holds."""
-
-        def add(worker: Any) -> None:
-            import torch
-
-            strange = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-            worker.model_runner.get_model().get_submodule(module).register_parameter("strange", strange)
-
-        self.on_model(add)
-
     def ways(self) -> list[dict[str, tuple[str, str]]]:
         """Of each worker of the engine: how each tensor comes into it, and why."""
 
