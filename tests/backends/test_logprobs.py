@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs, top_tokens
+from rlctl.backends.base import Teaching
+from rlctl.backends.logprobs import VocabPart, chunked_logprobs, top_tokens
 from rlctl.backends.rows import VocabProjection
 
 ALONE = VocabPart(SimpleNamespace(size=lambda: 1))
@@ -30,7 +31,7 @@ def test_further_tokens_have_log_probs_with_gradient_and_the_top_ones_are_named(
     def logits(rows: torch.Tensor) -> torch.Tensor:
         return rows @ matrix.T
 
-    top = chunked_logprobs(hidden, inverse, targets, logits, ALONE, 0.7, chunk, top=Top(3, TOKENS))
+    top = chunked_logprobs(hidden, inverse, targets, logits, ALONE, 0.7, chunk, top=Teaching(TOKENS, 3))
     table = torch.log_softmax((hidden.double() @ matrix.T.double()) / 0.7, -1)[inverse]
     values, ids = table.topk(3)
     torch.testing.assert_close(top[5:].T.long(), ids)
@@ -49,8 +50,8 @@ def test_further_tokens_have_log_probs_with_gradient_and_the_top_ones_are_named(
 def test_padding_of_a_larger_vocabulary_is_never_among_the_top() -> None:
     """A teacher may have more rows than the student, which no text leads to."""
     logits = torch.arange(float(TOKENS)).repeat(2, 1)
-    assert top_tokens(logits, ALONE, Top(3, TOKENS)).tolist() == [[16, 15, 14]] * 2
-    assert top_tokens(logits, ALONE, Top(3, 9)).tolist() == [[8, 7, 6]] * 2
+    assert top_tokens(logits, ALONE, Teaching(TOKENS, 3)).tolist() == [[16, 15, 14]] * 2
+    assert top_tokens(logits, ALONE, Teaching(9, 3)).tolist() == [[8, 7, 6]] * 2
 
 
 @pytest.mark.parametrize("chunk", [4, 64])

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens from vocabulary-parallel logits, a chunk of positions at a time.
+"""Log-probs and entropy of chosen tokens from vocabulary-parallel logits, a chunk of positions at a time, and values.
 
 Suffixes: R response tokens, U positions that predict them (a shared prompt's last position predicts several), V this
 rank's part of the vocabulary.
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
+    from rlctl.backends.base import Teaching
     from rlctl.backends.rows import PackedRow, VocabProjection
 
 
@@ -26,14 +28,17 @@ class VocabPart:
     start: int = 0
 
 
-@dataclass(frozen=True)
-class Top:
-    """The most likely tokens: how many of each position, among those below `limit`."""
+class ValueHead(nn.Module):
+    """A critic's value of each hidden state, in float32: 0 everywhere before training. Every tensor-parallel rank has
+    it whole and computes the same."""
 
-    count: int
-    limit: int
-    by_text: bool = False
-    """Those of all positions of a text together, rather than of each of them."""
+    def __init__(self, hidden: int, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden, **options))
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H] -> [T]."""
+        return F.linear(hidden_TH.float(), self.weight.float())[:, 0]
 
 
 def row_logprobs(
@@ -43,11 +48,12 @@ def row_logprobs(
     vocab: VocabPart,
     temperature: float,
     chunk: int,
-    top: Top | None,
+    teaches: Teaching | None,
     context: Any,
 ) -> Tensor:
     """Return `chunked_logprobs` of a context-parallel rank's part of a row."""
     further_RK, whole = part.further_RK, False
+    top = teaches if teaches is not None and teaches.top else None
     if top is not None and top.by_text:
         further_RK, whole = text_tokens(hidden_U, part, output_layer, vocab, chunk, top, context), True
     out = chunked_logprobs(
@@ -66,7 +72,7 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
     further_RK: Tensor | None = None,
-    top: Top | None = None,
+    top: Teaching | None = None,
     projection: VocabProjection | None = None,
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
@@ -120,8 +126,8 @@ def chunked_logprobs(
 
 
 def text_tokens(
-    hidden_U: Tensor, part: PackedRow, output_layer: Callable[[Tensor], Tensor], vocab: VocabPart, chunk: int, top: Top,
-    context: Any,
+    hidden_U: Tensor, part: PackedRow, output_layer: Callable[[Tensor], Tensor], vocab: VocabPart, chunk: int,
+    top: Teaching, context: Any,
 ) -> Tensor:  # fmt: skip
     """int64 [R, K]: the most likely tokens of the text of each chosen token: those with the highest logit at any of its
     positions, of all context-parallel ranks (`context`)."""
@@ -139,21 +145,21 @@ def text_tokens(
     return top_tokens(highest_NV, vocab, top)[text_R]
 
 
-def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Top) -> Tensor:
+def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Teaching) -> Tensor:
     """int64 [U, K]: the most likely tokens of each position, the first of them first."""
-    width = max(0, min(logits_UV.shape[1], top.limit - vocab.start))
+    width = max(0, min(logits_UV.shape[1], top.vocab - vocab.start))
     own_UV = logits_UV.detach()[:, :width]
-    values_UK, ids_UK = own_UV.topk(min(top.count, width))
+    values_UK, ids_UK = own_UV.topk(min(top.top, width))
     ids_UK = ids_UK + vocab.start
     if (ranks := vocab.group.size()) > 1:
         # The last ranks may hold fewer tokens than are asked for, or none below the limit.
-        missing = top.count - values_UK.shape[1]
-        values_UK = torch.nn.functional.pad(values_UK.float(), (0, missing), value=-torch.inf)
-        ids_UK = torch.nn.functional.pad(ids_UK, (0, missing))
+        missing = top.top - values_UK.shape[1]
+        values_UK = F.pad(values_UK.float(), (0, missing), value=-torch.inf)
+        ids_UK = F.pad(ids_UK, (0, missing))
         values, ids = ([torch.empty_like(own) for _ in range(ranks)] for own in (values_UK, ids_UK))
         torch.distributed.all_gather(values, values_UK.contiguous(), group=vocab.group)
         torch.distributed.all_gather(ids, ids_UK.contiguous(), group=vocab.group)
-        best_UK = torch.cat(values, 1).topk(top.count).indices
+        best_UK = torch.cat(values, 1).topk(top.top).indices
         ids_UK = torch.cat(ids, 1).gather(1, best_UK)
     return ids_UK
 

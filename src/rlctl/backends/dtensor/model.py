@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -23,7 +22,7 @@ from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, s
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
-from rlctl.backends.logprobs import Top, VocabPart, row_logprobs
+from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
@@ -119,14 +118,11 @@ class PolicyModel(nn.Module):
 
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__()
-        self.inner, self._head, teaches = inner, head_of(inner), spec.teaches
+        self.inner, self._head, self._teaches = inner, head_of(inner), spec.teaches
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
         self._temperature, self._chunk = spec.temperature, spec.logprob_chunk_tokens
         self._vocab, self._body = inner.config.vocab_size, body_path(inner)
         self._packs = not spec.facts.unpacked
-        self._top = None
-        if teaches is not None and teaches.top:
-            self._top = Top(teaches.top, teaches.vocab, teaches.by_text)
         self.replays: list[Replay] = []
         """With router replay, the routers that are told a row's experts."""
 
@@ -161,19 +157,9 @@ class PolicyModel(nn.Module):
         hidden_TH = Gather.apply(hidden_1TH[0], self._tensor) if self._tensor.size() > 1 else hidden_1TH[0]
         hidden_U = hidden_TH.index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
-        return row_logprobs(hidden_U, part, self._head, vocab, self._temperature, self._chunk, self._top, self._context)
-
-
-class ValueHead(nn.Module):
-    """A value of each hidden state, in float32: 0 everywhere before training."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, hidden, device="meta"))
-
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        """[T, H] -> [T]."""
-        return F.linear(hidden_TH.float(), self.weight.float())[:, 0]
+        return row_logprobs(
+            hidden_U, part, self._head, vocab, self._temperature, self._chunk, self._teaches, self._context
+        )
 
 
 class ValueModel(PolicyModel):
@@ -182,7 +168,8 @@ class ValueModel(PolicyModel):
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__(inner, groups, spec)
         # OPT's last hidden states may be narrower than its layers.
-        self.head = ValueHead(getattr(inner.config, "word_embed_proj_dim", None) or inner.config.hidden_size)
+        hidden = getattr(inner.config, "word_embed_proj_dim", None) or inner.config.hidden_size
+        self.head = ValueHead(hidden, device="meta")
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
         values_T = self.head(hidden_1TH[0])

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from rlctl.backends.base import PolicySpec
+from rlctl.backends.base import PolicySpec, Teaching
 from rlctl.backends.context_parallel import JoinContext
-from rlctl.backends.logprobs import Top, VocabPart, row_logprobs
+from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
@@ -54,10 +54,10 @@ class PolicyModel(GPTModel):
     positions that predict one."""
 
     def __init__(
-        self, *args: Any, temperature: float, chunk: int, vocab: int, top: Top | None = None, **kwargs: Any
+        self, *args: Any, temperature: float, chunk: int, vocab: int, teaches: Teaching | None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.temperature, self.chunk, self.true_vocab, self.top = temperature, chunk, vocab, top
+        self.temperature, self.chunk, self.true_vocab, self.teaches = temperature, chunk, vocab, teaches
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: RowParams, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -84,7 +84,7 @@ class PolicyModel(GPTModel):
         logits = partial(self._logits, weight=weight, width=min(width, self.true_vocab - start))
         vocab = VocabPart(tp_group, start)
         context = self.pg_collection.cp
-        return row_logprobs(hidden_U, part, logits, vocab, self.temperature, self.chunk, self.top, context)
+        return row_logprobs(hidden_U, part, logits, vocab, self.temperature, self.chunk, self.teaches, context)
 
     def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
         """[U, V]: this rank's logits, those of vocabulary padding cut off."""
@@ -100,19 +100,6 @@ class PolicyModel(GPTModel):
         return logits_UV if width == logits_UV.shape[-1] else logits_UV[:, :width].contiguous()
 
 
-class ValueHead(nn.Module):
-    """A value of each hidden state, in float32: 0 everywhere before training. Every tensor-parallel rank has it whole
-    and computes the same."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-
-    def forward(self, hidden_U: Tensor) -> Tensor:
-        """[U, H] -> [U]."""
-        return F.linear(hidden_U.float(), self.weight.float())[:, 0]
-
-
 class ValueModel(PolicyModel):
     """A critic: the last pipeline stage returns float32 [1, R], the value at the position before each chosen token."""
 
@@ -120,7 +107,7 @@ class ValueModel(PolicyModel):
         kwargs["share_embeddings_and_output_weights"] = False
         super().__init__(*args, **kwargs)
         if self.post_process:
-            self.output_layer = ValueHead(self.config)
+            self.output_layer = ValueHead(self.config.hidden_size, dtype=self.config.params_dtype)
 
     def _outputs(self, hidden_U: Tensor, part: PackedRow) -> Tensor:
         return self.output_layer(hidden_U)[part.inverse_R][None]
@@ -130,7 +117,7 @@ def build_model(
     spec: PolicySpec, config: TransformerConfig, vp_stage: int | None, kind: type[PolicyModel] = PolicyModel
 ) -> PolicyModel:
     """This rank's part of the policy or its critic (of virtual stage `vp_stage`), with random weights."""
-    facts, teaches = spec.facts, spec.teaches
+    facts = spec.facts
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     tp = spec.parallel.tp
     model = kind(
@@ -148,7 +135,7 @@ def build_model(
         temperature=spec.temperature,
         chunk=spec.logprob_chunk_tokens,
         vocab=facts.vocab,
-        top=Top(teaches.top, teaches.vocab, teaches.by_text) if teaches is not None and teaches.top else None,
+        teaches=spec.teaches,
     )
     _use_row_rotary(model, facts)
     _correct_experts(model, spec.parallel)
