@@ -62,10 +62,6 @@ Output = Annotated[
         help="Write every sample to this JSON Lines file; samples that it has already are not sampled again.",
     ),
 ]
-UNREAD_KEYS = (
-    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "ddp.", "run.steps", "validation.",
-    "data.name", "data.size", "data.shuffle",
-)  # fmt: skip
 
 
 @app.command(
@@ -109,7 +105,7 @@ def evaluate(
 
     def resolved(name: str | None) -> Resolved:
         found = options.resolve_config(**context.params | {"run_dir": None, "model": name})
-        refuse_training_keys(found, UNREAD_KEYS, "an evaluation")
+        refuse_training_keys(found, "an evaluation", "data.name", "data.size", "data.shuffle")
         return found
 
     refuse_idle_reward(reward or [], task or [])

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 app = App()
 
 TRAINING_KEYS = (
-    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "reward.", "ddp.", "run.steps",
-    "validation.",
+    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "ddp.", "run.steps", "validation.",
 )  # fmt: skip
 
 Prompt = Annotated[
@@ -70,7 +69,7 @@ def generate(
     yourself with --set generation.<key>=<value>. With --json the command prints one JSON object for each
     prompt (JSON Lines).
     """
-    resolved, checkpoint = model_or_checkpoint(context, TRAINING_KEYS, "completions")
+    resolved, checkpoint = model_or_checkpoint(context, "completions", "reward.")
     from rlctl.apps.generate import read_prompts
     from rlctl.config.schema import MOST_ROLLOUTS
 
@@ -88,25 +87,24 @@ def generate(
         sample(resolved, checkpoint, rows, n, json_)
 
 
-def model_or_checkpoint(
-    context: typer.Context, unread: tuple[str, ...], what: str
-) -> tuple[Resolved, Checkpoint | None]:
+def model_or_checkpoint(context: typer.Context, what: str, *unread: str) -> tuple[Resolved, Checkpoint | None]:
     """Return the configuration of a command that takes a model or a run (--run-dir), and the run's checkpoint. Raises
-    InputError for a --set of an `unread` key, which has no effect on `what` the command makes."""
+    InputError as `refuse_training_keys` does."""
     run_dir, step = context.params["run_dir"], context.params["step"]
     if step is not None and run_dir is None:
         raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
     from rlctl.apps.generate import of_run
 
     resolved = options.resolve_config(**context.params | {"run_dir": None})
-    refuse_training_keys(resolved, unread, what)
+    refuse_training_keys(resolved, what, *unread)
     return (resolved, None) if run_dir is None else of_run(Path(run_dir), step, resolved)
 
 
-def refuse_training_keys(resolved: Resolved, keys: tuple[str, ...], what: str) -> None:
-    """Raises InputError for a --set that only a training run reads. Presets and files are shared between commands."""
+def refuse_training_keys(resolved: Resolved, what: str, *unread: str) -> None:
+    """Raises InputError for a --set of a key that only a training run reads, or of an `unread` one, which has no effect
+    on `what` the command makes. Presets and files are shared between commands."""
     for key, value in resolved.leaves():
-        if resolved.origin[key] == "--set" and key.startswith(keys):
+        if resolved.origin[key] == "--set" and key.startswith(TRAINING_KEYS + unread):
             raise InputError(f"--set {key}={value} has no effect on {what}.", "Leave it out.")
 
 

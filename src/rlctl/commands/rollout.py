@@ -15,9 +15,6 @@ app = App()
 
 Episodes = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of episodes.")]
 Check = Annotated[bool, typer.Option("--check", help="Compare the log-probs of each episode with those of a policy.")]
-UNREAD_KEYS = (
-    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "ddp.", "run.steps", "validation.",
-)  # fmt: skip
 
 
 @app.command(
@@ -47,7 +44,7 @@ def rollout(
     """
     from rlctl.apps.rollout import episodes_job, play
 
-    resolved, checkpoint = model_or_checkpoint(context, UNREAD_KEYS, "episodes")
+    resolved, checkpoint = model_or_checkpoint(context, "episodes")
     job = episodes_job(resolved, checkpoint, n, check, message)
     for line in job.describe():
         message(line)
