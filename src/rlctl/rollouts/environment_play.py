@@ -30,6 +30,8 @@ from rlctl.rollouts.turn_faults import BITS, THINK, Said, episode_faults, faults
 
 OPENING_TOKENS = 8
 """Tokens at the end of a context that can spell `<think>`."""
+PAUSE_S = 1.0
+"""Before an episode is played again: where the process of all environments has died, that shows in milliseconds."""
 ENDS_TURN = ("abort", "timeout")
 """Ends of the model's turn that end the episode."""
 
@@ -166,7 +168,9 @@ class Player:
             await one_turn(episode)
             return
         limits, failure = self._play.limits, "it had no turn"
-        for _ in range(limits.retries + 1):
+        for attempt in range(limits.retries + 1):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
             episode.begin()
             session = self._host.begin()
             try:
