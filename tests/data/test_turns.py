@@ -95,9 +95,9 @@ def test_behind_a_turn_comes_what_the_template_writes(tiny_llama: Path, template
 def test_results_of_tools_have_their_role_where_the_template_has_one(tiny_llama: Path) -> None:
     turns = encoder(tiny_llama, WITH_TOOLS, tools=True)
     assert (turns.tool_role, turns.note) == ("tool", None)
-    said = text(turns, end_of(turns), RESULT)  # the end of the calls was sampled too
+    said = text(turns, end_of(turns), RESULT)  # the call has an end of its own, which was sampled before
     assert said == f"\n{BEGIN}user\n<tool_response>5</tool_response>{END}\n{BEGIN}assistant\n"
-    assert text(turns, None, RESULT) == f"<|endoftext|>{END}{said}"
+    assert text(turns, None, RESULT) == f"{END}{said}"
 
 
 @pytest.mark.parametrize(("template", "why"), [(NO_TOOL_ROLE, "alternate"), (DROPS_TOOLS, "leaves out what a message")])

@@ -19,6 +19,7 @@ WRITTEN = {
     "</function>\n</tool_call>",
     "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
     "<arg_value>3</arg_value>\n</tool_call>",
+    "gemma4": "<|tool_call>call:add{a:2,b:3}<tool_call|><|tool_response>",
     "pythonic": "[add(a=2, b=3)]",
 }
 
@@ -39,6 +40,8 @@ def test_other_ways_of_writing_a_call_are_read() -> None:
     text = WRITTEN["qwen3-coder"].replace("\n2\n", "\ntwo words\n")
     assert read_calls(text, "qwen3-coder") == [Call("add", {"a": "two words", "b": 3})]
     assert read_calls("[add(a=2, b=3), add(a=2, b=3)]", "pythonic") == ADD * 2
+    text = '<|tool_call>call:add{a:[true,{b:null}],c:<|"|>x: "}", {d:1}<|"|>}<tool_call|>'
+    assert read_calls(text, "gemma4") == [Call("add", {"a": [True, {"b": None}], "c": 'x: "}", {d:1}'})]
 
 
 def test_a_thought_about_a_call_is_none() -> None:

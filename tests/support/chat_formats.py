@@ -65,6 +65,16 @@ FORMATS = {
         begin="<start_of_turn>model\n",
         tool=None,
     ),
+    "gemma4": chat(  # calls and their results stand in one turn of the model
+        user="<|turn>{{ m.role }}\n" + SAID + "<turn|>\n",
+        assistant="{% if messages[loop.index0 - 1].role != 'tool' %}<|turn>model\n{% endif %}"
+        "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name ~ '{' }}"
+        "{% for key, value in c.function.arguments.items() %}{{ key }}:{{ value | tojson }}{% endfor %}}<tool_call|>"
+        "{% endfor %}{% if m.tool_calls %}<|tool_response>{% else %}" + SAID + "<turn|>\n{% endif %}",
+        begin="{% if messages[-1].role != 'tool' %}<|turn>model\n{% endif %}",
+        tool='response:{{ m.name }}{value:<|"|>' + SAID + '<|"|>}<tool_response|>',
+        tools="<|turn>system\n",
+    ),
     "deepseek": chat(
         first=f"<{BAR}begin▁of▁sentence{BAR}>",
         user=f"<{BAR}User{BAR}>" + SAID,
@@ -91,7 +101,8 @@ SPECIAL = (
     "<end_of_turn>", *(f"<{BAR}{name}{BAR}>" for name in (
         "begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁call▁begin", "tool▁sep", "tool▁call▁end",
         "tool▁output▁begin", "tool▁output▁end",
-    )), "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>",
+    )), "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>",
 )  # fmt: skip
 """The special tokens of these families beside those of the tiny models' tokenizer."""
 

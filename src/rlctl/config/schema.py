@@ -224,7 +224,7 @@ class EnvironmentConfig(Section):
     tools: tuple[str, ...] = ()
     """Functions that the model may call, each as `path/to/file.py:function`."""
     tool_format: Literal[
-        "auto", "hermes", "llama", "mistral", "deepseek", "gpt-oss", "qwen3-coder", "glm", "pythonic"
+        "auto", "hermes", "llama", "mistral", "deepseek", "gpt-oss", "qwen3-coder", "glm", "gemma4", "pythonic"
     ] = "auto"
     """The format in which the model writes calls; auto finds that of its chat template."""
     append: Literal["template", "raw"] = "template"

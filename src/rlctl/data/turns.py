@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from os.path import commonprefix
 from typing import Any, Literal
 
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder
@@ -62,8 +63,9 @@ class TurnEncoder:
         notes = []
         if tools and (why := made._trouble("tool")):
             notes.append(f"The results of tools go to the model as messages of the user: {why}.")
-        elif tools:
-            made = replace(made, tool_role="tool")
+        elif tools:  # what ends a turn with calls ends it also where the model's own configuration does not say so
+            ends = {*encoder.stop_token_ids, *made._cached([{"role": "tool", "content": "?"}])[:1]}
+            made = replace(made, tool_role="tool", encoder=replace(encoder, stop_token_ids=tuple(sorted(ends))))
         if drops_thoughts:
             drops = tuple(role for role in sorted({"user", made.tool_role}) if made._drops_thoughts(role))
             made = replace(made, drops=drops, opening=made._opening())
@@ -136,19 +138,22 @@ class TurnEncoder:
         """Return what the template writes behind an answer, from the token on that ends it. Raises InputError where it
         cannot write `messages` there."""
         calls = any(one["role"] == "tool" for one in messages)
+        asked = [{"role": "user", "content": history}]
         for answer in (*([_calling(messages)] if calls else []), {"role": "assistant", "content": MARK}):
             try:
-                written = self.encoder.render([{"role": "user", "content": history}, answer, *map(_named, messages)])
+                _, found, tail = self.encoder.render([*asked, answer, *_named(messages)]).rpartition(MARK)
+                over = self.encoder.render([*asked, answer], answered=True).rpartition(MARK)[2] if calls else ""
             except InputError:
                 if answer["content"] == MARK:
                     raise
                 continue
-            _, found, tail = written.rpartition(MARK)
             if self.encoder.template is None:  # the model has written the beginning of the next question itself
                 return tail.removeprefix(PLAIN_STOP) if found else ""
-            begins = [at for token in self.encoder.special_texts if (at := tail.find(token)) >= 0] if found else []
-            if begins:
-                return tail[min(begins) :]
+            shared = commonprefix([tail, over])  # noqa: RUF071 - of texts, not of paths
+            ends = [at for token in self.encoder.special_texts if (at := shared.rfind(token)) >= 0]
+            begins = [at for token in self.encoder.special_texts if (at := tail.find(token)) >= 0]
+            if found and begins:  # a call may have ends of its own in front of that of the turn
+                return tail[max(ends, default=min(begins)) :]
         raise InputError("The chat template has no special token behind an answer.")
 
     def _drops_thoughts(self, role: str) -> bool:
@@ -157,7 +162,7 @@ class TurnEncoder:
         answer = _calling(said) if role == "tool" else {"role": "assistant"}
         answer |= {"content": f"<think>\nrlctl-thought\n{THOUGHT}\n\n{MARK}"}
         try:
-            written = self.encoder.render([{"role": "user", "content": HISTORIES[0]}, answer, *map(_named, said)])
+            written = self.encoder.render([{"role": "user", "content": HISTORIES[0]}, answer, *_named(said)])
         except InputError:
             return False
         return MARK in written and "rlctl-thought" not in written
@@ -187,16 +192,18 @@ class TurnEncoder:
 def _calling(messages: Sequence[Message]) -> Message:
     """Return an answer of the model that calls the tools which `messages` answer, for templates that want to see it."""
     calls = [
-        {"id": _named(one)["tool_call_id"], "type": "function",
-         "function": {"name": _named(one)["name"], "arguments": {"mark": MARK}}}
-        for one in messages if one["role"] == "tool"
+        {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], "arguments": {"mark": MARK}}}
+        for one in _named(messages) if one["role"] == "tool"
     ]  # fmt: skip
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _named(message: Message) -> Message:
-    """Return a message with the names that templates ask of a tool's."""
-    return {"name": "tool", "tool_call_id": "call00000", **message} if message["role"] == "tool" else message
+def _named(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the names that templates ask of those of tools."""
+    return [
+        {"name": "tool", "tool_call_id": f"call{number:05}", **one} if one["role"] == "tool" else one
+        for number, one in enumerate(messages)
+    ]
 
 
 def with_tools(

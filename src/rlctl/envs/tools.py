@@ -102,6 +102,17 @@ def _python_calls(text: str) -> list[Call]:
     return found
 
 
+def _gemma_calls(text: str) -> list[Call]:
+    """Return the calls of Gemma 4: `call:add{a:2,note:<|"|>a text<|"|>}`."""
+    found = []
+    for match in _all(r"<\|tool_call>call:(?P<name>[\w.-]+)(?P<given>\{.*?\})\s*(?:<tool_call\|>|\Z)", text):
+        parts = match["given"].split('<|"|>')  # every second one is a text
+        parts[::2] = [re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', part) for part in parts[::2]]
+        parts[1::2] = map(json.dumps, parts[1::2])
+        found.append(Call(match["name"], json.loads("".join(parts))))
+    return found
+
+
 DEEPSEEK = "<\uff5ctool▁{}\uff5c>"
 """The form of its special tokens, with fullwidth bars."""
 FORMATS: dict[str, Format] = {
@@ -143,6 +154,7 @@ FORMATS: dict[str, Format] = {
             r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         ),
     ),
+    "gemma4": Format(r"<\|tool_call>", _gemma_calls),
     "pythonic": Format(r"\A\s*\[\s*\w+\(", _python_calls),
 }
 """How models write calls, by the name of the format: the first that reads what a template writes is the template's."""

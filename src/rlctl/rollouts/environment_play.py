@@ -92,7 +92,7 @@ class EnvironmentPlay:
             told = "" if knows else "; the chat template has no place for them: the system prompt says how to call them"
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
         if reply.ask is not None:  # each conversation shows its own tools
-            turns = replace(turns, encoder=encoder)
+            turns = replace(turns, encoder=replace(encoder, stop_token_ids=turns.encoder.stop_token_ids))
         play = cls(plan, turns, limits, reply, tuple(notes))
         play.measured(turns.encoder.messages(row), row.where)
         return play
@@ -257,7 +257,9 @@ class Player:
             left.append(most - episode.sampled_tokens)
         found = await episode.answer(
             stop=tuple(dict.fromkeys((*usual.stop, *before.stop, *asked.stop))),
-            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *asked.stop_token_ids))),
+            stop_token_ids=tuple(
+                dict.fromkeys((*usual.stop_token_ids, *self._play.turns.encoder.stop_token_ids, *asked.stop_token_ids))
+            ),
             max_new_tokens=min(limit for limit in left if limit is not None),
         )
         tokens = found.tokens_R.tolist()
