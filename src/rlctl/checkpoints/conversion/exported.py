@@ -5,11 +5,12 @@ The latter are needed where the run trained adapters or left layers out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.checkpoints.conversion.stream import Beside, ParamReader
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
@@ -22,13 +23,11 @@ from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
-from rlctl.weights.layout import Layout, ParamSpec
+from rlctl.weights.layout import Layout, ParamSpec, Piece
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
     import torch
-
-    from rlctl.checkpoints.conversion.stream import ParamReader
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,9 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
     lacking = weights_of(untrained).tensors.keys() - weights_of(own_weights.facts).tensors.keys()
     ours, theirs = own_weights.world.layout(0), base.world.layout(0)
     pieces = tuple(piece for piece in theirs.pieces if piece.tensor in lacking)
-    read = {name for piece in pieces for name in (piece.param, *(n for t in piece.transforms for n in t.reads))}
+    read = _read_for(pieces)
     layout = Layout(0, ours.params | {name: theirs.params[name] for name in read}, ours.pieces + pieces, ours.fills)
-    source = _Beside(own_weights.source, base.source, read)
+    source = Beside(own_weights.source, base.source, read)
     return replace(own_weights, facts=untrained, world=SingleWorld(layout), source=source)
 
 
@@ -102,7 +101,7 @@ def _scoring(made: Exported, reader: TorchDistReader) -> Exported:
         made,
         config=scorer_config(made.companions, made.config),
         world=SingleWorld(with_score(made.world.layout(0), held)),
-        source=_Beside(made.source, _Whole(reader, head), (SCORE,)),
+        source=Beside(made.source, _Whole(reader, head), (SCORE,)),
         score=score,
     )
 
@@ -120,7 +119,7 @@ def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path
     under = _of_base(base, dtype)
     adapters = read_adapters(reader, under.facts, scale_of(base)).computed_in(dtype, rounding)
     world = SingleWorld(adapters.onto(under.world.layout(0)))
-    source = _Beside(under.source, adapters, adapters.params)
+    source = Beside(under.source, adapters, adapters.params)
     made = replace(under, world=world, source=source, dtype=dtype, rounding=rounding)
     return _scoring(made if value_head(reader) is None else _headless(made), reader)
 
@@ -130,9 +129,14 @@ def _headless(made: Exported) -> Exported:
     facts, layout = replace(made.facts, tied_embeddings=True), made.world.layout(0)
     kept = weights_of(facts).tensors.keys()
     pieces = tuple(piece for piece in layout.pieces if piece.tensor in kept)
-    held = {name for one in pieces for name in (one.param, *(n for t in one.transforms for n in t.reads))}
-    params = {name: spec for name, spec in layout.params.items() if name in held}
+    read = _read_for(pieces)
+    params = {name: spec for name, spec in layout.params.items() if name in read}
     return replace(made, facts=facts, world=SingleWorld(replace(layout, params=params, pieces=pieces)))
+
+
+def _read_for(pieces: Iterable[Piece]) -> set[str]:
+    """Return the params that these pieces are read from."""
+    return {name for one in pieces for name in (one.param, *(n for t in one.transforms for n in t.reads))}
 
 
 @dataclass(frozen=True)
@@ -146,21 +150,3 @@ class _Whole:
         return self.reader.whole(self.key)
 
     def drop(self, param: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """A source, some of whose params are read from another."""
-
-    own: ParamReader
-    other: ParamReader
-    of_other: Collection[str]
-
-    def read(self, param: str) -> torch.Tensor:
-        return self._of(param).read(param)
-
-    def drop(self, param: str) -> None:
-        self._of(param).drop(param)
-
-    def _of(self, param: str) -> ParamReader:
-        return self.other if param in self.of_other else self.own

@@ -16,6 +16,7 @@ import torch
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.exported import exported_weights
 from rlctl.checkpoints.conversion.stream import (
+    Beside,
     ParamReader,
     Progress,
     Streamed,
@@ -24,7 +25,7 @@ from rlctl.checkpoints.conversion.stream import (
     read_back,
     stream,
 )
-from rlctl.checkpoints.conversion.text_checkpoint import Stored, text_layouts, whole_layouts
+from rlctl.checkpoints.conversion.text_checkpoint import OTHER, Stored, text_layouts, whole_layouts
 from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.reward_models import OF_SCORER, require_loadable, with_score
@@ -160,7 +161,8 @@ def megatron_to_hf(
     else:
         published = {name: spec.dtype for name, spec in part.specs.items()}
         source_layout, target = whole_layouts(part, model.facts, world.layout(0))
-        world, reader = SingleWorld(source_layout), Stored(part.files, model.source)
+        of_whole = [name for name in source_layout.params if name.startswith(OTHER)]
+        world, reader = SingleWorld(source_layout), Beside(model.source, Stored(part.files), of_whole)
         specs = {t.name: ParamSpec(t.shape, t.dtype) for t in part.files.in_order()}
         files = {
             t.file.name: [o.name for o in part.files.in_order() if o.file == t.file] for t in part.files.in_order()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +43,24 @@ class ParamReader(Protocol):
     def drop(self, param: str) -> None:
         """The param will not be read again soon."""
         ...
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A source, some of whose params are read from another."""
+
+    own: ParamReader
+    other: ParamReader
+    of_other: Collection[str]
+
+    def read(self, param: str) -> torch.Tensor:
+        return self._of(param).read(param)
+
+    def drop(self, param: str) -> None:
+        self._of(param).drop(param)
+
+    def _of(self, param: str) -> ParamReader:
+        return self.other if param in self.of_other else self.own
 
 
 @dataclass

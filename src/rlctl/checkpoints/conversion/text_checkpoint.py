@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.checkpoints.conversion.stream import ParamReader
 from rlctl.checkpoints.hf.hf_model import FLOATS
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.hf.text_part import TextPart
@@ -18,22 +17,17 @@ OTHER = "whole:"
 
 
 class Stored:
-    """Stored tensors as a source of params, those of `own` in addition; float8 as bytes."""
+    """Stored tensors as a source of params; float8 as bytes."""
 
-    def __init__(self, files: SafetensorsDirectory, own: ParamReader | None = None) -> None:
-        self._files, self._own = files, own
+    def __init__(self, files: SafetensorsDirectory) -> None:
+        self._files = files
 
     def read(self, param: str) -> torch.Tensor:
-        if self._own is not None and not param.startswith(OTHER):
-            return self._own.read(param)
         values = self._files.read(param.removeprefix(OTHER))
         return values.view(torch.uint8) if "float8" in str(values.dtype) else values
 
     def drop(self, param: str) -> None:
-        if self._own is not None and not param.startswith(OTHER):
-            self._own.drop(param)
-        else:
-            self._files.drop(param.removeprefix(OTHER))
+        self._files.drop(param.removeprefix(OTHER))
 
 
 def text_layouts(part: TextPart) -> tuple[Layout, Layout]:
