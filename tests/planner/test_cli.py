@@ -117,18 +117,6 @@ def test_a_recipe_that_cannot_run_says_so_in_its_plan(capsys: pytest.CaptureFixt
     assert any("policy.generation.backend" in why for why in data["not_runnable_because"])
 
 
-def test_a_recipe_is_imported_as_yaml_that_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
-    code, out, err = rlctl(capsys, "config", "import", str(recipe))
-    assert code == 0
-    assert "grpo.val_period" in err
-    path = tmp_path / "mine.yaml"
-    path.write_text(out)
-    code, out, _ = rlctl(capsys, "config", "show", "--config", str(path), "--json")
-    assert code == 0
-    assert json.loads(out)["training"]["tp"] == 2
-
-
 def test_a_run_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = rlctl(capsys, "plan", "--run", str(tmp_path))
     assert code == 2
