@@ -140,10 +140,11 @@ except ValueError as error:
     assert damaged.startswith(f"{found}/model.safetensors is not a safetensors file, or it is truncated")
 
 
-def test_converted_models_go_where_the_environment_says() -> None:
+def test_converted_models_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"]
-    environment = {name: f"/{name.lower()}" for name in names}
     for name in names:
-        assert converted_directory(environment) == Path(f"/{name.lower()}/rlctl")
-        del environment[name]
-    assert converted_directory({}) == Path.home() / ".cache" / "huggingface" / "rlctl"
+        monkeypatch.setenv(name, f"/{name.lower()}")
+    for name in names:
+        assert converted_directory() == Path(f"/{name.lower()}/rlctl")
+        monkeypatch.delenv(name)
+    assert converted_directory() == Path.home() / ".cache" / "huggingface" / "rlctl"

@@ -274,20 +274,16 @@ def test_locked_memory() -> None:
     expect(host.check_locked_memory(8, 65536), "warn", "memlock=-1")
 
 
-def test_token(tmp_path: Path) -> None:
-    gated = "meta-llama/Llama-3.1-8B"
-    expect(network.check_token(gated, {}, stored=False), "warn", "hf auth login")
-    expect(network.check_token(gated, {"HF_TOKEN": "x"}, stored=False), "ok")
-    expect(network.check_token(gated, {}, stored=True), "ok")
-    expect(network.check_token("Qwen/Qwen3-8B", {}, stored=False), "ok", "none is needed")
-
-
-def test_a_stored_token_that_cannot_be_read_ends_no_examination(tmp_path: Path, monkeypatch) -> None:
-    token = tmp_path / "token"
-    token.mkdir()
+def test_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated, token = "meta-llama/Llama-3.1-8B", tmp_path / "token"
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(token))
-    expect(network.check_token(None, {}), "warn", str(token), "HF_HOME")
-    expect(network.check_token(None, {"HF_TOKEN": "x"}), "ok")
+    expect(network.check_token(gated), "warn", "hf auth login")
+    expect(network.check_token("Qwen/Qwen3-8B"), "ok", "none is needed")
+    token.mkdir()  # nobody can read it, and that ends no examination
+    expect(network.check_token(None), "warn", str(token), "HF_HOME")
+    monkeypatch.setenv("HF_TOKEN", "x")
+    expect(network.check_token(gated), "ok", "a token is stored")
 
 
 def test_left_over_shared_memory_is_named_and_repaired(tmp_path: Path) -> None:
@@ -355,10 +351,12 @@ def web_server() -> Iterator[str]:
     server.server_close()
 
 
-def test_hub(web_server: str) -> None:
-    expect(network.check_hub(web_server, {}), "ok")
-    expect(network.check_hub(web_server, {"HF_HUB_OFFLINE": "1"}), "warn", "HF_HUB_OFFLINE is set")
-    expect(network.check_hub("http://127.0.0.1:1", {}), "warn", "cannot be reached")
+def test_hub(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    expect(network.check_hub(web_server), "warn", "HF_HUB_OFFLINE is set")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    expect(network.check_hub(web_server), "ok")
+    expect(network.check_hub("http://127.0.0.1:1"), "warn", "cannot be reached")
 
 
 @pytest.mark.parametrize(

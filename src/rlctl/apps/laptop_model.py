@@ -23,8 +23,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rlctl.checkpoints.locations import cache_directory
 from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.config.files import cache_directory
 from rlctl.errors import MachineError, VerificationError, WaitTimeoutError
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

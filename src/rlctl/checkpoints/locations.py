@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from rlctl.config.files import user_path
@@ -14,31 +13,23 @@ NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 """Variables by which users say where converted models belong."""
 
 
-def named_directory(environment: Mapping[str, str] | None = None) -> Path | None:
+def named_directory() -> Path | None:
     """Folder `rlctl` in the directory that the first set variable of NAMED names."""
-    environment = os.environ if environment is None else environment
-    named = next((environment[name] for name in NAMED if environment.get(name)), None)
+    named = next((os.environ[name] for name in NAMED if os.environ.get(name)), None)
     return None if named is None else user_path(named) / "rlctl"
 
 
-def hub_directory(environment: Mapping[str, str] | None = None) -> Path:
+def hub_directory() -> Path:
     """HF_HOME, else ~/.cache/huggingface: the Hugging Face libraries' own directory, models of the hub below it."""
-    environment = os.environ if environment is None else environment
-    return user_path(environment.get("HF_HOME") or "~/.cache/huggingface")
+    return user_path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
 
 
-def converted_directory(environment: Mapping[str, str] | None = None) -> Path:
+def converted_directory() -> Path:
     """The `named_directory`, else folder `rlctl` in the `hub_directory`.
 
     rlctl writes only below its own folder, so the directory may be shared.
     """
-    return named_directory(environment) or hub_directory(environment) / "rlctl"
-
-
-def cache_directory() -> Path:
-    """rlctl's own cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("RLCTL_CACHE_DIR")
-    return user_path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")
+    return named_directory() or hub_directory() / "rlctl"
 
 
 def nearest_existing(directory: Path) -> Path:

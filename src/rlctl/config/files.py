@@ -101,3 +101,9 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     user's own words.
     """
     return Path(os.path.expanduser(name))
+
+
+def cache_directory() -> Path:
+    """Return rlctl's own cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("RLCTL_CACHE_DIR")
+    return user_path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")

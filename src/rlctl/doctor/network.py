@@ -52,11 +52,10 @@ def check_ray(address: str | None = None, host: str | None = None) -> Check:
     return Check("ray", "ok", f"{address} answers")
 
 
-def check_hub(url: str = HUB, environment: Mapping[str, str] | None = None) -> Check:
+def check_hub(url: str = HUB) -> Check:
     """Check that the model hub answers. Without it only local models and the laptop preset's can be used."""
-    environment = os.environ if environment is None else environment
     fix = "Give --model a local directory; the laptop preset's model comes from PyPI."
-    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         detail = "HF_HUB_OFFLINE is set, so only models in the cache are found"
         return Check("hub", "warn", detail, f"{fix} Or unset it.")
     try:
@@ -66,14 +65,12 @@ def check_hub(url: str = HUB, environment: Mapping[str, str] | None = None) -> C
         return Check("hub", "warn", f"{url} cannot be reached ({error})", fix)
 
 
-def check_token(model: str | None, environment: Mapping[str, str] | None = None, stored: bool | None = None) -> Check:
+def check_token(model: str | None) -> Check:
     """Check that there is a token for the hub if the model's terms have to be accepted."""
     from huggingface_hub import get_token
 
-    environment = os.environ if environment is None else environment
     try:
-        has = any(map(environment.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")))
-        has = has or bool(get_token() if stored is None else stored)
+        has = bool(get_token())
     except (OSError, ValueError) as error:
         fix = "Make the file readable, or set HF_HOME to a directory of your own."
         return Check("hub-token", "warn", f"the stored token cannot be read: {error}", fix)

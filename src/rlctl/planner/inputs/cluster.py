@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.files import user_path
+from rlctl.config.files import cache_directory, user_path
 from rlctl.errors import InputError
 
 GIB = 1024**3
@@ -220,13 +219,11 @@ MORE_RATES = ("all_reduce", "point_to_point", "host_to_device", "device_to_host"
 """Rates of a profile that every machine has, and those that are not there, or None, on some."""
 
 
-def profile_path(environment: Mapping[str, str] | None = None) -> Path:
+def profile_path() -> Path:
     """This machine's profile: `RLCTL_MACHINE_PROFILE`, or a file named after the host in rlctl's cache."""
-    environment = os.environ if environment is None else environment
-    if environment.get("RLCTL_MACHINE_PROFILE"):
-        return user_path(environment["RLCTL_MACHINE_PROFILE"])
-    cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl"
-    return user_path(environment.get("RLCTL_CACHE_DIR") or cache) / f"machine-{platform.node() or 'local'}.json"
+    if named := os.environ.get("RLCTL_MACHINE_PROFILE"):
+        return user_path(named)
+    return cache_directory() / f"machine-{platform.node() or 'local'}.json"
 
 
 def save_profile(profile: MachineProfile, path: Path) -> None:
