@@ -333,3 +333,6 @@ def test_a_dry_run_shows_the_text_and_what_has_a_loss(
     assert long.returncode == 2
     assert "the text has" in long.stderr
     assert run_here(*wanted, "--max-length", "20", "--set", "data.too_long=drop").returncode == 0
+    none = run_here(*wanted, "--max-length", "4", "--set", "data.too_long=drop")
+    assert none.returncode == 2
+    assert "Every text is longer than --max-length." in none.stderr

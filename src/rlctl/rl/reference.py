@@ -16,6 +16,9 @@ from rlctl.rl.loop import make_batch
 from rlctl.rollouts.dataset import ReferenceLogps, TextStream, groups_of, reference_key
 from rlctl.runs.directory import write_json
 
+KEPT_EVERY = 100
+"""Batches after which log-probs are written."""
+
 
 def precompute_reference(
     path: Path,
@@ -33,10 +36,12 @@ def precompute_reference(
     for name, stream, rows, fingerprint in parts:
         kept = stored.get(name, {})
         known: ReferenceLogps = kept["logps"] if kept.get("data") == fingerprint else {}
+        stored[name] = {"data": fingerprint, "logps": known}
         lacking = [row for row in rows if reference_key(row) not in known and not stream.brings_reference(row)]
         for first in range(0, len(lacking), rows_at_once):
             known |= _computed(policy, algorithm, stream, lacking[first : first + rows_at_once])
-        stored[name] = {"data": fingerprint, "logps": known}
+            if first % (KEPT_EVERY * rows_at_once) == 0:  # a run that is stopped here goes on from what is written
+                write_json(path, stored)
         stream.reference = known
     write_json(path, stored)
 

@@ -65,6 +65,12 @@ class TextStream(PromptStream):
             return [self._row(source, place) for source in self.sources for place in range(len(source.prompts))]
         return [*self._first(self.planned)]
 
+    def require_fit(self) -> None:
+        super().require_fit()
+        rows = (self._row(source, place) for source in self.sources for place in range(len(source.prompts)))
+        if not any(self.texts(row) for row in rows):
+            raise InputError("Every text is longer than --max-length.", "Raise it, or name other texts.")
+
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
         source = self._named[row.source]
