@@ -8,7 +8,7 @@ is given small tensors of codes in its place: those that come back say which box
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
@@ -53,7 +53,7 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
     own_path = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\.")
     buffers, table = stored_buffers(inner), inner.get_input_embeddings()
     held = dict(inner.named_parameters()) | buffers
-    own, saved = {id(value): name for name, value in held.items()}, _saved(inner, held)
+    own, saved = {id(value): name for name, value in held.items()}, as_published(inner, held)
     names = {own[id(value)]: name for name, value in saved.items() if id(value) in own}  # published as they are
     changed = held.keys() - names.keys()
     boxes = _boxes(inner, {name: held[name] for name in held if name in changed}, own_path, set(saved))
@@ -97,7 +97,8 @@ def _template(name: str, layer: int | None) -> str:
     return name if layer is None else re.sub(rf"(^|\.){layer}(?=\.)", r"\1{layer}", name, count=1)
 
 
-def _saved(inner: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+def as_published(inner: Any, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return values of parameters under the names, and in the form, in which transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -160,7 +161,7 @@ def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[Listed
         coded.append(_Coded(name, full, base, base + torch.arange(prod(shape)).view(shape)))
         base += prod(shape)
     found: dict[str, list[ListedTensor]] = {one.name: [] for one in coded}
-    for published, codes in _saved(inner, {one.name: one.codes for one in coded}).items():
+    for published, codes in as_published(inner, {one.name: one.codes for one in coded}).items():
         for one, box in _parts(published, codes, coded):
             found[one.name].append(box)
     for one in coded:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import read_config, read_object
 from rlctl.checkpoints.hf.model_facts import built_as
+from rlctl.checkpoints.hf.published_tensors import as_published
 from rlctl.errors import InputError, listed
 from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 
@@ -74,8 +75,7 @@ def require_loadable(directory: Path, specs: Mapping[str, ParamSpec]) -> None:
 
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(directory))
-    found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    if different := sorted(name for name in found.keys() | specs.keys() if name not in found or name not in specs):
+    if different := sorted(as_published(model, model.state_dict()).keys() ^ specs.keys()):
         raise InputError(
             f"{read_config(directory)['architectures'][0]} of transformers has other tensors than this reward model: "
             f"{listed(different)}.",
