@@ -6,12 +6,13 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from rlctl.apps.prepare import prepare_job
-from rlctl.apps.row_checks import look_at_rows
+from rlctl.apps.prepare import Job, prepare_job
+from rlctl.apps.row_checks import look_at_rows, look_at_run
 from rlctl.apps.shrink import MOST_PROCESSES, small_parallel, usual_letter
 from rlctl.apps.stand_ins import generated_rows
 from rlctl.apps.tiny_model import FAMILIES, tiny_config, write_tiny_family
@@ -22,6 +23,7 @@ from rlctl.data.prompts import open_prompts
 from rlctl.models.catalog import entries
 from rlctl.models.constraints import fsdp_problems, policy_problems
 from rlctl.models.families import facts_from_hf_config
+from rlctl.runs.directory import RunDirectory
 from support.commands import Run, rlctl
 
 RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
@@ -102,6 +104,19 @@ def test_rows_that_fail_or_are_too_long_are_counted(tmp_path: Path) -> None:
     assert "more than 96 tokens" in long
 
 
+def test_stop_texts_are_looked_for_in_every_turn(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    run.metrics.write_text('{"step": 1, "grad_norm": 1.0}\n')
+    turns = [{"role": "assistant", "content": "<action>up</action>"}, {"role": "tool", "content": "moved"}]
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_1.jsonl").write_text(json.dumps({"messages": turns, "reward": 1.0}) + "\n")
+    config = resolve(flags={"generation.stop": ["</action>", "</answer>"]}, environment={}).config
+    prompts = SimpleNamespace(sources=[SimpleNamespace(prompts=[], label="")])
+    [told] = look_at_run(cast(Job, SimpleNamespace(prompts=prompts, rewards=None)), run, config, "")
+    assert "'</answer>'" in told
+
+
 def test_a_reward_that_fails_is_told_in_its_own_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before any process starts, with the exit code of wrong input and one object of JSON."""
     (tmp_path / "mine.py").write_text("def reward(completion, answer, **row):\n    return row['hardness']\n")
@@ -165,6 +180,7 @@ COVERING = {
     "rm, FSDP2 CP2": [*SMALL, *PAIRS, "--algorithm", "rm", "--set", "reward.terms=[]", "--backend", "dtensor",
                       "--set", "training.cp=2"],
     "sapo, engines apart and ahead": [*SMALL, "--algorithm", "sapo", "--async", "--split"],
+    "several turns": ["--preset", "laptop-tools"],
     "dppo, float8": [*SMALL, "--algorithm", "dppo", "--set", "megatron.fp8=e4m3", "--gpu", "h100"],
 }  # fmt: skip
 """Each kind of run, algorithm, family, backend, number format and dimension at least once, and every preset."""
@@ -176,5 +192,5 @@ COVERING = {
 ])  # fmt: skip
 def test_the_covering_set_is_rehearsed(run_here: Run, name: str) -> None:
     arguments = COVERING[name]
-    own = ["--gpu", "h100"] if "--gpu" not in arguments and "laptop" not in name else []
+    own = ["--gpu", "h100"] if "--gpu" not in arguments and "laptop" not in " ".join(arguments) else []
     rehearsed(run_here, *arguments, *own)

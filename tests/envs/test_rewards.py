@@ -75,6 +75,16 @@ def test_math_verify_runs_in_the_scoring_process(tmp_path: Path) -> None:
     assert score(plan, source, r"So \boxed{0.5}.", "2").rewards == (1, 0)
 
 
+@pytest.mark.parametrize("names", [("dapo-math",), ("tagged-answer", "tagged-format", "tagged-integer")])
+def test_scorers_with_a_form_of_their_own_find_the_reference_answer_right(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    source = jsonl(tmp_path, {"prompt": r"Write 7 as \boxed{}.", "answer": "7"})
+    plan = prepare_rewards(reward(*names), source)
+    assert plan.notes == ()
+    assert plan.trials[0].scores == dict.fromkeys(names, 1)
+
+
 def test_terms_are_weighted_and_accuracy_is_that_of_the_term_that_knows_the_answer(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"prompt": "3 + 4?", "answer": "7"})
     name = user_file(tmp_path, "def score(completion, answer):\n    return len(completion) / 10\n")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from rlctl.apps.prepare import Job
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.extraction import written_as
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.errors import InputError
@@ -20,6 +19,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.rollouts.prompt_order import OpenedSource
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import read_samples
+from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.metrics import read_metrics
 
 MOST_ROWS, MOST_S = 2000, 30.0
@@ -70,7 +70,7 @@ def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts:
 def reference_scores(plan: RewardPlan, rows: Sequence[PromptRow]) -> dict[str, list[float]]:
     """Return what each scorer gives the reference answers of rows, by its label."""
     answered = [row for row in rows if row.answer is not None]
-    texts = [written_as(str(row.answer), plan.extraction) for row in answered]
+    texts = [plan.reference(row.answer) for row in answered]
     work = [
         Work(number, text, row)
         for text, row in zip(texts, answered, strict=True)
@@ -99,7 +99,8 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
         rows = [source.prompts[index] for index in range(min(SCORED, len(source.prompts)))]
         if job.rewards is not None:
             notices += _of_rewards(job.rewards.of(source.label), rows, samples, source.label)
-        texts = [*(sample["completion"] for sample in samples), *(sample["rendered"] for sample in samples)]
+        texts = [sample.get("rendered", "") for sample in samples]
+        texts += [said.text for sample in samples for said in conversation(sample)]
         texts += [str(row.answer) for row in rows]
         notices += [
             f"The stop text {stop!r} (generation.stop) is in no prompt, answer or completion that was looked at."

@@ -136,9 +136,11 @@ def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
     return "last-line", "the reference answers are single lines"
 
 
-def written_as(answer: str, how: Extraction) -> str:
-    """Return a completion from which `extract` takes `answer`."""
-    return {"boxed": rf"\boxed{{{answer}}}", "answer-tag": f"<answer>{answer}</answer>"}.get(how, answer)
+def written_as(answer: str, how: str) -> str:
+    """Return a completion from which `extract`, or a scorer that looks for it by itself, takes `answer`."""
+    tagged = f"<answer>{answer}</answer>"
+    forms = {"boxed": rf"\boxed{{{answer}}}", "answer-tag": tagged, "tagged-answer": f"<think></think>\n{tagged}"}
+    return (forms | {"dapo-math": f"Answer: {answer}"}).get(how, answer)
 
 
 LOOKED_AT: Final = 300

@@ -11,7 +11,7 @@ from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import MODEL, RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
-from rlctl.envs.extraction import choose_extraction, written_as
+from rlctl.envs.extraction import choose_extraction
 from rlctl.envs.reward_model import reward_model
 from rlctl.envs.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.envs.scoring_process import ScoringProcess, Work, outcomes
@@ -119,7 +119,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
 def tried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> RewardPlan:
     """Return the plan with what its scorers give the row's own answer, and `completion`, and with notes on those that
     do not find the reference answer right."""
-    own = written_as(str(row.answer if row.answer is not None else ""), plan.extraction)
+    own = plan.reference(row.answer if row.answer is not None else "")
     texts = [text for text in (own, completion) if text is not None]
     work = [Work(number, text, row) for text in texts for number in range(len(plan.scorers))]
     if QUICK.issuperset(plan.scorers):  # they run no code of others

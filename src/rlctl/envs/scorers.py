@@ -12,13 +12,25 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from rlctl.config.schema import MODEL, OnError, RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
-from rlctl.envs.extraction import ANSWER, DESCRIPTION, TAG, Extraction, answers_alike, as_number, extract, readable_math
+from rlctl.envs.extraction import (
+    ANSWER,
+    DESCRIPTION,
+    TAG,
+    Extraction,
+    answers_alike,
+    as_number,
+    extract,
+    readable_math,
+    written_as,
+)
 from rlctl.envs.reward_model import ModelScorer
 from rlctl.envs.user_function import user_scorer
 from rlctl.errors import InputError, MachineError
 
 OF_FORM = ("tagged-integer", "tagged-format")
 """Scorers that look at how a completion is written, and at no reference answer."""
+BY_THEMSELVES = ("dapo-math", "tagged-answer")
+"""Scorers that look for the answer in a form of their own, whatever `reward.extract` is."""
 BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval", "tagged-answer", *OF_FORM)
 """Scorers of which rlctl knows what a failure means (0), rather than the user."""
 TAGGED = re.compile(r"<think>.*</think>\n<answer>.*</answer>\n?", re.DOTALL)
@@ -219,7 +231,7 @@ class RewardPlan:
         """Return whether each completion has an answer that can be read; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
-        if self.accuracy_by in ("dapo-math", "tagged-answer"):
+        if self.accuracy_by in BY_THEMSELVES:
             by = ANSWER if self.accuracy_by == "dapo-math" else TAG
             return tuple(bool(by.search(text)) for text in completions)
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
@@ -230,6 +242,10 @@ class RewardPlan:
     def of(self, source: str) -> RewardPlan:
         """Return the plan for the rows of a source, by its label."""
         return self
+
+    def reference(self, answer: Any) -> str:
+        """Return a completion that has a reference answer where the scorers look for it."""
+        return written_as(str(answer), self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction)
 
     def build(self) -> list[Scorer | BatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
