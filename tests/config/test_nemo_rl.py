@@ -226,6 +226,7 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
          {"data.train": "not yet"}),
         ({"data": {"train": SUBSET, "validation": SUBSET | {"split": "test"}}},
          {"data.name": "openai/gsm8k:main", "validation.data.name": "openai/gsm8k:main"}, {}),
+        ({"data__max_input_seq_length": 512}, {"model.max_length": 1024}, {"data.max_input_seq_length": "changed"}),
         # Validation, and checkpoints that are kept for it
         (AIME | {"grpo__val_period": 5, "grpo__val_at_start": True, "grpo__max_val_samples": 64,
                  "policy__generation__temperature": 0.8, "checkpointing": {"enabled": True}},

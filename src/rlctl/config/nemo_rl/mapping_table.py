@@ -545,7 +545,11 @@ _REST: dict[str, Rule] = {
     **each("data", "train_data_path input_key output_key subset data_paths file_format problem_key solution_key "
            "chat_key tool_key system_key use_preserving_dataset", without("read with dataset_name")),
     "data.train_split": to("data.split"),
-    "data.max_input_seq_length": without("prompts that leave no room for a completion are refused"),
+    "data.max_input_seq_length": when(
+        lambda found: 0 < (found.value or 0) < (found.get("policy.max_total_sequence_length") or 0),
+        differs(why="longer rows are trained on as well, up to model.max_length"),
+        "prompts that leave no room for a completion are refused",
+    ),
     "data.num_workers": without("prompts are read by the driver"),
     "data.use_multiple_dataloader": only(None, False, why="sources are mixed in every batch (data.sources)"),
     "data.num_prompts_per_dataloader": without("read with data.use_multiple_dataloader"),
