@@ -456,6 +456,7 @@ class RunJournal:
             "tokens": rollout.response_tokens,
             "truncated": rollout.truncated,
             "stop_reason": rollout.stop_reason,
+            **({"error": rollout.episode.failure} if rollout.episode and rollout.episode.failure else {}),
             "position": rollout.position,
             "sample": rollout.sample,
             "seed": rollout.seed,

@@ -79,6 +79,8 @@ class Health:
             said.append(f"{ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had")
         if dropped := metrics.get("dropped_rollouts"):
             said.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")
+        elif why := metrics.get("reward_error"):
+            said.append(f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {why}")
         if skipped := metrics.get("critic", {}).get("skipped_steps"):
             said.append(f"{skipped} optimizer step(s) of the critic skipped, the gradient was not finite")
         return said

@@ -131,7 +131,9 @@ class GroupMaker:
                 f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {why[-1]}",
                 "Fix it and go on with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
             )
-        return {"dropped_rollouts": len(why), **({"reward_error": why[0]} if why else {})}
+        episodes = [one.episode for group in groups for one in group.rollouts if one.episode]
+        said = [*why, *filter(None, (one.failure for one in episodes))]
+        return {"dropped_rollouts": len(why), **({"reward_error": said[0]} if said else {})}
 
     def state(self, ledger: Ledger) -> dict[str, Any]:
         """Return the ledger, and what else the next batches follow from, as JSON."""
