@@ -74,6 +74,11 @@ def test_generated_rows_have_the_columns_that_are_asked_for(tmp_path: Path, rows
     assert source[3].answer
 
 
+def test_plain_texts_are_generated_for_a_teacher_with_another_tokenizer(tmp_path: Path) -> None:
+    generated_rows(tmp_path / "rows.jsonl", DataConfig(name="somebody/data", rows="texts"), RewardConfig(), plain=True)
+    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0]).keys() == {"text"}
+
+
 def test_completions_end_at_a_letter_of_a_tenth_of_the_tokens() -> None:
     assert usual_letter(["tt", "tx", "tv", "te", "x", "y", "z", "q", "w", "v"]) == "e"
 

@@ -42,6 +42,8 @@ from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 
+WIDEST = 36
+"""Most columns of the names of parts in the table; a longer one stands out."""
 LIMIT_S = 1800.0
 """Longest time of each part of a rehearsal."""
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -83,7 +85,7 @@ class Rehearsal:
         rows += [("stand-in", what, how) for what, how in self.stand_ins]
         rows += [("shrunk", one.key, f"{_short(one.was)} -> {_short(one.now)}") for one in self.shrunk]
         rows += [("not rehearsed", what, why) for what, why in self.left_out]
-        width = max((len(what) for _, what, _ in rows), default=0)
+        width = min(WIDEST, max((len(what) for _, what, _ in rows), default=0))
         lines = [
             line
             for kind, what, how in rows
@@ -163,7 +165,7 @@ def _stage(config: RlctlConfig, plan: Plan, folder: Path, found: Rehearsal) -> S
             open_prompts(data, seed=config.run.seed)
         except AbsentError as error:
             path = folder / f"rows_{number}.jsonl"
-            generated_rows(path, data, rewards)
+            generated_rows(path, data, rewards, plain=config.teacher.own_tokenizer)
             rows.append((name, path))
             found.stand_ins.append((f"rows of {name}", f"generated sums; {error.message}"))
     if config.makes_rollouts:

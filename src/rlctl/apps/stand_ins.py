@@ -82,15 +82,18 @@ def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, Reward
             yield data.name, data, reward
 
 
-def generated_rows(path: Path, data: DataConfig, reward: RewardConfig) -> None:
-    """Write rows with the columns that `data` and the scorers name, in place of those that cannot be had here."""
+def generated_rows(path: Path, data: DataConfig, reward: RewardConfig, *, plain: bool = False) -> None:
+    """Write rows with the columns that `data` and the scorers name, or `plain` texts, in place of those that cannot be
+    had here."""
     template = template_of(data)
     others = sorted((template.names if template else frozenset()) - {PROMPT, data.prompt_field})
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(example_rows()):
             question, answer = row["question"], row["answer"]
             made: dict[str, Any] = {name: f"{name} {number}" for name in others} | {data.prompt_field: question}
-            if data.rows == "prompts":
+            if plain:
+                made = {"text": f"{question} {answer}"}
+            elif data.rows == "prompts":
                 made |= {data.answer_field: answer}
             elif data.rows in ("texts", "labels"):
                 made |= {LABEL: number % 2 == 0} if data.rows == "labels" else {}
