@@ -233,6 +233,7 @@ class ProjectedProbs(torch.autograd.Function):
         if vocab.group.size() > 1:
             torch.distributed.all_reduce(total_U, group=vocab.group)
         probs_UV = probs_UV.div_(total_U[:, None])
+        matrix = matrix.float()  # FSDP2 casts what goes into a module
         projected_RK = torch.sparse.mm(matrix, probs_UV.T)[places_RK, inverse_R[:, None]]
         if vocab.group.size() > 1:
             torch.distributed.all_reduce(projected_RK, group=vocab.group)
