@@ -50,6 +50,7 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "loss.kl_estimator": "k1",
     },
     "sft": {
+        "optimizer.lr": 1e-5,
         "data.rows": "texts",
         "batch.generations": 1,
         "advantage.baseline": "none",
@@ -64,6 +65,7 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "loss.needs": ("reference_logprobs",),
     },
     "rm": {
+        "optimizer.lr": 1e-5,
         "data.rows": "pairs",
         "batch.generations": 2,
         "advantage.baseline": "none",
@@ -78,6 +80,7 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "loss.needs": ("reference_logprobs",),
     },
     "distill": {
+        "optimizer.lr": 1e-5,
         "data.rows": "texts",
         "batch.generations": 1,
         "advantage.baseline": "none",

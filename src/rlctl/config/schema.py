@@ -843,7 +843,8 @@ class OptimizerConfig(PassThrough):
     """Adam. Further keys are fields of Megatron's OptimizerConfig."""
 
     lr: PositiveNumber = 1e-6
-    """Learning rate; with a schedule its highest value."""
+    """Learning rate; with a schedule its highest value. The default of SFT, reward models and distillation on texts is
+    1e-5."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
