@@ -151,6 +151,7 @@ def rehearsed(run_here: Run, *arguments: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.guard
 def test_a_preset_is_rehearsed_from_start_to_export(run_here: Run) -> None:
     found = rehearsed(run_here, "--preset", "laptop-sft")
     assert "validated: loss" in found["rehearsed"]["step 2"]
@@ -189,11 +190,12 @@ COVERING = {
     "dppo, float8": [*SMALL, "--algorithm", "dppo", "--set", "megatron.fp8=e4m3", "--gpu", "h100"],
 }  # fmt: skip
 """Each kind of run, algorithm, family, backend, number format and dimension at least once, and every preset."""
+GUARDED = ("preset laptop", "sft, Mistral, LoRA")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.guard if name == "sft, Mistral, LoRA" else ()) for name in COVERING
+    pytest.param(name, marks=pytest.mark.guard if name in GUARDED else ()) for name in COVERING
 ])  # fmt: skip
 def test_the_covering_set_is_rehearsed(run_here: Run, name: str) -> None:
     arguments = COVERING[name]
