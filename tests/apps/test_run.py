@@ -75,7 +75,7 @@ def test_a_text_part_that_other_nodes_may_not_see_ends_a_run_that_converts_nothi
     for name in NAMED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    text = ModelSource(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", whole=tmp_path / "gemma")
+    text = ModelSource(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", origin=tmp_path / "gemma")
     plan, other = SimpleNamespace(cluster=SimpleNamespace(nodes=2)), ModelSource(tmp_path / "llama", "llama")
     for source, teacher in ((text, None), (other, SimpleNamespace(source=text))):
         job: Any = SimpleNamespace(converts=False, source=source, teacher=teacher, plan=plan)

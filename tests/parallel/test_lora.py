@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlctl.apps.open_model import find_model
 from rlctl.backends.clients import only_result
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
@@ -150,6 +151,23 @@ def test_exported_adapters_are_in_the_weights_that_transformers_reads(pools: Poo
     theirs = reference_logprobs(model, dict(model.state_dict()), make_batch())
     assert theirs.keys() == logprobs.keys()
     assert all(close(logprobs[key], value[0].detach(), 1e-5) for key, value in theirs.items())
+
+
+def test_a_run_that_trained_adapters_is_a_model_to_start_from(pools: Pools, tmp_path: Path) -> None:
+    """Merged once; what is planned before, and what takes it again, knows it as the same model."""
+    from safetensors.torch import load_file
+
+    run, _, _ = saved_run(pools, CASES["one"], tmp_path)
+    megatron_to_hf(run, tmp_path / "merged")
+    told: list[str] = []
+    planned, made, again = (find_model(str(run), copies=copies, tell=told.append) for copies in (False, True, True))
+    assert planned.note != made.note == again.note
+    assert planned.fingerprint() == made.fingerprint() == again.fingerprint()
+    assert [line for line in told if line.startswith(f"merging the adapters of {run}")] == told[:1]
+    assert made.megatron is None
+    held, wanted = (load_file(place / "model.safetensors") for place in (made.directory, tmp_path / "merged"))
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize("name", ["one", "mla-tp2"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
-from rlctl.checkpoints.conversion.prepared_model import body_of, planned_text_part, repositioned, text_part_of
+from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -39,12 +39,13 @@ def find_model(
     tell: Tell = lambda _: None,
 ) -> ModelSource:
     """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
-    the last resort, and the text part of one that takes images or sound as well, which is copied unless `copies` is
-    not set."""
+    the last resort. It is the text part of one that takes images or sound as well, and the merged model of a run that
+    trained adapters; both are made unless `copies` is not set."""
     found = resolve_model(
         name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
     )
-    return text_part_of(found, tell, copies=weights and copies)
+    copies = weights and copies
+    return text_part_of(merged(found, tell, copies=copies), tell, copies=copies)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ class ModelSource:
     note: str | None = None
     megatron: Path | None = None
     """The shards of the Megatron checkpoint that holds the weights."""
-    whole: Path | None = None
-    """The model that takes images or sound as well, of which this is the text part."""
+    origin: Path | None = None
+    """Where this was made of something else: the model that takes images or sound as well, of which it is the text
+    part, or the checkpoint of adapters that are merged into it."""
 
     @property
     def weights(self) -> Path:
@@ -41,8 +42,8 @@ class ModelSource:
         return self.megatron or self.directory
 
     def fingerprint(self) -> str:
-        """Digest of the model; of a text part, that of the whole model, since a dry run does not take the part out."""
-        return model_fingerprint(self.whole) if self.whole else model_fingerprint(self.directory, self.weights)
+        """Digest of the model, or of what it was made of, since a dry run does not make it."""
+        return model_fingerprint(self.origin) if self.origin else model_fingerprint(self.directory, self.weights)
 
 
 log = logging.getLogger(__name__)

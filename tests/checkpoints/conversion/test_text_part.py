@@ -226,7 +226,7 @@ def test_a_plan_copies_nothing_and_a_run_takes_the_text_part_out_once(
 
     first = find_model(str(model), tell=said.append)
     place = conversion_directory(model, TEXT)
-    assert (first.directory, first.whole) == (place, model)
+    assert (first.directory, first.origin) == (place, model)
     assert said[1:] == [f"taking the text part out of {model} once, for every run to start from: {place}"]
     assert [path.name for path in place.parent.iterdir()] == [place.name]
     open_hf_model(place)
@@ -255,7 +255,7 @@ def test_a_text_part_needs_room_that_every_node_sees(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     place = conversion_directory(written("gemma3"), TEXT)
     take_text_part(written("gemma3"), place)
-    model = ModelSource(place, "gemma", whole=written("gemma3"))
+    model = ModelSource(place, "gemma", origin=written("gemma3"))
     require_seen(model, 1)
     with pytest.raises(MachineError, match=f"other nodes may not see {tmp_path / 'home'}") as failed:
         require_seen(model, 2)

@@ -31,6 +31,7 @@ from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirec
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import any_content
 from rlctl.child import call_in_child
+from rlctl.config.files import user_path
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -40,8 +41,8 @@ from rlctl.weights.layout import ITEM_BYTES
 log = logging.getLogger(__name__)
 DIGITS = 12
 """Digits of the model's identity in the name of its conversion."""
-TEXT = "text"
-"""Stands for the precision of a conversion in the name of a text part, which keeps its own."""
+TEXT, MERGED = "text", "merged"
+"""Stand for the precision of a conversion in the name of a text part or of merged adapters, which keep their own."""
 WITHOUT = "--set model.convert=false starts from the published files."
 ELSEWHERE = f"set {NAMED[0]} to a directory with room that every node sees"
 
@@ -74,7 +75,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
         tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
         try:
             otherwise = ", or start from the published files with --set model.convert=false"
-            _convert(source, place, dtype, f"{source.label} could not be converted", otherwise)
+            _convert(source.directory, place, dtype, f"{source.label} could not be converted", otherwise)
         except MachineError as error:  # there is no room
             if named:
                 raise
@@ -134,11 +135,33 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
             raise InputError(f"{what}, and its text part cannot be trained: {error.message}", NEXT) from error
         if not copies:
             note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
-            return ModelSource(directory, source.label, note, whole=source.directory)
+            return ModelSource(directory, source.label, note, origin=source.directory)
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
-        _convert(source, place, TEXT, f"The text part of {source.label} could not be taken out")
+        _convert(source.directory, place, TEXT, f"The text part of {source.label} could not be taken out")
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
-    return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", whole=source.directory)
+    return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", origin=source.directory)
+
+
+def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
+    """Return the model of a run that trained adapters, merged into the weights that the run began with, and every other
+    model as it is. It lies where conversions do, as a text part does (see `text_part_of`)."""
+    if source.megatron is None:
+        return source
+    from rlctl.checkpoints.megatron.adapters import adapter_keys
+    from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+
+    if not adapter_keys(TorchDistReader.open(source.megatron).shapes):
+        return source
+    run = user_path(source.label).resolve()
+    place = locations.converted_directory() / f"{run.name}-{source.fingerprint()[:DIGITS]}-{MERGED}"
+    what = f"{source.label} trained adapters, which are merged into the weights that it began with"
+    made = record.read(place)
+    if made is None or record.damage(place, made):
+        if not copies:
+            return ModelSource(source.directory, source.label, f"{what} once, into {place}", origin=source.megatron)
+        tell(f"merging the adapters of {source.label} once, for every run to start from: {place}")
+        _convert(run, place, MERGED, f"The adapters of {source.label} could not be merged")
+    return ModelSource(place, source.label, f"{what}, in {place}", origin=source.megatron)
 
 
 def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any]) -> ModelSource:
@@ -185,11 +208,13 @@ def _with_config(source: ModelSource, what: str, changed: Mapping[str, Any]) -> 
 
 
 def require_seen(source: ModelSource, nodes: int) -> None:
-    """Raise MachineError for a text part where other nodes may not see what this one has taken out."""
-    if source.whole is None or locations.named_directory() is not None:
+    """Raise MachineError for a text part or merged adapters where other nodes may not see what this one has made."""
+    if source.origin is None or locations.named_directory() is not None:
         return
-    if unseen := _unseen(source.directory, source.whole, nodes):
-        raise MachineError(f"{source.label}: {unseen}, where its text part lies.", f"To be sure, {ELSEWHERE}.")
+    if unseen := _unseen(source.directory, source.origin, nodes):
+        raise MachineError(
+            f"{source.label}: {unseen}, where the model that is trained lies.", f"To be sure, {ELSEWHERE}."
+        )
 
 
 def _unseen(place: Path, source: Path, nodes: int) -> str | None:
@@ -198,15 +223,15 @@ def _unseen(place: Path, source: Path, nodes: int) -> str | None:
     return None if nodes == 1 or beside else f"other nodes may not see {place.parent}"
 
 
-def _convert(source: ModelSource, place: Path, dtype: str, failed: str, otherwise: str = "") -> None:
-    """Run `hf_to_megatron` in a child, or `take_text_part` for the dtype `TEXT`, under the lock of the place: of
-    several runs one converts, the others wait and reuse.
+def _convert(source: Path, place: Path, dtype: str, failed: str, otherwise: str = "") -> None:
+    """Run `hf_to_megatron` in a child, or what `TEXT` and `MERGED` stand for, under the lock of the place: of several
+    runs one converts, the others wait and reuse.
 
     The memory and threads of a conversion end with the child. A signal to either process stops both, and the child
     removes what it wrote.
     """
     try:
-        call_in_child(f"the conversion of {source.directory}", partial(_convert_here, source.directory, place, dtype))
+        call_in_child(f"the conversion of {source}", partial(_convert_here, source, place, dtype))
     except RlctlError as error:
         hint = f"{error.hint or ''} Where it is the place: {ELSEWHERE}{otherwise}."
         raise type(error)(f"{failed} into {place.parent}: {error.message}", hint.strip()) from error
@@ -218,12 +243,14 @@ def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
 
 
 def _convert_here(source: Path, destination: Path, dtype: str) -> None:
-    from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, take_text_part
+    from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
     from rlctl.checkpoints.conversion.stream import progress_bar
 
     with progress_bar() as show:
         tell = partial(print, flush=True)
         if dtype == TEXT:
             take_text_part(source, destination, Options(reuse=True, progress=show, tell=tell))
+        elif dtype == MERGED:
+            megatron_to_hf(source, destination, options=Options(reuse=True, progress=show, tell=tell))
         else:
             hf_to_megatron(source, destination, Options(dtype, reuse=True, progress=show, tell=tell))
