@@ -217,8 +217,8 @@ class PolicyWorker(Protocol):
         ...
 
     def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        """Add a teacher's log-probs to the loaded batch; not collective. `handles` has those of the
-        `GroupLogprobs` of each group of the shard."""
+        """Add a teacher's log-probs to the loaded batch; not collective. `handles` has, for each group of
+        the shard, those of its `GroupLogprobs`."""
 
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None

@@ -77,9 +77,8 @@ class TurnEncoder:
         """Return the ids behind a turn whose last token is `last`, up to where the next one begins; where the turn was
         cut, the token that would have ended it is the first of them."""
         ids = self._cached(messages)
-        ends = list(
-            takewhile(self.encoder.special.__contains__, ids)
-        )  # a call may have ends of its own before the turn's
+        # A call may have ends of its own before that of the turn.
+        ends = list(takewhile(self.encoder.special.__contains__, ids))
         if last in ends:
             return list(ids[ends.index(last) + 1 :])
         return list(ids[1:] if last in self.encoder.stop_token_ids and self.closes else ids)
