@@ -5,6 +5,7 @@ A command that begins like none of `COMMANDS` fails the tests: say there how it 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import typer
 
 from rlctl import cli
+from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
 from rlctl.data.prompt_rows import PromptRow
@@ -78,7 +81,25 @@ cluster: { num_nodes: 1, gpus_per_node: 8 }
 LOSSES = "def clipped(batch, options):\n    return -batch.logprobs_R * batch.advantages_R\n"
 
 
-GAME = "class Game:\n    def reset(self, row, seed): ...\n    def step(self, message): ...\n"
+GAME = (
+    "class Game:\n    def reset(self, row, seed):\n        return 'Which number?'\n    def step(self, message): ...\n"
+)
+SEARCH = '''
+def search(query: str) -> str:
+    """Search.
+
+    Args:
+        query: The words to look for.
+    """
+    return query
+'''
+AGENT = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": json.load(sys.stdin)["prompt"]}]
+url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(url, json.dumps({"messages": messages}).encode(), headers))
+"""
 SHORT = "def short(completion, **row):\n    return -len(completion) / 100\n"
 
 
@@ -136,12 +157,15 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "losses.py").write_text(LOSSES)
     (tmp_path / "my_reward.py").write_text(SHORT)
     (tmp_path / "game.py").write_text(GAME)
-    (tmp_path / "tools.py").write_text("def search(query: str) -> str: ...\n")
+    (tmp_path / "tools.py").write_text(SEARCH)
+    (tmp_path / "agent.py").write_text(AGENT)
     for name in ("questions.jsonl", "gsm8k.jsonl"):
         (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
     (tmp_path / "texts.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7"}\n' * 4)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}\n' * 4)
     (tmp_path / "labels.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7", "label": true}\n' * 4)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Write add.", "tests": ["assert add(2, 3) == 5"]}\n')
+    (tmp_path / "passages.jsonl").write_text("Bamboo grows fast.\n")
     (tmp_path / "run.yaml").write_text(
         "extends: laptop\ndata: { name: questions.jsonl }\nreward: { terms: [{ name: exact-match }] }\n"
     )
@@ -194,6 +218,63 @@ def test_commands_that_train_or_sample(
     if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
     assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
+
+
+ELSEWHERE = re.compile("openai/|own_tokenizer|--config|--env (openenv|verifiers)|--preset [0-9]nodes|--ray-address")
+"""Commands whose prompts are on the hub, come from a server or another Python, or have no turns."""
+QUESTIONS = {
+    "wordle": "Find an English word of five letters in 8 guesses.*",
+    "game.py:Game": "Which number[?]",
+    "textarena": ".*",  # its package's own words
+    "laptop-tools": r"What is \d\d \+ \d\d\?",
+    "laptop": "State the final answer to the following arithmetic problem.*",
+    "laptop-sft": "State the final answer to the following arithmetic problem.*",
+    "laptop-dpo": "State the final answer to the following arithmetic problem.*",
+    "1gpu": r".*\?.*",
+    "1node": r".*\?.*",
+}
+"""Patterns of the questions of environments and presets."""
+
+
+def task_of(command: str) -> tuple[str, ...]:
+    """The words of a training command that say which prompts it has."""
+    words = shlex.split(command)
+    flags = [f"{a} {b}" for a, b in pairwise(words) if a in ("--preset", "--data", "--env", "--prompt-field", "--tool")]
+    return (*words[2:3], *sorted(flags))
+
+
+def trained_commands() -> list[str]:
+    """One command of `rlctl train` for each task whose prompts are here."""
+    found = {task_of(command): command for command in of_kind("dry run")
+             if command.startswith("rlctl train") and not ELSEWHERE.search(command)}  # fmt: skip
+    return list(found.values())
+
+
+def question_of(command: str) -> str:
+    """Return a pattern of what the first prompt of a documented command has to ask."""
+    given = dict(pairwise(shlex.split(command)))
+    if data := given.get("--data", "questions.jsonl" if "--preset run.yaml" in command else None):
+        return re.escape(json.loads(Path(data).read_text().splitlines()[0])[given.get("--prompt-field", "prompt")])
+    return QUESTIONS[given.get("--env", given["--preset"])]
+
+
+@pytest.mark.parametrize("command", trained_commands())
+def test_first_prompts(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first prompt of a command asks what its data or environment asks, and nothing else."""
+    monkeypatch.setattr("rlctl.envs.rewards.tried", untried)
+    monkeypatch.setattr("rlctl.rl.algorithms.user_loss.call_in_child", lambda *_, **__: ())
+    monkeypatch.setattr("rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ())
+    write_tiny_family(place / "long-model", max_position_embeddings=40960)
+    words = [str(place / "long-model") if re.match("(Qwen|meta-llama|HuggingFaceTB)/", w) else w
+             for w in shlex.split(command)]  # fmt: skip
+    monkeypatch.setenv("RLCTL_MODEL__NAME", str(place / "long-model"))
+    assert run_here(shlex.join(words), "--dry-run", "--json") == 0, capsys.readouterr().err
+    (first,) = json.loads(capsys.readouterr().out)["first_look"]["prompts"]
+    asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", first["text"], re.DOTALL)
+    assert re.fullmatch(question_of(command), asked[-1], re.DOTALL), first["text"]
+    assert len(asked) == (3 if "laptop-tools" in command else 1)  # that preset's prompt has two examples
 
 
 @pytest.mark.parametrize("command", of_kind("needs a run", "needs the hub", "slow", "tested elsewhere"))

@@ -11,6 +11,7 @@ from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import known_keys, nearest
 from rlctl.config.load import from_sources, resolve, stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
+from rlctl.config.schema import RewardTerm
 from rlctl.config.sources import Flag, Source
 from rlctl.errors import ConfigError
 
@@ -253,8 +254,46 @@ def test_other_data_does_not_inherit_the_presets_parameters() -> None:
     assert other.config.data.system_prompt == ""
     same = resolve("laptop", flags={"data.name": Flag("--data", "reasoning-gym:chain_sum")}, environment={})
     assert same.config.data.params["max_terms"] == 2
+    assert (same.config.reward.terms, other.config.reward.terms) == ((RewardTerm(name="task"),), ())
     own = resolve("laptop", sets=["data.params.min_terms=3", "data.name=reasoning-gym:x"], environment={})
     assert own.config.data.params == {"min_terms": 3}
+    judged = resolve("2nodes", sets=["data.name=mine.jsonl"], environment={}).config.reward
+    assert ([term.name for term in judged.terms], judged.extract) == (["math-verify"], "auto")
+
+
+@pytest.mark.parametrize("preset", ["laptop", "1gpu", "1node", "2nodes", "moe-large", "laptop-tools"])
+def test_an_environment_replaces_a_presets_task(preset: str) -> None:
+    resolved = resolve(preset, flags={"environment.name": Flag("--env", "wordle")}, environment={})
+    task = [v for v in resolved.given() if v.key.startswith(("data.", "reward.", "validation.", "environment."))]
+    assert [(value.key, value.value) for value in task] == [("environment.name", "wordle")]
+    assert resolved.notes == ()
+
+
+def test_data_and_reward_given_with_an_environment_stay() -> None:
+    flags = {"environment.name": "search", "data.name": "q.jsonl", "reward.terms": [{"name": "exact-match"}]}
+    config = resolve("2nodes", flags=flags, sets=["data.prompt_field=question"], environment={}).config
+    assert (config.data.name, config.data.prompt_field, config.data.prompt_suffix) == ("q.jsonl", "question", None)
+    assert ([term.name for term in config.reward.terms], config.reward.extract) == (["exact-match"], "auto")
+
+
+def test_an_environment_replaces_the_task_of_the_users_preset_with_a_note(tmp_path: Path) -> None:
+    text = "extends: laptop\ndata: {name: q.jsonl, shuffle: false}\nreward: {terms: [{name: exact-match}]}\n"
+    mine = write(tmp_path / "mine.yaml", text)
+    resolved = resolve(str(mine), sets=["environment.name=wordle"], environment={})
+    assert (resolved.config.data.name, resolved.config.reward.terms) == (None, ())
+    assert not resolved.config.data.shuffle
+    assert resolved.notes == (f"note: environment wordle replaces data.name, reward.terms of preset {mine}",)
+    both = write(tmp_path / "both.yaml", f"{text}environment: {{name: game.py:Game, turns: 3}}\n")
+    kept = resolve(str(both), sets=["environment.name=game.py:Game"], environment={}).config
+    assert (kept.data.name, kept.data.params, kept.environment.turns) == ("q.jsonl", {}, 3)
+
+
+def test_data_replaces_the_environment_of_a_shipped_preset_alone(tmp_path: Path) -> None:
+    assert not resolve("laptop-tools", sets=["data.name=q.jsonl"], environment={}).config.environment.wanted
+    own = write(tmp_path / "own.yaml", "extends: laptop\nenvironment: {name: game.py:Game, turns: 3}\n")
+    config = resolve(str(own), sets=["data.name=q.jsonl"], environment={}).config
+    assert (config.data.name, config.environment.name, config.environment.turns) == ("q.jsonl", "game.py:Game", 3)
+    assert config.reward.terms == ()
 
 
 def test_a_name_and_a_list_of_sources_replace_each_other(tmp_path: Path) -> None:

@@ -391,7 +391,9 @@ def step_plan(
 
 
 def _scores(config: RlctlConfig, prompts: PromptStream | None) -> bool:
-    """Whether rollouts are scored; without `prompts`, their own scorers are not known."""
+    """Whether rollouts are scored; without `prompts`, their own scorers are not known. Texts never are."""
+    if not config.makes_rollouts:
+        return False
     own = any_reward((one.label, one.reward, one.prompts) for one in prompts.sources) if prompts else False
     return own or (config.learns_from_rewards and not config.environment.name)
 

@@ -49,14 +49,29 @@ OWN_VARIABLES = (
 )  # fmt: skip
 """Environment variables of rlctl that are no configuration keys."""
 
-# A preset's values for these keys describe the data or the model that it names: another one does not inherit them.
+DATA_KEYS = (
+    "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_template", "data.prompt_suffix",
+    "data.difficulty_field", "data.size", "reward.extract",
+)  # fmt: skip
 BELONGS_TO = {
-    "data.name": (
-        "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_template",
-        "data.prompt_suffix", "data.difficulty_field", "data.size",
-    ),
+    "data.name": DATA_KEYS,
     "model.name": ("model.revision", "model.tokenizer", "model.chat_template"),
+    "environment.name": (
+        "environment.params", "environment.turns", "environment.sampled_tokens", "environment.tool_calls",
+        "environment.broken_calls", "environment.tool_s",
+    ),
 }  # fmt: skip
+"""Keys of a preset that describe the data, model or environment that it names: another one does not inherit them."""
+
+OWN_SCORER = [{"name": "task"}]
+"""A preset's `reward.terms` that are the scorer of its data."""
+
+ENVIRONMENT = "environment.name"
+TASK_KEYS = (
+    "data.name", "data.sources", "data.system_prompt", "data.order", *DATA_KEYS, "reward.terms", "validation.data",
+    "validation.reward",
+)  # fmt: skip
+"""Keys of a preset that describe a task of prompts and rewards. An environment brings a task of its own."""
 
 OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
 """Keys that say the same thing in two ways: the one that a stronger source gives replaces the other."""
@@ -208,25 +223,61 @@ class AlgorithmSource(Source):
 
 
 class PresetSource(Source):
-    """The values of one preset file. `named` holds the data and the model that it and the weaker sources name."""
+    """The values of one preset file. `named` holds the data, model and environment that weaker sources name."""
 
     def __init__(self, preset: Preset, named: Mapping[str, Any]) -> None:
         super().__init__(flatten(preset.values, f"preset {preset.name}"))
-        self.named = dict(named) | {value.key: value.value for value in self.values if value.key in BELONGS_TO}
+        self._own_file = preset.name if preset.name.endswith((".yaml", ".yml")) else None
+        self.named = named_after(named, self.values)
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the kept values, with a note on what an environment replaces in a preset of the user's own."""
+        nested = super().__call__()
+        dropped = [value.key for value in self.values if self._other_task(value)]
+        if self._own_file and dropped:
+            named = self.stronger(ENVIRONMENT)[0]
+            self.notes = (f"note: environment {named} replaces {', '.join(dropped)} of preset {self._own_file}",)
+        return nested
 
     def superseded(self, value: Value) -> bool:
-        """Return also whether the value describes other data, or another model, than a stronger source names."""
-        return super().superseded(value) or any(
-            owner in self.named
-            and self._replaced(owner)
-            and any(value.key == name or value.key.startswith(f"{name}.") for name in owned)
-            for owner, owned in BELONGS_TO.items()
+        """Return also whether the value describes another task, data, model or environment than a stronger source
+        names."""
+        return (
+            super().superseded(value)
+            or self._other_task(value)
+            or any(
+                owner in self.named and self._replaced(owner) and _is_of(value.key, owned)
+                for owner, owned in BELONGS_TO.items()
+            )
+            or (value.key == "reward.terms" and value.value == OWN_SCORER and self._replaced("data.name"))
         )
+
+    def _other_task(self, value: Value) -> bool:
+        """Return whether a stronger source names another task: an environment in place of data and reward, or data in
+        place of the environment of a shipped preset."""
+        if value.key.startswith("environment."):
+            return not self._own_file and not self.stronger(ENVIRONMENT) and any(map(self._names, OTHER_WAY))
+        return _is_of(value.key, TASK_KEYS) and self._names(ENVIRONMENT) and self._replaced(ENVIRONMENT)
+
+    def _names(self, owner: str) -> bool:
+        return any(self.stronger(owner))
 
     def _replaced(self, owner: str) -> bool:
         if owner == "data.name" and any(self.stronger("data.sources")):
             return True
-        return self.stronger(owner) not in ((), (self.named[owner],))
+        return self.stronger(owner) not in ((), (self.named.get(owner),))
+
+
+def named_after(named: Mapping[str, Any], values: Iterable[Value]) -> dict[str, Any]:
+    """Return the data, model and environment that are named once `values` come over those of `named`. An environment
+    replaces the data that a weaker source names."""
+    owners = {value.key: value.value for value in values if value.key in (*BELONGS_TO, *OTHER_WAY) and value.value}
+    weaker = {key: name for key, name in named.items() if ENVIRONMENT not in owners or key not in OTHER_WAY}
+    return weaker | owners
+
+
+def _is_of(key: str, owned: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in owned)
 
 
 def environment_source(environment: Mapping[str, str]) -> Source:
@@ -266,7 +317,9 @@ def sources_in_order(
 
     def add_presets(chain: Iterable[Preset]) -> None:
         for part in chain:
-            named = {value.key: value.value for below in sources for value in below.values if value.key in BELONGS_TO}
+            named: dict[str, Any] = {}
+            for below in sources:
+                named = named_after(named, below.values)
             sources.append(PresetSource(part, named))
 
     add_presets(preset_chain(preset) if preset is not None else ())

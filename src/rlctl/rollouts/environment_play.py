@@ -62,7 +62,11 @@ class EnvironmentPlay:
         try:
             return asyncio.run(cls._tried(host, limits, encoder, row, config.run.seed))
         except EpisodeFailedError as error:
-            raise InputError(f"Environment {plan.label}: {error} ({row.where}).") from error
+            without_data = plan.name and not (config.data.name or config.data.sources)
+            hint = "There is no --data: name a file of rows if the environment reads them." if without_data else None
+            raise InputError(
+                f"Environment {plan.label}: {str(error).removesuffix('.')} ({row.where}).", hint
+            ) from error
         finally:
             host.close()
 
