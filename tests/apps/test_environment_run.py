@@ -38,7 +38,7 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_as_if_it_had_not_been(
     assert done.returncode == 0, done.stderr
     lines = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(line["turns_max"] == 2 and line["environment"] == {"said": 2.0} for line in lines)
-    assert all(line["stop_reasons"] == {"done": 8} and line["logprob_diff"]["max"] < 1e-3 for line in lines)
+    assert all(line["stop_reasons"] == {"length": 8} and line["logprob_diff"]["max"] < 1e-3 for line in lines)
     assert "reward_mean" in lines[1]["validation"]
     with started(playing(tiny_llama, tmp_path / "cut", *of_both), log) as process:
         wait_for_step(process, tmp_path / "cut", 2, log)
@@ -93,12 +93,12 @@ def test_episodes_are_looked_at_without_training(run_here: Run, tiny_llama: Path
     episodes = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["episode"] for one in episodes] == [0, 1, 2]
     for one in episodes:
-        assert one["stop_reason"] == "done"
+        assert one["stop_reason"] == "length"
         assert [turn["role"] for turn in one["turns"]] == ["user", "assistant", "user", "assistant"]
         assert one["logprob_diff"]["mean"] <= one["logprob_diff"]["max"] < 1e-3
         assert one["reward"] == sum(turn["reward"] or 0 for turn in one["turns"])
     done = run_here(*words)
-    assert "ended by done" in done.stdout
+    assert "ended by length" in done.stdout
     command = f"environment.params.command={sys.executable} {TOYS.with_name('toy_program.py')} chat"
     asking = ["program" if one == f"{TOYS}:Even" else one for one in words]
     done = run_here(*asking, "--set", command, "--check", "--json")

@@ -49,6 +49,28 @@ def test_leave_one_out_can_divide_by_the_deviation_of_the_others(rewards: list[f
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
+NEARLY = [0.1 + 0.2, 0.3, 0.1 * 3, float(np.float32(0.1) + np.float32(0.2)), float(np.float32(0.3))]
+"""The number 0.3, as sums in float64 and float32 come to it."""
+
+
+def test_rewards_that_differ_by_rounding_are_equal_wherever_they_are_compared() -> None:
+    """As where they are the same to the last bit: by NeMo-RL's formula the one that is right has 1 - 0.3, which nothing
+    divides since the others have no deviation. For the others it is (r - mean) / std of the others, as ever."""
+    for shift in (0.0, -0.3, 1000.0):  # 0.1 + 0.2 - 0.3 is not 0
+        equal = [value + shift for value in NEARLY]
+        got = group_advantages(np.array([*equal, 1.0 + shift]), "leave-one-out", std_of="others")
+        rest = [0.3] * (len(equal) - 1) + [1.0]
+        expected = (0.3 - statistics.fmean(rest)) / (statistics.stdev(rest) + 1e-6)
+        np.testing.assert_allclose(got, [*[expected] * len(equal), 0.7], rtol=1e-3)
+        for baseline in ("mean", "leave-one-out"):
+            for normalize in (True, False):
+                assert not group_advantages(np.array(equal), baseline, normalize).any()
+        assert not whitened_rollouts(np.array(equal)).any()
+        assert not whitened(np.array(equal), np.arange(1, 6)).any()
+    assert group_advantages(np.array([1e6, 1e6 + 1, 1e6]), "mean", False).any()
+    assert group_advantages(np.array([0.3, 0.30001]), "mean", False).any()
+
+
 def test_whitening_over_rollouts_counts_each_once() -> None:
     """GDPO in NeMo-RL: (A - mean(A)) / std(A) over the rollouts of the batch, with one degree of freedom less."""
     advantages = [1.0, -0.5, 0.25, 3.0]

@@ -174,10 +174,28 @@ def test_parts_of_an_environment_s_reward_have_the_weight_one() -> None:
 def test_the_cost_of_length_is_part_of_what_rollouts_are_compared_by():
     """DAPO (2503.14476) equation 13, with 20 tokens at most of which the last 10 cost."""
     options = {"reward": {"overlong_buffer": 0.5}, "generation": {"max_new_tokens": 20}}
-    groups = [group(0, [1.0, 1.0], [10, 15]), group(1, [1.0, 1.0], [3, 9])]
-    algorithm = grpo(**options, advantage={"normalize_std": False}, filter={"groups": "drop"})
-    (part,) = make_batch(groups, algorithm, 1).minibatches
-    assert [(row.position, row.advantage) for row in part] == [(0, 0.25), (0, -0.25)]
+    groups = [group(0, [1.0, 1.0], [10, 15]), group(1, [1.0, 1.0], [3, 9]), group(2, [1.0, 0.0], [10, 15])]
+    (part,) = make_batch(groups, grpo(**options, advantage={"normalize_std": False}), 1).minibatches
+    expected = [(0, 0.25), (0, -0.25), (2, 0.75), (2, -0.75)]
+    assert [(row.position, row.advantage) for row in part] == expected
+
+
+@pytest.mark.parametrize("per_term", [True, False])
+def test_groups_are_chosen_by_the_rewards_that_were_given(per_term: bool) -> None:
+    """Dynamic sampling is for prompts with right and wrong answers (DAPO, 2503.14476, equation 11): lengths that differ
+    are no such difference, nor is it one that a limit ended some (NeMo-RL's `unshaped_total_reward`)."""
+    options: dict[str, Any] = {
+        "reward": {"overlong_buffer": 0.5, "truncated_factor": 0.5, "terms": [{"name": "right"}]}
+    }
+    algorithm = grpo(
+        **options, advantage={"per_term": per_term}, filter={"groups": "replace"}, generation={"max_new_tokens": 20}
+    )
+    for rewards, chosen in (([1.0, 1.0], False), ([0.1 + 0.2, 0.3], False), ([1.0, 0.0], True), ([0.5, 1.0], True)):
+        one = with_terms(0, {"right": rewards}, [10, 15])
+        rollouts = [replace(each, reward=reward) for each, reward in zip(one.rollouts, rewards, strict=True)]
+        one = replace(one, rollouts=(rollouts[0], replace(rollouts[1], stop_reason="length")))
+        assert algorithm.trains_on(one) == chosen
+        assert bool(make_batch([one], algorithm, 1).minibatches) == chosen
 
 
 def test_rewards_of_cut_completions_have_a_factor_and_advantages_have_bounds():

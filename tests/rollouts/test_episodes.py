@@ -17,11 +17,12 @@ from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.messages import GroupRequest, Sampling, attached
 from rlctl.backends.rows import build_row
 from rlctl.cluster.ray_session import fetch, put
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart, contexts_of
 from rlctl.errors import InputError, WorkerError
+from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
@@ -176,11 +177,13 @@ def play(
     return replace(found, max_length=256)
 
 
-def played(host: Any, model: Path, made: EnvironmentPlay, samples: int = 2, new: int = 6) -> list[Any]:
+def played(
+    host: Any, model: Path, made: EnvironmentPlay, samples: int = 2, new: int = 6, ends: tuple[int, ...] = ()
+) -> list[Any]:
     host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(model), made)
     seeds = [tuple(100 * group + sample for sample in range(samples)) for group in range(3)]
     asked = [episode_request(i, ROW, made.turns.encoder, one, episode_seed(0, i)) for i, one in enumerate(seeds)]
-    return call(host, EpisodeWorker.generate, asked, Sampling(new), 60.0)
+    return call(host, EpisodeWorker.generate, asked, Sampling(new, stop_token_ids=ends), 60.0)
 
 
 def test_turns_and_an_environment_s_messages_are_told_apart(host: Any, tiny_llama: Path) -> None:
@@ -203,7 +206,7 @@ def test_turns_and_an_environment_s_messages_are_told_apart(host: Any, tiny_llam
                 assert (len(ids), one.text) == (one.tokens, made.turns.text_of(ids))
             assert "turn 1" in decode(tokens[~mask])
             assert "turn 3" not in decode(tokens[~mask])  # nobody answers what ended the episode
-        assert (result.rewards, result.finish_reasons) == ((1.5, 1.5), ("done", "done"))
+        assert (result.rewards, result.finish_reasons) == ((1.5, 1.5), ("length", "length"))  # no turn ended by itself
         assert {(one.turns, one.counts["said"], one.failure) for one in result.episodes} == {(3, 3.0, None)}
         first = columns.loss_mask_T[columns.slice(0)].argmax()
         assert result.prompt_tokens == first  # environments of a group begin alike
@@ -227,6 +230,26 @@ def test_limits_end_an_episode_with_their_name(
             assert turns is None or one.turns == turns
             assert result.tokens[number] <= made.max_length
             assert result.response_tokens[number] <= limits.get("sampled_tokens", 256)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any, tiny_llama: Path, cut: bool) -> None:
+    """Turns that the limit of 6 tokens ends are as cut off as a single completion is, and cost as much by DAPO
+    (2503.14476) equation 13, whatever their number: 1 at the limit. Turns of a token that ends them cost nothing."""
+    made, every = play(tiny_llama, "Counting"), tuple(range(len(load_tokenizer(tiny_llama, ModelConfig()))))
+    sections = {
+        "generation": {"max_new_tokens": 6},
+        "reward": {"overlong_buffer": 0.5},
+        "filter": {"truncated": "mask"},
+    }
+    algorithm = Grpo(RlctlConfig.model_validate(sections))
+    for result in played(host, tiny_llama, made, ends=() if cut else every):
+        (group,), _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
+        for rollout in group.rollouts:
+            assert (rollout.stop_reason, rollout.truncated) == (("length", True) if cut else ("done", False))
+            assert rollout.response_tokens == (3 * 6 if cut else 3)
+            assert algorithm.learned_tokens(rollout) == (0 if cut else 3)
+        assert algorithm.length_penalties(group).tolist() == ([-1.0, -1.0] if cut else [0.0, 0.0])
 
 
 @pytest.mark.parametrize("how", ["raise", "die", "hang"])
@@ -308,7 +331,7 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
             assert result.episodes[sample].turns == 3
             assert result.episodes[sample].counts["asked"] == 3.0
         assert result.rewards == ((0.25,) * 2 if how == "ids" else (1.0,) * 2)
-        assert result.finish_reasons == ("done", "done")
+        assert result.finish_reasons == ("length", "length")
 
 
 def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llama: Path) -> None:
@@ -321,7 +344,7 @@ def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llam
             for sample in range(2):
                 assert len(require_exact(result, policy, sample)) == 1
                 assert (result.episodes[sample].turns, result.episodes[sample].counts["turns"]) == (2, 5.0)
-            assert (result.rewards, result.finish_reasons) == ((0.5, 0.5), ("done", "done"))
+            assert (result.rewards, result.finish_reasons) == ((0.5, 0.5), ("length", "length"))
             groups, _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
             assert [one.terms for one in groups[0].rollouts] == [{"form": 0.3, "right": 0.2}] * 2
     with pytest.raises(InputError, match="There is no head server of NeMo Gym"):

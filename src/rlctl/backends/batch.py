@@ -21,6 +21,16 @@ Fetch = Callable[[list[object]], list[Any]]
 """Turns handles of columns into the columns (by `fetch` of `cluster/ray_session.py`, in a run)."""
 
 
+ROUNDING = 4 * 2.0**-23
+"""Four units in the last place of float32, in which many rewards are computed."""
+
+
+def equal_up_to_rounding(low: float, high: float) -> bool:
+    """Return whether two rewards or advantages, of which `high` is not the smaller one, differ by rounding alone, as
+    0.1 + 0.2 and 0.3 do."""
+    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
+
+
 @dataclass(frozen=True)
 class RolloutLogprobs:
     """The log-probs of one rollout's response tokens under a policy that is not the one trained. Suffix K: the most

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import AdvantageEstimate, LogprobColumn, LogprobStats, LossOutput, MinibatchResult, Rounded
+from rlctl.backends.batch import (
+    AdvantageEstimate,
+    LogprobColumn,
+    LogprobStats,
+    LossOutput,
+    MinibatchResult,
+    Rounded,
+    equal_up_to_rounding,
+)
 from rlctl.backends.rows import PackedRow
 
 
@@ -97,7 +105,7 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
     tokens = sum(count for count, *_ in parts)
     mean = sum(count * average for count, average, *_ in parts) / tokens
     variance = sum(square + count * (average - mean) ** 2 for count, average, square, *_ in parts) / tokens
-    equal = max(top for *_, top in parts) == min(low for *_, low, _ in parts)
+    equal = equal_up_to_rounding(min(low for *_, low, _ in parts), max(top for *_, top in parts))
     scale = 0.0 if equal else 1 / (variance**0.5 + WHITENING_EPSILON)
     for row in rows:
         row.columns_R["advantages"] = (row.columns_R["advantages"] - mean) * scale

@@ -204,7 +204,8 @@ class RewardConfig(SourceReward):
     batches fail."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
-    penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`."""
+    penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`. Of an episode it is
+    that of the longest turn."""
     truncated_factor: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Factor of the rewards of completions that a limit of length ended. They are learned from as that says, and
     `reward_mean` is without it."""
@@ -619,8 +620,8 @@ class FilterConfig(Section):
     """Groups and rollouts that are not learned from."""
 
     groups: Literal["keep", "drop", "replace"] = "keep"
-    """Groups whose rollouts all have the same reward: keep them in the batch, drop them, or sample other prompts in
-    their place until the batch is full (dynamic sampling)."""
+    """Groups whose rollouts all have the same reward, before lengths change it: keep them in the batch, drop them, or
+    sample other prompts in their place until the batch is full (dynamic sampling)."""
     max_rounds: Annotated[int, Field(gt=0, le=1000)] = 10
     """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there. With
     async, a round is `batch.prompts` groups."""

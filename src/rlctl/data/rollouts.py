@@ -29,9 +29,10 @@ CHUNK = "chunk"
 tokens of both stand for the same parts (`data/cross_tokens.py`)."""
 TEACHER_SAMPLE = 1
 """The sample of its group, whose first is the text itself, that has the tokens of such a teacher."""
+LENGTH = "length"
 TIMEOUT = "timeout"
 LIMIT_REASONS = (
-    "length", "abort", TIMEOUT, "turns", "context", "sampled_tokens", "tool_calls", "broken_calls", "episode_timeout"
+    LENGTH, "abort", TIMEOUT, "turns", "context", "sampled_tokens", "tool_calls", "broken_calls", "episode_timeout"
 )  # fmt: skip
 """Stop reasons of a rollout that did not end by itself."""
 
@@ -110,6 +111,8 @@ class EpisodeFacts:
     contexts: tuple[int, ...] = ()
     """Places among its tokens where further contexts begin, each of which the model has read without those before it
     (`environment.thinking`)."""
+    longest_turn: int = 0
+    """Tokens of the longest turn of the model."""
 
 
 def contexts_of(tokens: int, episode: EpisodeFacts | None) -> list[tuple[int, int]]:
@@ -132,8 +135,9 @@ class Rollout:
     """The weights that chose its tokens."""
     stop_reason: str
     """`stop` (an end token or a stop text), `length`, `timeout` (`rollouts.timeout_s`), or `abort` where a refit ended
-    it. An episode ends with `done`, or with the limit of the section `environment` that ended it, or with `context`
-    where `model.max_length` did, or with `environment` where this failed."""
+    it. An episode ends with `done`, with `length` where the token limit cut off the turn at which the environment
+    said so, with the limit of the section `environment` that ended it, with `context` where `model.max_length` did, or
+    with `environment` where this failed."""
     prompt_tokens: int
     """Tokens before the first response token."""
     tokens: int
@@ -155,6 +159,11 @@ class Rollout:
     def first_version(self) -> int:
         """Oldest weights that chose one of its tokens, where engines sampled it."""
         return self.versions[0][0]
+
+    @property
+    def longest_turn(self) -> int:
+        """Response tokens of the longest turn, which `generation.max_new_tokens` limits: all of a single one."""
+        return self.episode.longest_turn if self.episode else self.response_tokens
 
     @property
     def truncated(self) -> bool:

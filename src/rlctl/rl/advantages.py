@@ -9,6 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from rlctl.backends.batch import equal_up_to_rounding
+
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that a group of equal rewards has advantage 0 rather than 0/0."""
 
@@ -16,6 +18,11 @@ STD_EPSILON = 1e-6
 Baseline = Literal["mean", "leave-one-out", "none", "critic"]
 Level = Literal["token", "sequence", "constant"]
 StdOf = Literal["group", "others"]
+
+
+def nearly_equal(values: np.ndarray) -> bool:
+    """Return whether rewards or advantages, at least one, are the same up to rounding."""
+    return equal_up_to_rounding(float(values.min()), float(values.max()))
 
 
 def group_advantages(
@@ -32,8 +39,8 @@ def group_advantages(
       implementations of GRPO do). Without it each prompt weighs as its rewards do (Dr. GRPO, arXiv 2503.20783).
       With `std_of` others it is that of the *other* rollouts, and where these are all equal nothing is divided.
 
-    Equal rewards have exactly the advantage 0 wherever they are compared, whatever the rounding of their mean: without
-    a baseline too, where `normalize_std` finds no deviation to divide by.
+    Rewards that are equal up to rounding have exactly the advantage 0 wherever they are compared: without a baseline
+    too, where `normalize_std` finds no deviation to divide by.
 
     Raises ValueError when a group has a single rollout, and this has to be compared with others.
     """
@@ -43,7 +50,7 @@ def group_advantages(
         return rewards_G
     if size < 2:
         raise ValueError("a group needs at least two rollouts to have a baseline")
-    if not np.ptp(rewards_G):
+    if nearly_equal(rewards_G):
         return np.zeros(size)
     deviation_G = rewards_G - rewards_G.sum() / size
     match baseline:
@@ -58,7 +65,7 @@ def group_advantages(
     if std_of == "group":
         return advantages_G / (np.sqrt((deviation_G**2).sum() / (size - 1)) + STD_EPSILON)
     others = (np.delete(rewards_G, index) for index in range(size))
-    return advantages_G / [one.std(ddof=1) + STD_EPSILON if np.ptp(one) else 1.0 for one in others]
+    return advantages_G / [one.std(ddof=1) + STD_EPSILON if not nearly_equal(one) else 1.0 for one in others]
 
 
 def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndarray:
@@ -70,7 +77,7 @@ def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndar
     """
     advantages_N, tokens_N = np.asarray(advantages_N, np.float64), np.asarray(response_tokens_N, np.float64)
     counted_N = advantages_N[tokens_N > 0]
-    if not len(counted_N) or not np.ptp(counted_N):
+    if not len(counted_N) or nearly_equal(counted_N):
         return np.zeros_like(advantages_N)
     deviation_N = advantages_N - np.average(advantages_N, weights=tokens_N)
     return deviation_N / (np.sqrt(np.average(deviation_N**2, weights=tokens_N)) + STD_EPSILON)
@@ -79,7 +86,7 @@ def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndar
 def whitened_rollouts(advantages_N: np.ndarray) -> np.ndarray:
     """Return the advantages with mean 0 and sample standard deviation 1 over the rollouts of the batch, long or short;
     float64 [N]. Equal ones have advantage 0."""
-    if not np.ptp(advantages_N):
+    if nearly_equal(advantages_N):
         return np.zeros(len(advantages_N))
     return (advantages_N - advantages_N.mean()) / advantages_N.std(ddof=1)
 

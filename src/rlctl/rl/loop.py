@@ -29,6 +29,7 @@ from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import DivergenceError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
+from rlctl.rl.advantages import nearly_equal
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.critic import Critic
@@ -323,7 +324,7 @@ def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[
             **reward_parts(batch),
         }
         if compares:
-            without_signal = [len(group.rollouts) > 1 and np.ptp(group.rewards_G) == 0 for group in batch.groups]
+            without_signal = [len(group.rollouts) > 1 and nearly_equal(group.rewards_G) for group in batch.groups]
             rewards["groups_without_signal"] = float(np.mean(without_signal))
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}

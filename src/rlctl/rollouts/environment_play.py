@@ -17,7 +17,7 @@ from rlctl.backends.messages import GroupRequest
 from rlctl.config.schema import EnvironmentConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import Turn
+from rlctl.data.rollouts import LENGTH, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.envs.environment import Ask, Message
 from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
@@ -286,10 +286,12 @@ class Player:
         return reply
 
     def _reason(self, episode: Episode, reply: Reply, calls: int, broken: int) -> str | None:
-        """Return what ends an episode after a turn; None: it goes on."""
+        """Return what ends an episode after a turn; None: it goes on. A last turn that the token limit has cut off is
+        as little an end of the model's own as a completion is that was cut off."""
         limits = self._limits
+        if reply.done:
+            return LENGTH if episode.answers[-1][1].stop_reason == LENGTH else "done"
         over = {
-            "done": reply.done,
             "turns": len(episode.answers) >= limits.turns,
             "sampled_tokens": limits.sampled_tokens is not None and episode.sampled_tokens >= limits.sampled_tokens,
             "tool_calls": limits.tool_calls is not None and calls >= limits.tool_calls and reply.calls > 0,

@@ -396,10 +396,13 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         ),
         versions=tuple(tuple(sorted(Counter(of).items())) or ((version, 0),) for of in sampled),
         rewards=tuple(sum(episode.rewards) if episode.rewards else None for episode in episodes),
-        episodes=tuple(EpisodeFacts(len(e.answers), e.counts, e.failure, tuple(e.starts[1:])) for e in episodes)
-        if plays
-        else (),
+        episodes=tuple(map(_facts, episodes)) if plays else (),
     )
+
+
+def _facts(episode: Episode) -> EpisodeFacts:
+    longest = max((len(answer.tokens_R) for _, answer in episode.answers), default=0)
+    return EpisodeFacts(len(episode.answers), episode.counts, episode.failure, tuple(episode.starts[1:]), longest)
 
 
 def _shared_prompt(episodes: Sequence[Episode]) -> int:

@@ -29,7 +29,7 @@ from rlctl.backends.batch import (
 from rlctl.config.schema import AdvantageConfig, RlctlConfig
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
-from rlctl.rl.advantages import overlong_penalty, token_weights, whitened, whitened_rollouts
+from rlctl.rl.advantages import nearly_equal, overlong_penalty, token_weights, whitened, whitened_rollouts
 from rlctl.rl.algorithms.user_loss import UserLoss
 from rlctl.rollouts.turn_faults import BITS
 from rlctl.telemetry.metrics import TOKENS, Metric, nested
@@ -109,14 +109,14 @@ class Algorithm(ABC):
 
     def keeps(self, rewards_G: np.ndarray) -> bool:
         """Return whether a group with these rewards is trained on; `filter.groups` says what becomes of others."""
-        return self.config.filter.groups == "keep" or np.ptp(rewards_G) > 0
+        return self.config.filter.groups == "keep" or not nearly_equal(rewards_G)
 
     def trains_on(self, group: RolloutGroup) -> bool:
         """Return whether a group, which may have lost rollouts to a failing reward function, is trained on."""
         least = 1 + (self.config.advantage.compares and self.config.learns_from_rewards)
         if group.dropped and len(group.rollouts) < least:
             return False
-        return any(weight and self.keeps(values_G[~np.isnan(values_G)]) for weight, values_G in self.compared(group))
+        return any(weight and self.keeps(values_G[~np.isnan(values_G)]) for weight, values_G in self.scores(group))
 
     @abstractmethod
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
@@ -150,14 +150,27 @@ class Algorithm(ABC):
         return advantages_P_G if low is high is None else [np.clip(one, low, high) for one in advantages_P_G]
 
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
-        """Return what the rollouts of a group are compared by, as (weight, values [G]): their rewards with what
-        their lengths cost, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO,
-        arXiv 2601.05242). A term is NaN for rollouts that it does not apply to, and is left out where it applies to
-        none."""
+        """Return what the rollouts of a group are compared by, as (weight, values [G]): their `scores` with the factor
+        of cut rollouts and with what their lengths cost, which with `advantage.per_term` is compared by itself."""
         penalties_G = self.length_penalties(group)
         factor_G = np.where([one.truncated for one in group.rollouts], self.config.reward.truncated_factor, 1.0)
-        if not (self.config.advantage.per_term and group.rollouts[0].terms):
-            return [(1.0, factor_G * group.rewards_G + penalties_G)]
+        found = [(weight, factor_G * values_G) for weight, values_G in self.scores(group)]
+        if not self._by_term(group):
+            ((weight, values_G),) = found
+            return [(weight, values_G + penalties_G)]
+        return [*found, (1.0, penalties_G)] if penalties_G.any() else found
+
+    def _by_term(self, group: RolloutGroup) -> bool:
+        return self.config.advantage.per_term and bool(group.rollouts[0].terms)
+
+    def scores(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
+        """Return the rewards of a group as scorers and environments gave them, as (weight, values [G]), or with
+        `advantage.per_term` each term of them (GDPO, arXiv 2601.05242). Whether a group is trained on depends on these
+        alone: dynamic sampling is for groups with right and wrong answers (DAPO, arXiv 2503.14476, equation 11), and
+        lengths that differ are no such difference. A term is NaN for rollouts that it does not apply to, and is left
+        out where it applies to none."""
+        if not self._by_term(group):
+            return [(1.0, group.rewards_G)]
         # They are in the order of the configured ones. Rollouts from before a resume that changed the terms may have
         # more or fewer.
         names = group.rollouts[0].terms
@@ -165,13 +178,12 @@ class Algorithm(ABC):
         weights = [term.weight for term in terms[group.prompt.source]]
         weights += [1.0] * (len(names) - len(weights))  # a task's own scorer, and what an environment gives
         terms_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
-        values_G = (factor_G * term_G for term_G in terms_G)
-        found = [pair for pair in zip(weights, values_G, strict=False) if not np.isnan(pair[1]).all()]
-        return [*found, (1.0, penalties_G)] if penalties_G.any() else found
+        return [pair for pair in zip(weights, terms_G, strict=False) if not np.isnan(pair[1]).all()]
 
     def length_penalties(self, group: RolloutGroup) -> np.ndarray:
-        """Return what the length of each rollout costs, float64 [G], at most 0."""
-        tokens_G, options = np.array([rollout.response_tokens for rollout in group.rollouts]), self.config.reward
+        """Return what the length of each rollout costs, float64 [G], at most 0: of an episode that of its longest turn,
+        since `generation.max_new_tokens` is the limit of each turn."""
+        tokens_G, options = np.array([rollout.longest_turn for rollout in group.rollouts]), self.config.reward
         limit = self.config.generation.max_new_tokens
         return overlong_penalty(tokens_G, limit, options.overlong_buffer, options.overlong_factor)
 
