@@ -38,8 +38,10 @@ def test_training_and_validation_share_no_prompt_and_lose_none(source: PromptSou
 
 def test_what_is_left_to_train_on_is_counted_anew(source: PromptSource) -> None:
     """Whoever finds a prompt again by its number, as an order by pass rates does, finds that prompt."""
-    train, _ = hold_out(source, 7, seed=3)
+    train, held = hold_out(source, 7, seed=3)
+    assert held is not None
     assert [train[index].index for index in range(len(train))] == list(range(13))
+    assert [held[index].index for index in range(len(held))] == list(range(7))
 
 
 def test_the_seed_chooses_what_is_held_out(source: PromptSource) -> None:

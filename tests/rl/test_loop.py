@@ -362,7 +362,7 @@ def test_what_a_filter_did_is_told_and_shown(tmp_path: Any) -> None:
     (line,) = recorder.logged
     assert line["length_penalty"] == pytest.approx(-0.6)  # of 3 and 5 tokens, 2.5 of them free
     shown = step_line(0, 1, line, filtered(FilterConfig(groups="replace")), plain=True)
-    assert "dropped 0 rounds 4" in shown
+    assert "dropped 1 rounds 4" in shown
     assert filtered(FilterConfig()) == ()
 
 

@@ -421,7 +421,8 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
 def _opened(config: RlctlConfig, model_dir: Path) -> PromptStream:
     if config.makes_rollouts:
         return PromptStream.open(config, model_dir)
-    return (ScoredTexts if config.trains_reward_model else TextStream).open(config, model_dir)
+    texts = ScoredTexts if config.trains_reward_model else TextStream
+    return texts.open(config, model_dir)
 
 
 def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:

@@ -343,7 +343,7 @@ def _precompute_reference(job: Job, run: RunDirectory, policy: PolicyClient) -> 
     assert isinstance(job.prompts, TextStream)  # pairs are texts
     parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
     if isinstance(job.validation, HeldOutTexts):
-        parts.append(("validation", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
+        parts.append(("held out", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
     precompute_reference(run.path / "reference.json", policy, job.algorithm, parts, job.config.batch.prompts)
 
 

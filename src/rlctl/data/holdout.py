@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,11 +27,11 @@ def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource,
     rest = np.delete(np.arange(len(source)), rows_H)
     identity = {**source.fingerprint(), "held_out": count}
 
-    def trained(index: int) -> PromptRow:
-        # An order by pass rates finds a prompt again by its number among those that are trained on.
-        return replace(source[int(rest[index])], index=index)
+    def numbered(rows: np.ndarray) -> Callable[[int], PromptRow]:
+        # An order by pass rates finds a prompt again by its number within its part, and a text the one next to it.
+        return lambda index: replace(source[int(rows[index])], index=index)
 
-    parts = ((len(rest), trained), (count, lambda index: source[int(rows_H[index])]))
+    parts = ((len(rest), numbered(rest)), (count, numbered(rows_H)))
     kept, held = (
         replace(source, size=size, row_at=row_at, identity=identity, checked=min(size, source.checked))
         for size, row_at in parts

@@ -48,6 +48,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold a thought, for templates that write it in front of the content."""
 WEIGHT = "weight"
 """Field of a message as in OpenAI's files for fine-tuning: one of weight 0 has no loss."""
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
+"""Largest number that a field may hold: columns are float32."""
 _MARK = re.compile(r"\{%-?\s*generation\b")
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""
@@ -155,12 +157,18 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     return PromptRow(index, where, prompt, (chosen, rejected), dict(record))
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a field holds a number that a loss can be computed from: neither NaN nor infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
+
+
 def _preferred(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the better response of a row of HelpSteer3 and the other one. Raises InputError where neither is said to
     be better or as good."""
     better, worse, preference = record["response1"], record["response2"], record["overall_preference"]
-    if isinstance(preference, bool) or not isinstance(preference, int | float):
-        raise InputError(f"{where}: the field 'overall_preference' is not a number.", "Leave the row out.")
+    if not is_number(preference):
+        raise InputError(f"{where}: the field 'overall_preference' is not a number: {preference!r:.40}.",
+                         "Leave the row out.")  # fmt: skip
     if preference >= 0:  # of two equal answers the first is both
         better, worse = (worse if preference else better), better
     return {CHOSEN: better, REJECTED: worse}
@@ -176,6 +184,8 @@ def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise InputError(
             f"{where}: {RANKED!r} is not a list of objects with `rank` and `{COMPLETION}`.", "Leave the row out."
         ) from error
+    if odd := [one["rank"] for one in found if isinstance(one["rank"], float) and not is_number(one["rank"])]:
+        raise InputError(f"{where}: the rank of a completion is {odd[0]!r}, which orders none.", "Leave the row out.")
     if best["rank"] == worst["rank"]:
         raise InputError(f"{where}: the completions have the same rank, so that none is preferred.", "Leave it out.")
     return pair

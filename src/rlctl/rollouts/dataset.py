@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -20,13 +20,14 @@ from rlctl.data.chat import PromptEncoder
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.mixing import Mixing
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
 from rlctl.data.texts import (
     MARGIN,
     REFERENCE,
     REFERENCE_FIELDS,
     TrainedText,
+    is_number,
     trained_texts,
     whole_text,
     with_tools,
@@ -57,6 +58,16 @@ class TextStream(PromptStream):
     """The tokenizer of a teacher that reads with its own; None: it has the policy's, or there is none."""
     reference: ReferenceLogps | None = None
     """The log-probs that were computed before the first step; None: the reference is held, or there is none."""
+    precomputes: bool = False
+    """Whether they are computed before the first step, for the rows that do not bring them."""
+    others: PromptSource | None = None
+    """With labels, the rows that completions next to the only row of a source are from; None: there are none."""
+
+    @classmethod
+    def open(cls, config: RlctlConfig, model_dir: Path) -> Self:
+        stream = super().open(config, model_dir)
+        stream.precomputes = config.preference.precompute
+        return stream
 
     @property
     def used(self) -> list[PromptRow]:
@@ -67,6 +78,9 @@ class TextStream(PromptStream):
 
     def require_fit(self) -> None:
         super().require_fit()
+        if self.scored or self.precomputes:
+            for row in self.used:
+                self.require_numbers(row)
         rows = (self._row(source, place) for source in self.sources for place in range(len(source.prompts)))
         if not any(self.texts(row) for row in rows):
             raise InputError("Every text is longer than --max-length.", "Raise it, or name other texts.")
@@ -81,8 +95,8 @@ class TextStream(PromptStream):
                 "Give rows with `text` alone, or leave teacher.own_tokenizer out.",
             )
         if source.data.rows == "labels":
-            # The next row's completion behind the same prompt, which is cut where it is too long.
-            following = source.prompts[(row.index + 1) % len(source.prompts)]
+            # Another row's completion behind the same prompt, which is cut where it is too long.
+            following = self._other(source, row)
             own, other = trained_texts(source.encoder, replace(row, answer=(row.answer[0], following.answer[0])))
             if self.limit is not None:
                 other = TrainedText(other.tokens_T[: self.limit], other.mask_T[: self.limit])
@@ -109,15 +123,37 @@ class TextStream(PromptStream):
             "Raise it, or leave such rows out with --set data.too_long=drop.",
         )
 
+    def _other(self, source: OpenedSource, row: PromptRow) -> PromptRow:
+        """Return the row whose completion stands next to that of `row`. Raises InputError where there is no other."""
+        if (size := len(source.prompts)) > 1:
+            return source.prompts[(row.index + 1) % size]
+        if self.others is None:
+            raise InputError(
+                f"{row.where} is the only row of {source.prompts.label}, and `train kto` compares each completion with "
+                "that of another row.",
+                "Give at least two rows.",
+            )
+        return self.others[0]
+
+    def require_numbers(self, row: PromptRow) -> None:
+        """Raise InputError where a field of `row` that the loss is computed from is not a finite number."""
+        if self.precomputes:
+            self.brings_reference(row)
+        margin = row.fields.get(MARGIN)
+        if self.scored and margin is not None and not is_number(margin):
+            raise InputError(
+                f"{row.where}: the field {MARGIN!r} is {margin!r:.40}, which is not a finite number.",
+                "Write one, or leave the field out.",
+            )
+
     def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
-        """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong margin."""
+        """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong number."""
+        self.require_numbers(row)
         if self.reference is not None:
             return {REFERENCE: self._reference_column(row, texts)}
         margin = row.fields.get(MARGIN)
         if not self.scored or margin is None:
             return {}
-        if isinstance(margin, bool) or not isinstance(margin, int | float):
-            raise InputError(f"{row.where}: the field {MARGIN!r} is not a number.", "Write one, or leave it out.")
         return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
 
     def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
@@ -133,13 +169,18 @@ class TextStream(PromptStream):
         return TrainedText(tokens_T, np.arange(len(tokens_T)) > 0), chunk_T
 
     def brings_reference(self, row: PromptRow) -> bool:
-        """Return whether a row has the log-probs of the reference. Raises InputError where they are no numbers."""
+        """Return whether a row has the log-probs of the reference. Raises InputError where they are not two finite
+        numbers."""
         values = [row.fields.get(name) for name in REFERENCE_FIELDS]
         if values == [None, None]:
             return False
-        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-            names = " and ".join(REFERENCE_FIELDS)
-            raise InputError(f"{row.where}: the fields {names} are not two numbers.", "Write both, or leave them out.")
+        for name, value in zip(REFERENCE_FIELDS, values, strict=True):
+            if not is_number(value):
+                held = "missing" if value is None else f"{value!r:.40}, which is not a finite number"
+                raise InputError(
+                    f"{row.where}: the field {name!r} is {held}.",
+                    f"Write numbers in {' and '.join(REFERENCE_FIELDS)}, or leave both out.",
+                )
         return True
 
     def _reference_column(self, row: PromptRow, texts: Sequence[TrainedText]) -> np.ndarray:
@@ -197,11 +238,14 @@ class HeldOutTexts:
         opened = OpenedSource("", source, data, encoder, config.reward, order)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
         stream = type(texts)([opened], Mixing([1.0]), len(rows))
+        stream.precomputes, stream.others = texts.precomputes, texts.sources[0].prompts
         return cls(source.label, stream, rows, source.fingerprint(), wanted.answers)
 
     def require_fit(self, limit: int) -> None:
         """Raise InputError for a text of more than `limit` tokens, unless such texts are left out."""
         self.stream.limit = limit
+        for row in self.rows:
+            self.stream.require_numbers(row)
         fitting = [row for row in self.rows if self.stream.texts(row)]
         if not fitting:
             raise InputError("validation: every text is longer than --max-length.", "Raise it, or name other texts.")

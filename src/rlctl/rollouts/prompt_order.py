@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class PromptStream:
         """Most tokens of a prompt; set once the plan is known."""
 
     @classmethod
-    def open(cls, config: RlctlConfig, model_dir: Path) -> PromptStream:
+    def open(cls, config: RlctlConfig, model_dir: Path) -> Self:
         """Open data and tokenizer. Raises InputError for what is wrong with either."""
         settings, alone = source_settings(config), config.environment.name
         if alone and not (config.data.name or config.data.sources):
