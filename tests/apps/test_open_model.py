@@ -62,3 +62,20 @@ def test_texts_may_be_longer_than_the_model_was_published_for(tiny_llama: Path) 
     assert published_facts(longer.model_copy(update={"extend_positions": False})).max_length == own
     enough = open_model(longer.model_copy(update={"max_length": own}))
     assert (enough.source.directory, enough.facts.max_length) == (tiny_llama, own)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_more_positions_leave_a_yarn_without_an_original_length_as_it_was(tiny_llama: Path, key: str) -> None:
+    """transformers takes the original length from the number of positions."""
+    from transformers import AutoConfig
+
+    config = json.loads((tiny_llama / "config.json").read_text()) | {key: {"rope_type": "yarn", "factor": 4.0}}
+    (tiny_llama / "config.json").write_text(json.dumps(config))
+    before = AutoConfig.from_pretrained(tiny_llama).rope_parameters["original_max_position_embeddings"]
+    found = open_model(ModelConfig(name=str(tiny_llama), max_length=4 * before, extend_positions=True))
+    after = AutoConfig.from_pretrained(found.source.directory)
+    assert found.facts.rope.scaling["original_max_position_embeddings"] == before
+    assert (after.rope_parameters["original_max_position_embeddings"], after.max_position_embeddings) == (
+        before,
+        4 * before,
+    )

@@ -120,8 +120,9 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
 def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     """Return the facts with the positions that the configuration gives the model."""
     most = most_positions(model.max_position_embeddings, model.rope_scaling)
-    rope = rope_of(model.rope_scaling, facts.rope.theta) if model.rope_scaling else facts.rope
-    found = replace(facts, max_length=most or facts.max_length, rope=replace(rope, interleaved=facts.rope.interleaved))
+    most = most or facts.max_length
+    rope = rope_of(model.rope_scaling, facts.rope.theta, most) if model.rope_scaling else facts.rope
+    found = replace(facts, max_length=most, rope=replace(rope, interleaved=facts.rope.interleaved))
     return replace(found, max_length=_more_positions(found, model) or found.max_length)
 
 

@@ -6,6 +6,7 @@ each of them; rlctl reads the model's own and writes the copies again on export.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlctl.models import parts
@@ -14,6 +15,12 @@ from rlctl.models.hf_config import base_facts, refuse, required, rope_facts
 from rlctl.models.matrices import ModelWeights, Role, Weight
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+DEFAULTS = {
+    "first_k_dense_replace": 3, "max_position_embeddings": 4096, "n_group": 8, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "rms_norm_eps": 1e-6,
+    "rope_interleave": True, "rope_theta": 10_000.0, "routed_scaling_factor": 2.5, "topk_group": 4,
+}  # fmt: skip
+"""Values of transformers' DeepseekV3Config for keys that config.json leaves out."""
 ATTENTION = parts.LAYER + "self_attn."
 
 
@@ -21,6 +28,11 @@ def facts(config: dict[str, Any]) -> ModelFacts:
     """Facts of a `DeepseekV3ForCausalLM` configuration. `head_dim` is that of queries and keys."""
     refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published DeepSeek-V3 has biases.")
     refuse(config.get("moe_layer_freq", 1) != 1, "a moe_layer_freq other than 1", "rlctl knows DeepSeek's own pattern.")
+    refuse(not config["rope_interleave"], "rope_interleave: false", "Megatron-Core and vLLM rotate pairs of neighbors.")
+    score = config.get("scoring_func", "sigmoid")
+    refuse(score != "sigmoid", f"scoring_func: {score}", "transformers computes this model type with sigmoid.")
+    method = config.get("topk_method", "noaux_tc")
+    refuse(method != "noaux_tc", f"topk_method: {method}", "transformers chooses experts by noaux_tc.")
     mla = MlaFacts(
         q_lora_rank=config.get("q_lora_rank"),
         kv_lora_rank=required(config, "kv_lora_rank"),
@@ -29,12 +41,15 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         v_head_dim=required(config, "v_head_dim"),
     )
     rope = rope_facts(config)
+    refuse(
+        rope.kind not in ("default", "yarn"), f"rope type {rope.kind}", "vLLM computes a DeepSeek-V3 with yarn alone."
+    )
     return base_facts(
         "deepseek_v3",
         config,
         head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         kv_heads=required(config, "num_attention_heads"),
-        rope=type(rope)(rope.theta, rope.kind, rope.scaling, bool(config.get("rope_interleave", True))),
+        rope=replace(rope, interleaved=True),
         mla=mla,
         moe=_moe(config),
         mtp_layers=config.get("num_nextn_predict_layers") or 0,
@@ -44,17 +59,17 @@ def facts(config: dict[str, Any]) -> ModelFacts:
 def _moe(config: dict[str, Any]) -> MoeFacts:
     width = required(config, "moe_intermediate_size")
     return MoeFacts(
-        experts=required(config, "n_routed_experts"),
+        experts=required(config, "n_routed_experts", "num_local_experts"),
         experts_per_token=required(config, "num_experts_per_tok"),
         expert_intermediate=width,
         shared_expert_intermediate=width * (config.get("n_shared_experts") or 0),
-        dense_layers=tuple(range(config.get("first_k_dense_replace", 0))),
+        dense_layers=tuple(range(config["first_k_dense_replace"])),
         score="sigmoid",
-        normalize_topk=bool(config.get("norm_topk_prob", True)),
+        normalize_topk=bool(config["norm_topk_prob"]),
         expert_bias=True,
         groups=config.get("n_group") or 1,
         topk_groups=config.get("topk_group") or 1,
-        scaling=float(config.get("routed_scaling_factor", 1.0)),
+        scaling=float(config["routed_scaling_factor"]),
     )
 
 

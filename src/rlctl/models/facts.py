@@ -5,6 +5,7 @@ Shapes use suffix letters: H hidden, V vocabulary, E experts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +22,21 @@ class RopeFacts:
     kind: RopeKind = "default"
     scaling: dict[str, float] = field(default_factory=dict, hash=False)
     interleaved: bool = False
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of cosines and sines: of yarn alone, as `_compute_yarn_parameters` of transformers has it."""
+        given = self.scaling
+        if self.kind != "yarn" or "attention_factor" in given:
+            return given.get("attention_factor", 1.0) if self.kind == "yarn" else 1.0
+        mscale, everywhere = given.get("mscale"), given.get("mscale_all_dim")
+        if mscale and everywhere:
+            return self._mscale(mscale) / self._mscale(everywhere)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        factor = self.scaling["factor"]
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 from rlctl.errors import InputError, RlctlError
 from rlctl.models import other_families
 from rlctl.models.facts import ModelFacts
-from rlctl.models.hf_config import OWN_FILE
+from rlctl.models.hf_config import OWN_FILE, completed
 from rlctl.models.matrices import ModelWeights
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss")
-"""Files of this folder with `ARCHITECTURES`, `facts(config)` and `weights(facts)`."""
+"""Files of this folder with `ARCHITECTURES`, `DEFAULTS`, `facts(config)` and `weights(facts)`."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
+    defaults: dict[str, Any]
+    """What a key means that config.json leaves out, as for transformers' class of the model type."""
     facts: Callable[[dict[str, Any]], ModelFacts]
     weights: Callable[[ModelFacts], ModelWeights]
 
@@ -34,7 +36,7 @@ class Family:
 def families() -> tuple[Family, ...]:
     """All families."""
     modules = {name: import_module(f"rlctl.models.{name}") for name in FAMILIES}
-    return tuple(Family(name, m.ARCHITECTURES, m.facts, m.weights) for name, m in modules.items())
+    return tuple(Family(name, m.ARCHITECTURES, m.DEFAULTS, m.facts, m.weights) for name, m in modules.items())
 
 
 def family(name: str) -> Family:
@@ -115,9 +117,11 @@ def other_architecture(config: dict[str, Any]) -> str | None:
 
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
-    """Facts of the model that a Hugging Face `config.json` describes. A key that is null there counts as absent."""
+    """Facts of the model that a Hugging Face `config.json` describes. Keys that it leaves out have the model type's
+    defaults."""
     try:
-        return family_of_config(config).facts({key: value for key, value in config.items() if value is not None})
+        known = family_of_config(config)
+        return known.facts(completed(config, known.defaults))
     except RlctlError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rlctl.errors import InputError
 from rlctl.models import parts
-from rlctl.models.facts import ModelFacts
-from rlctl.models.hf_config import base_facts, refuse, rope_of
+from rlctl.models.facts import ModelFacts, RopeFacts
+from rlctl.models.hf_config import OWN_FILE, base_facts, refuse, rope_of
 from rlctl.models.matrices import ModelWeights, Role, Weight
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
+DEFAULTS = {
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10_000.0,
+    "rope_theta": 1_000_000.0, "sliding_window": 4096, "sliding_window_pattern": 6, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Values of transformers' Gemma3TextConfig for keys that config.json leaves out."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
@@ -18,21 +25,36 @@ def facts(config: dict[str, Any]) -> ModelFacts:
     refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published Gemma 3 has biases.")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         refuse(config.get(key) is not None, key, "no published Gemma 3 caps logits.")
-    parameters = config.get("rope_parameters") or {}
-    full = parameters.get("full_attention") or config.get("rope_scaling") or {}
+    mutual = bool(config.get("use_bidirectional_attention"))
+    refuse(mutual, "use_bidirectional_attention: true", "rlctl trains causal models.")
+    full, windowed = _ropes(config)
     return base_facts(
         "gemma3",
         config,
-        rope=rope_of(full, config.get("rope_theta") or 1_000_000.0),
-        window_rope=rope_of(parameters.get("sliding_attention") or {}, config.get("rope_local_base_freq")),
-        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        rope=full,
+        window_rope=windowed,
+        attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
         scaled_embeddings=True,
         qk_norm=True,
         activation="gelu_tanh",
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         sliding_window=config.get("sliding_window"),
         full_attention_layers=full_layers(config),
     )
+
+
+def _ropes(config: dict[str, Any]) -> tuple[RopeFacts, RopeFacts]:
+    """Rotary embedding of the layers without a window and of those with one. `rope_scaling` is added to the first."""
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if other := given.keys() - {"full_attention", "sliding_attention"}:
+        why = f"Gemma 3 has `full_attention` and `sliding_attention` in it, and `{min(other)}` would not be read"
+        raise InputError(f"config.json: rope_parameters: {why}.", OWN_FILE)
+    # transformers looks for the type of `rope_scaling` under its newer name alone
+    full = (given.get("full_attention") or {"rope_type": "default"}) | scaling
+    windowed = given.get("sliding_attention") or {}
+    uncut = False in (full.get("truncate"), windowed.get("truncate"))
+    refuse(uncut, "truncate: false", "transformers does not read it in a Gemma 3.")
+    positions = config["max_position_embeddings"]
+    return rope_of(full, config["rope_theta"], positions), rope_of(windowed, config["rope_local_base_freq"], positions)
 
 
 def full_layers(config: dict[str, Any]) -> tuple[int, ...]:
@@ -40,7 +62,7 @@ def full_layers(config: dict[str, Any]) -> tuple[int, ...]:
     types = config.get("layer_types")
     if types:
         return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    every = config["sliding_window_pattern"]
     return tuple(i for i in range(config["num_hidden_layers"]) if (i + 1) % every == 0)
 
 

@@ -14,18 +14,28 @@ from rlctl.models.hf_config import base_facts, refuse, required
 from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
 
 ARCHITECTURES = ("GptOssForCausalLM",)
+DEFAULTS = {
+    "head_dim": 64, "max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rope_theta": 150_000.0, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+}  # fmt: skip
+"""Values of transformers' GptOssConfig for keys that config.json leaves out."""
 ATTENTION, MLP = parts.LAYER + "self_attn.", parts.LAYER + "mlp."
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
     """Facts of a `GptOssForCausalLM` configuration."""
     moe = MoeFacts(
-        experts=required(config, "num_local_experts"),
+        experts=required(config, "num_local_experts", "num_experts"),
         experts_per_token=required(config, "num_experts_per_tok"),
         expert_intermediate=required(config, "intermediate_size"),
     )
-    alpha = config.get("swiglu_alpha", 1.702)
+    alpha = config["swiglu_alpha"]
     refuse(abs(alpha - 1.702) > 1e-6, f"swiglu_alpha: {alpha}", "every published gpt-oss has 1.702.")
+    refuse(config.get("attention_bias") is False, "attention_bias: false", "every published gpt-oss has biases.")
     types = config.get("layer_types") or []
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     return base_facts(
@@ -34,7 +44,7 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         qkv_bias=True,
         moe=moe,
         activation="quick_gelu",
-        glu_limit=float(config.get("swiglu_limit", 7.0)),
+        glu_limit=float(config["swiglu_limit"]),
         glu_offset=1.0,
         sliding_window=config.get("sliding_window"),
         full_attention_layers=full if types else tuple(range(1, config["num_hidden_layers"], 2)),

@@ -9,9 +9,11 @@ from rlctl.models.facts import ModelFacts, RopeFacts, RopeKind
 
 ROPE_NEEDS = {
     "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
 ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
 
 # Those of our activations; transformers' gpt-oss says silu and computes a sigmoid of 1.702 x.
@@ -20,6 +22,11 @@ ACTIVATIONS = {
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "quick_gelu": ("silu", "quick_gelu"),
 }
+NULLABLE = (
+    "head_dim", "n_group", "n_shared_experts", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank",
+    "sliding_window", "topk_group",
+)  # fmt: skip
+"""Keys of config.json whose null says something else than their absence, such as no window."""
 OWN_FILE = "Take the model's own file."
 
 
@@ -29,7 +36,8 @@ def required(config: dict[str, Any], *keys: str) -> Any:
     for key in keys:
         if config.get(key) is not None:
             return config[key]
-    raise InputError(f"config.json has no `{keys[0]}`.", "Take the model's own config.json.")
+    named = " or ".join(f"`{key}`" for key in keys)
+    raise InputError(f"config.json has no {named}.", "Take the model's own config.json.")
 
 
 def refuse(condition: bool, what: str, why: str) -> None:
@@ -38,22 +46,50 @@ def refuse(condition: bool, what: str, why: str) -> None:
         raise InputError(f"config.json says {what}: {why}")
 
 
+def completed(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with its model type's `defaults` for keys that it leaves out. A key that is null counts as
+    left out, except where null is a value of its own."""
+    given = {key: value for key, value in config.items() if value is not None or key in NULLABLE}
+    return {key: value for key, value in (defaults | given).items() if value is not None}
+
+
 def rope_facts(config: dict[str, Any]) -> RopeFacts:
-    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    return rope_of(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.get("rope_theta"))
+    """Rotary embedding of a model that has one for all layers, as transformers 5 reads it: `rope_scaling` replaces
+    `rope_parameters`, and keys next to them count where these lack them."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if kinds := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise InputError(
+            f"config.json has rotary parameters for `{kinds[0]}` layers, but this model type has one set for all.",
+            OWN_FILE,
+        )
+    if original := config.get("original_max_position_embeddings"):
+        given = given | {"original_max_position_embeddings": original}
+    if partial := config.get("partial_rotary_factor"):
+        given = {"partial_rotary_factor": partial} | given
+    return rope_of(given, config.get("rope_theta"), config.get("max_position_embeddings"))
 
 
-def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
-    """Rotary embedding of one set of published parameters; `theta` is the base where they name none."""
-    kind = given.get("rope_type", given.get("type", "default"))
+def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = None) -> RopeFacts:
+    """Rotary embedding of one set of published parameters; `theta` is the base where they name none, `positions` the
+    original length where a scaling that depends on it names none."""
+    kind, legacy = given.get("rope_type", given.get("type", "default")), given.get("type")
     known: RopeKind | None = next((one for one in get_args(RopeKind) if one == kind), None)
     if known is None:
         raise InputError(f"config.json has rope type `{kind}`.", f"Known: {', '.join(sorted(get_args(RopeKind)))}.")
-    theta = float(given.get("rope_theta") or theta or 10_000.0)
+    if legacy not in (None, kind, "mrope"):
+        why = f"transformers reads `rope_type` ({kind}), vLLM refuses it next to another `type` ({legacy})"
+        raise InputError(f"config.json has two rope types: {why}.", "Remove the wrong one.")
     if known == "dynamic" and given.get("alpha"):
         raise InputError(
             "config.json has rope type `dynamic` with `alpha`.", "Models of HunYuan alone are known to have it."
         )
+    if (partial := given.get("partial_rotary_factor", 1)) != 1:
+        why = "transformers rotates whole heads of this model type, and vLLM a part"
+        raise InputError(f"config.json says partial_rotary_factor: {partial}: {why}.", OWN_FILE)
+    given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
+    if known in ("llama3", "yarn") and positions:
+        given = {"original_max_position_embeddings": positions} | given
+    theta = float(given.get("rope_theta") or theta or 10_000.0)
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
     if lacking := [key for key in ROPE_NEEDS.get(known, ()) if key not in scaling]:
         raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", OWN_FILE)
@@ -67,10 +103,22 @@ def replaced_positions(config: dict[str, Any], most: int | None, scaling: dict[s
     if most := most_positions(most, scaling):
         own["max_position_embeddings"] = most
     if not scaling:
-        return config | own
-    theta = scaling.get("rope_theta") or rope_facts(config).theta
-    kept = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    return kept | own | {"rope_theta": theta, "rope_scaling": scaling | {"rope_theta": theta}}
+        return config | {key: _with_original(config, config[key]) for key in ROPE_KEYS if config.get(key)} | own
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given = given.get("full_attention") or given
+    kept = {key: value for key, value in config.items() if key not in (*ROPE_KEYS, "original_max_position_embeddings")}
+    theta = scaling.get("rope_theta") or given.get("rope_theta") or config.get("rope_theta")
+    named = {"rope_theta": theta} if theta else {}
+    return kept | own | named | {"rope_scaling": scaling | named}
+
+
+def _with_original(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters that name the original length, which transformers takes from the number of positions
+    where they do not."""
+    if any(isinstance(value, dict) for value in given.values()):
+        return {key: _with_original(config, one) if isinstance(one, dict) else one for key, one in given.items()}
+    depends = given.get("rope_type", given.get("type")) in ("llama3", "yarn") and config.get("max_position_embeddings")
+    return {"original_max_position_embeddings": config["max_position_embeddings"]} | given if depends else given
 
 
 def most_positions(most: int | None, scaling: dict[str, Any]) -> int | None:
@@ -92,13 +140,12 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         "head_dim": config.get("head_dim") or hidden // heads,
         "intermediate": required(config, "intermediate_size"),
         "vocab": required(config, "vocab_size"),
-        "max_length": config.get("max_position_embeddings", 2048),
+        "max_length": required(config, "max_position_embeddings"),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope": rope_facts(config),
+        "norm_eps": required(config, "rms_norm_eps"),
     }
-    facts = ModelFacts(family, **(values | more))
-    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    facts = ModelFacts(family, **(values | {"rope": more.get("rope") or rope_facts(config)} | more))
+    key = "hidden_activation" if facts.activation == "gelu_tanh" else "hidden_act"
     known = ACTIVATIONS[facts.activation]  # another one would not be computed
     if (config.get(key) or known[0]) not in known:
         why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."

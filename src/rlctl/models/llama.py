@@ -10,6 +10,8 @@ from rlctl.models.hf_config import base_facts, refuse
 from rlctl.models.matrices import ModelWeights
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+"""Values of transformers' LlamaConfig for keys that config.json leaves out."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

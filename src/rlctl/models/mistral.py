@@ -9,6 +9,11 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.hf_config import base_facts
 
 ARCHITECTURES = ("MistralForCausalLM",)
+DEFAULTS = {
+    "max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "sliding_window": 4096,
+}  # fmt: skip
+"""Values of transformers' MistralConfig for keys that config.json leaves out."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

@@ -10,13 +10,17 @@ from rlctl.models.hf_config import base_facts, required
 from rlctl.models.matrices import ModelWeights
 
 ARCHITECTURES = ("MixtralForCausalLM",)
+DEFAULTS = {
+    "max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+}  # fmt: skip
+"""Values of transformers' MixtralConfig for keys that config.json leaves out."""
 BLOCK = parts.LAYER + "block_sparse_moe."
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
     """Facts of a `MixtralForCausalLM` configuration."""
     moe = MoeFacts(
-        experts=required(config, "num_local_experts"),
+        experts=required(config, "num_local_experts", "num_experts"),
         experts_per_token=required(config, "num_experts_per_tok"),
         expert_intermediate=required(config, "intermediate_size"),
     )

@@ -9,6 +9,10 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.hf_config import base_facts, refuse
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
+DEFAULTS = {
+    "max_position_embeddings": 32_768, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+}  # fmt: skip
+"""Values of transformers' Qwen2Config for keys that config.json leaves out."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

@@ -10,6 +10,11 @@ from rlctl.models.hf_config import base_facts, refuse
 from rlctl.models.matrices import ModelWeights
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
+DEFAULTS = {
+    "head_dim": 128, "max_position_embeddings": 32_768, "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}  # fmt: skip
+"""Values of transformers' Qwen3Config for keys that config.json leaves out."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

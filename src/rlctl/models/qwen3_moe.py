@@ -10,6 +10,11 @@ from rlctl.models.hf_config import base_facts, refuse, required
 from rlctl.models.matrices import ModelWeights
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+DEFAULTS = {
+    "decoder_sparse_step": 1, "max_position_embeddings": 32_768, "norm_topk_prob": False, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+}  # fmt: skip
+"""Values of transformers' Qwen3MoeConfig for keys that config.json leaves out."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
@@ -18,14 +23,14 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         bool(config.get("use_sliding_window")), "use_sliding_window: true", "rlctl trains Qwen3 with full attention."
     )
     refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published Qwen3 has biases.")
-    step, listed = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    step, listed = config["decoder_sparse_step"], set(config.get("mlp_only_layers") or ())
     layers = range(required(config, "num_hidden_layers"))
     moe = MoeFacts(
         experts=required(config, "num_experts", "num_local_experts"),
         experts_per_token=required(config, "num_experts_per_tok"),
         expert_intermediate=required(config, "moe_intermediate_size"),
         dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step),
-        normalize_topk=bool(config.get("norm_topk_prob", False)),
+        normalize_topk=bool(config["norm_topk_prob"]),
     )
     return base_facts("qwen3_moe", config, qk_norm=True, moe=moe)
 

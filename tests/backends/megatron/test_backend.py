@@ -12,6 +12,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import OptimizerConfig, QuantizationConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
+from rlctl.models.facts import RopeFacts
 
 FACTS = lookup("SmolLM2-135M")
 
@@ -90,3 +91,20 @@ def test_what_quantization_does_not_go_with_is_refused(more: dict, said: str) ->
     refuse_wrong_numbers(whole)
     with pytest.raises(ConfigError, match=said):
         refuse_wrong_numbers(replace(whole, **more))
+
+
+def test_an_attention_factor_that_megatron_cannot_compute_is_refused_before_anything_starts() -> None:
+    yarn = RopeFacts(1e4, "yarn", {"factor": 4.0, "original_max_position_embeddings": 64.0})
+    for scaled, words in (
+        (replace(yarn, scaling=yarn.scaling | {"attention_factor": 0.9}), "attention factor of 0.9"),
+        (yarn, "latent attention"),
+    ):
+        facts = lookup("deepseek-ai/DeepSeek-V3") if "latent" in words else FACTS
+        assert facts is not None
+        with pytest.raises(ConfigError, match=words):
+            refuse_wrong_numbers(PolicySpec(replace(facts, rope=scaled)))
+    gemma = lookup("google/gemma-3-1b-it")
+    assert gemma is not None
+    refuse_wrong_numbers(PolicySpec(replace(gemma, rope=yarn, window_rope=yarn)))
+    with pytest.raises(ConfigError, match="layers without a window alone"):
+        refuse_wrong_numbers(PolicySpec(replace(gemma, rope=yarn)))

@@ -21,6 +21,7 @@ from rlctl.backends.megatron.args import (
     transformer_values,
 )
 from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.quantized import quantization_problems
 from rlctl.weights.megatron import MegatronWorld
@@ -63,8 +64,23 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
             )
     for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
         raise ConfigError(f"training.quantization.{key} is refused: {why}.", "Change it.")
+    if why := _attention_factor_problem(spec.facts):
+        raise ConfigError(f"model.name: {why}.", "Train it with --backend dtensor.")
     for key, reason in _wrong(spec):
         raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
+
+
+def _attention_factor_problem(facts: ModelFacts) -> str:
+    """Why Megatron-Core cannot compute with the attention factor of the model's yarn; empty: it can."""
+    factor = facts.rope.attention_factor
+    found = f"the yarn of config.json has an attention factor of {factor:g}"
+    if factor < 1:
+        return f"{found}, and Megatron-Core takes none below 1"
+    if factor > 1 and facts.mla is not None:
+        return f"{found}, and Megatron-Core has none in latent attention"
+    if facts.window_rope is not None and facts.window_rope.attention_factor != factor:
+        return f"{found} for layers without a window alone, and Megatron-Core has one for all layers"
+    return ""
 
 
 def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:

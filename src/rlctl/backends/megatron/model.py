@@ -33,13 +33,11 @@ from rlctl.backends.megatron.modules import (
     RowRotary,
     normed_output,
     own_angles,
-    rotary_of,
 )
 from rlctl.backends.megatron.routing import Replay, hand_out
 from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
-from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -235,10 +233,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     )
     # YaRN multiplies cosines and sines by a factor, which Megatron reads from an attribute that is not a field, as
     # 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
-    _, factor = rotary_of(facts.rope, facts.head_dim)
-    if factor < 1 or (factor > 1 and facts.mla is not None):
-        raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
-    if factor > 1:
+    if (factor := facts.rope.attention_factor) > 1:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
     return config
 

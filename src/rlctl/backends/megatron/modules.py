@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from rlctl.backends.context_parallel import Gather, context_part
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow
-from rlctl.errors import ConfigError
 from rlctl.models.facts import RopeFacts
 
 
@@ -122,7 +121,7 @@ class RowRotary(nn.Module):
         self, facts: RopeFacts, width: int, interleaved: bool = False, windowed: RopeFacts | None = None
     ) -> None:
         super().__init__()
-        self.frequencies = [rotary_of(kind, width)[0] for kind in (facts, windowed) if kind is not None]
+        self.frequencies = [frequencies_of(kind, width) for kind in (facts, windowed) if kind is not None]
         self.interleaved = interleaved
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> RowParams:
@@ -153,10 +152,10 @@ def own_angles(windowed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], t
     return choose
 
 
-def rotary_of(facts: RopeFacts, width: int) -> tuple[Tensor, float]:
-    """(inverse frequencies, float32 [width / 2]; the factor of cosines and sines), as transformers computes them."""
+def frequencies_of(facts: RopeFacts, width: int) -> Tensor:
+    """Inverse frequencies, float32 [width / 2], as transformers computes them."""
     if facts.kind in ("default", "dynamic"):
-        return 1.0 / facts.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width), 1.0
+        return 1.0 / facts.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = SimpleNamespace(
@@ -166,11 +165,7 @@ def rotary_of(facts: RopeFacts, width: int) -> tuple[Tensor, float]:
         num_attention_heads=1,
         standardize_rope_params=lambda: None,
     )
-    try:
-        return ROPE_INIT_FUNCTIONS[facts.kind](config)
-    except KeyError as missing:
-        message = f"the model's {facts.kind} scaling of rotary positions has no {missing}."
-        raise ConfigError(message, "Take the model's own config.json.") from missing
+    return ROPE_INIT_FUNCTIONS[facts.kind](config)[0]
 
 
 class RMSNorm(nn.Module):
