@@ -144,7 +144,9 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         "norm_eps": required(config, "rms_norm_eps"),
     }
-    facts = ModelFacts(family, **(values | {"rope": more.get("rope") or rope_facts(config)} | more))
+    if "rope" not in more:
+        values["rope"] = rope_facts(config)
+    facts = ModelFacts(family, **(values | more))
     key = "hidden_activation" if facts.activation == "gelu_tanh" else "hidden_act"
     known = ACTIVATIONS[facts.activation]  # another one would not be computed
     if (config.get(key) or known[0]) not in known:
