@@ -261,7 +261,7 @@ def about(job: Job) -> list[str]:
         *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None and job.config.teacher.model else []),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
-        *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
+        *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note, *job.notes) if note),
         *differences(job.resolved),
     ]
 

@@ -317,8 +317,12 @@ class Encoded:
             for line in play.describe():
                 tell(f"{candidate.label}: {line}")
 
+        for task in evaluation.tasks:
+            for note in encoders[task.label].notes_on(task.prompts):
+                tell(f"{candidate.label}: {note}")
+
         def prompt(row: PromptRow, encoder: PromptEncoder) -> tuple[int, ...]:
-            return encoder.encode(row) if play is None else tuple(play.measured(encoder.messages(row), row.where))
+            return encoder.encode(row) if play is None else tuple(play.measured(row, encoder))
 
         prompts = {task.label: [prompt(row, encoders[task.label]) for row in task.prompts] for task in evaluation.tasks}
         for task in evaluation.tasks:
@@ -355,6 +359,7 @@ class Encoded:
             "system_prompt": data.system_prompt,
             "prompt_template": data.prompt_template,
             "prompt_suffix": data.prompt_suffix,
+            **({"special_tokens": kept} if (kept := data.special_tokens) != "text" else {}),
             "chat_template": template_digest(template) if template else None,
             "tokenizer": config.model.tokenizer,
             **({"chat_template_kwargs": own} if (own := config.model.chat_template_kwargs) else {}),

@@ -31,10 +31,10 @@ from rlctl.cluster.ray_session import fetch, ray_session
 from rlctl.config.files import read_text, temporary_folder
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import DataConfig, RlctlConfig
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.prompt_rows import PromptRow, checked_prompt, prompt_field_in
+from rlctl.data.prompt_rows import PromptRow, checked_prompt, prompt_field_in, row_from_record
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
@@ -152,26 +152,26 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
 def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:
     """Return the prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text with one prompt a
     line in a file or (`-`) on stdin. Raises InputError naming the flag, the file and the line."""
-    found: list[tuple[str, Any]] = [(f"--prompt number {i + 1}", text) for i, text in enumerate(texts)]
+    found = [PromptRow(i, f"--prompt number {i + 1}", text, None) for i, text in enumerate(texts)]
     if file is not None:
         found += _file_prompts(Path(file), field)
     if file is not None and len(found) == len(texts):
         raise InputError(f"--prompts-file {file} holds no prompt.", "Write one on each line.")
     if not found:
         raise InputError("Nothing to complete.", "Give --prompt TEXT, or --prompts-file FILE.")
-    return [PromptRow(index, where, prompt, None) for index, (where, prompt) in enumerate(found)]
+    return [replace(row, index=index) for index, row in enumerate(found)]
 
 
-def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+def _file_prompts(path: Path, field: str) -> Iterator[PromptRow]:
     text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
     for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a prompt
         where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
         if not line.strip():
             continue
-        yield (
-            where,
-            (_json_prompt(line, where, field) if path.suffix == ".jsonl" else checked_prompt(line, "prompt", where)),
-        )
+        if path.suffix == ".jsonl":
+            yield _json_row(line, where, field)
+        else:
+            yield PromptRow(0, where, checked_prompt(line, "prompt", where), None)
 
 
 def _stdin() -> str:
@@ -184,17 +184,18 @@ def _stdin() -> str:
         raise InputError(f"--prompts-file -: stdin is not UTF-8 text: {error}.") from error
 
 
-def _json_prompt(line: str, where: str, field: str) -> Any:
+def _json_row(line: str, where: str, field: str) -> PromptRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"--prompts-file: {where} is not JSON: {error}.") from error
-    if not isinstance(row, dict) or (field := prompt_field_in(row, field)) not in row:
+    if not isinstance(row, dict) or prompt_field_in(row, field) not in row:
         have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise InputError(
             f"--prompts-file: {where} has no field `{field}` (it has: {have}).", "Name it with --set data.prompt_field."
         )
-    return checked_prompt(row[field], field, f"--prompts-file: {where}")
+    made = row_from_record(row, 0, f"--prompts-file: {where}", DataConfig(prompt_field=field))
+    return replace(made, where=where, answer=None)
 
 
 def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Iterator[dict[str, Any]]:
@@ -203,6 +204,8 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
     encoder = PromptEncoder.build(load_tokenizer(directory, config.model), config.model, config.data, directory)
     if encoder.note:
         tell(encoder.note)
+    for note in encoder.notes_on(rows):
+        tell(note)
     prompts = [encoder.encode(row) for row in rows]
     sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
     require_room(job, [len(prompt) for prompt in prompts], rows)

@@ -99,6 +99,8 @@ class Job:
     """Not None: the teacher has a tokenizer of its own."""
     prompt_tokens: tuple[int, ...] = ()
     """Lengths of the first prompts that the run uses."""
+    notes: tuple[str, ...] = ()
+    """Notes on rows of the data."""
 
     @property
     def config(self) -> RlctlConfig:
@@ -265,6 +267,7 @@ def prepare_job(
         validation = ValidationSet.open(config, prompts, source.directory)
     projection = _projection(config, prompts, validation, teacher) if teacher else None
     resolved, length = _with_max_length(resolved, facts, prompts)
+    notes = prompts.notes()
     prompt_tokens, new = prompts.lengths(), _new_tokens(config)
     if validation:
         validation.require_fit(length - 1 if new else length)
@@ -276,7 +279,7 @@ def prepare_job(
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, projection,
-               tuple(prompt_tokens))  # fmt: skip
+               tuple(prompt_tokens), tuple(notes))  # fmt: skip
 
 
 def _projection(

@@ -53,6 +53,8 @@ def episodes_job(
     if checkpoint is not None and compares:
         raise InputError("--check is for a model: a checkpoint's refit is verified as it is.", "Leave it out.")
     prompts = PromptStream.open(job.config, job.model.source.directory)
+    for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
+        tell(note)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
     rewards = mixed_rewards(listed) if any_reward(listed) else None
     if rewards is None and prompts.environment is None:

@@ -110,6 +110,10 @@ class DataConfig(Section):
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
     """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, leave the text
     out of its batch, or cut off its end, which only a plain `text` allows."""
+    special_tokens: Literal["text", "tokens"] = "text"
+    """Treatment of texts in prompts, tools, completions and messages of environments that the tokenizer has a control
+    token for, such as `<|im_end|>`: ordinary text, or the token. A row with `text` is all that the model reads: there
+    they are tokens."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
@@ -333,6 +337,7 @@ class DataSource(Section):
     system_prompt: str | None = None
     prompt_template: str | None = None
     prompt_suffix: str | None = None
+    special_tokens: Literal["text", "tokens"] | None = None
     shuffle: bool | None = None
     order: DataOrder | None = None
     difficulty_field: str | None = None

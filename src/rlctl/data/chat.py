@@ -6,9 +6,10 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,8 @@ from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_obje
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.config.schema import DataConfig, ModelConfig
-from rlctl.data.prompt_rows import Messages, PromptRow
+from rlctl.data.control_tokens import KEY, ControlTokens, begun
+from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of
 from rlctl.errors import InputError, first_line
 
@@ -58,6 +60,10 @@ class PromptEncoder:
     """Variables of the template, such as enable_thinking."""
     in_parts: bool = False
     """Whether the template takes the content of a message as a list of parts, as those of models with images do."""
+    control: ControlTokens = field(default_factory=ControlTokens)
+    """The tokens that delimit turns or end a text."""
+    keeps_tokens: bool = False
+    """Whether control tokens in the content of messages are tokens (`data.special_tokens`)."""
 
     @classmethod
     def build(
@@ -85,24 +91,56 @@ class PromptEncoder:
             vocab=size if isinstance(size, int) else None,
             note=None if template else PLAIN_NOTE,
             variables=model.chat_template_kwargs,
+            keeps_tokens=data.special_tokens == "tokens",
         )
-        return encoder._tried() if template else encoder
+        encoder = encoder._tried() if template else encoder
+        return encoder.with_ends(encoder.stop_token_ids)
+
+    def with_ends(self, tokens: Iterable[int]) -> PromptEncoder:
+        """Return an encoder with these tokens as those that end a completion."""
+        ends = tuple(sorted(tokens))
+        return replace(self, stop_token_ids=ends, control=ControlTokens.of(self.tokenizer, ends, self._skeletons()))
 
     def text(self, row: PromptRow) -> str:
         """Return the whole prompt as the model reads it."""
-        return self.render(self.messages(row), row.where)
+        return self.control.shown(self.telling(row).render(self.messages(row), row.where))
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
         """Return token ids of the prompt."""
-        return self.encode_messages(self.messages(row), row.where)
+        return self.telling(row).encode_messages(self.messages(row), row.where)
 
     def encode_messages(self, messages: Messages, where: str) -> tuple[int, ...]:
         """Return token ids of a prompt of these messages."""
-        # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
-        text = self.render(messages, where)
-        tokens = tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
+        tokens = tuple(self.encode_text(self.render(messages, where), where))
         self.require_known(tokens, where)
         return tokens
+
+    def encode_text(self, text: str, where: str, *, begins: bool = True) -> list[int]:
+        """Return token ids of a text that `render` has made, or of a part of one; `begins`: its beginning."""
+        tokens = self.control.encode(self.tokenizer, text, where)
+        # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
+        return begun(self.tokenizer, tokens) if begins and self.template is None else tokens
+
+    def telling(self, row: PromptRow) -> PromptEncoder:
+        """Return an encoder that tells the tools of a row, unless the prompt template does. Raises InputError where the
+        chat template writes none."""
+        of_template = self.prompt_template is not None and TOOLS in self.prompt_template.names
+        if of_template or not row.tools:
+            return self
+        telling, messages = self.telling_tools(row.tools), self.messages(row)
+        if self.template is None or telling.render(messages, row.where) == self.render(messages, row.where):
+            raise InputError(
+                f"{row.where}: the chat template does not write the tools of the row.",
+                f"Give another with --chat-template, or leave the field `{TOOLS}` out.",
+            )
+        return telling
+
+    def telling_tools(self, tools: Iterable[Any]) -> PromptEncoder:
+        """Return an encoder that gives tools to the template, which is the tokenizer's own for tools where it has
+        one."""
+        named: Any = self.tokenizer.chat_template
+        own = named.get("tool_use") if isinstance(named, dict) and self.template == named.get("default") else None
+        return replace(self, template=own or self.template, variables={**self.variables, TOOLS: [*tools]})
 
     def require_known(self, tokens: Sequence[int], where: str) -> None:
         """Raise InputError for a token that the model does not have."""
@@ -130,7 +168,10 @@ class PromptEncoder:
 
     def render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
         """Return messages as the model reads them, up to where the next answer begins, or `answered` up to the end of
-        the last one."""
+        the last one. Texts of control tokens in them are hidden, for `encode_text`."""
+        messages, variables = self.hidden(messages), self.variables
+        if variables.get(TOOLS):
+            variables = {**variables, TOOLS: self.hidden(variables[TOOLS])}
         if self.template is None:  # lines that end where the answer begins; a system message goes first as it is
             names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
             lines = [names.get(one["role"], "") + one["content"] for one in messages if one["content"]]
@@ -142,7 +183,7 @@ class PromptEncoder:
             shown = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **self.variables
+                shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **variables
             )
             return cast(str, text)  # without `tokenize` it is a text
         # A template is a program: what it computes with may be missing or zero.
@@ -151,6 +192,37 @@ class PromptEncoder:
                 f"The chat template cannot write {where} ({', '.join(m['role'] for m in messages)}): {error}",
                 "Give another with --chat-template; a template may also refuse a system prompt (data.system_prompt).",
             ) from error
+
+    def hidden(self, value: Any) -> Any:
+        """Return messages or tools with the texts of control tokens hidden, unless they are to be tokens."""
+        return value if self.keeps_tokens else self.control.hide(value)
+
+    def controls_in(self, row: PromptRow, *, texts: bool = False) -> list[str]:
+        """Return the texts of control tokens in the prompt and tools of a row, and (of `texts`) in its completions."""
+        if texts and row.answer == ():
+            return list(dict.fromkeys(self.control.inside(str(row.prompt))))
+        shown = (row.prompt, row.fields.get(TOOLS), row.answer if texts else None)
+        return list(dict.fromkeys(self.control.in_strings(shown)))
+
+    def notes_on(self, rows: Iterable[PromptRow], *, texts: bool = False) -> list[str]:
+        """Return notes on the rows with control tokens."""
+        found: dict[str, list[str]] = {}
+        for row in rows:
+            become = "are tokens, since a `text` is all that the model reads"
+            if not (texts and row.answer == ()):
+                kept = f"are tokens ({KEY}=tokens)"
+                become = kept if self.keeps_tokens else f"stay text ({KEY}=tokens makes them tokens)"
+            if held := self.controls_in(row, texts=texts):
+                found.setdefault(become, []).append(f"{row.where} ({', '.join(held)})")
+        return [
+            f"{len(named):,} row{'s' * (len(named) > 1)} with control tokens, which {become}: "
+            f"{'; '.join(named[:3])}{'; ...' * (len(named) > 3)}"
+            for become, named in found.items()
+        ]
+
+    def without_end(self, completion: str) -> str:
+        """Return a completion of the plain format without the end token that it may bring: one follows anyway."""
+        return completion.removesuffix(str(self.tokenizer.eos_token)) if self.tokenizer.eos_token else completion
 
     def closing_token(self) -> int | None:
         """Return the special token that the template writes right behind an answer; None: it writes none there."""
@@ -169,6 +241,26 @@ class PromptEncoder:
     def special_texts(self) -> list[str]:
         """The texts of the special tokens."""
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.special))]
+
+    def _skeletons(self) -> list[str]:
+        """Return what the template writes around messages: of a conversation, and of the result of a tool."""
+        if self.template is None:
+            return []
+        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}
+        talk = [user, answer, user]
+        found = self._written([{"role": "system", "content": "?"}, *talk]) or self._written(talk)
+        found = found if _MARKER in found else self._written([user], answered=False)
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "?"}}}
+        called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "?"}
+        texts = self._written(called), self._written([*called, result])
+        return [found, texts[1][len(commonprefix(texts)) :]]  # noqa: RUF071 - of texts, not of paths
+
+    def _written(self, messages: Messages, *, answered: bool = True) -> str:
+        try:
+            return self.render(messages, answered=answered)
+        except InputError:
+            return ""
 
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""

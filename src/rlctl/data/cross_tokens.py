@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlctl.data.control_tokens import begun
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 def read_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Return the tokens of a text with the end token behind it, and the characters where each begins and ends. A
     token for no character begins and ends at the same one; the end token is one character behind the text."""
-    found: Any = tokenizer(text, return_offsets_mapping=True)
-    tokens, end = list(found["input_ids"]), tokenizer.eos_token_id
-    spans_T = np.array([*found["offset_mapping"], (0, 0)], np.int64)[: len(tokens)]
+    found: Any = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    tokens, end = begun(tokenizer, found["input_ids"]), tokenizer.eos_token_id
+    front = [(0, 0)] * (len(tokens) - len(found["input_ids"]))
+    spans_T = np.array([*front, *found["offset_mapping"], (0, 0)], np.int64)[: len(tokens)]
     if tokens[-1:] != [end]:
         tokens.append(end)  # pyright: ignore[reportArgumentType] - texts need one
         spans_T = np.append(spans_T, [[0, 0]], 0)

@@ -25,11 +25,16 @@ MESSAGES = "messages"
 """Field of chat messages, by the name that most published datasets give it."""
 GYM = "responses_create_params"
 """Field of a row of NeMo Gym that has what the model is asked."""
+TOOLS = "tools"
+"""Field of the tools that a conversation may call, and the template's name for them."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold a thought, for templates that write it in front of the content."""
 USUAL_NAMES = {
     "--prompt-field": ("question", "problem", "query", "instruction", "input"),
     "--answer-field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
 }
 """Names that prompts and answers have in published datasets, to suggest."""
+_LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 _NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
 OTHER_MEDIA = {"image": "an image", "images": "images", "video": "a video", "videos": "videos", "audio": "sound"}
 
@@ -53,6 +58,22 @@ class PromptRow:
     `prompt` and `answer`, as which a function has the two above."""
     source: str = ""
     """The source that it is from, where a run has several."""
+
+    @property
+    def tools(self) -> list[Any]:
+        """The tools that a conversation may call, as templates take them. Raises InputError for anything else."""
+        try:
+            tools = _from_json(self.fields.get(TOOLS) or [])
+            tools = [_from_json(one) for one in tools] if isinstance(tools, Sequence) else tools
+        except ValueError as error:
+            raise InputError(f"{self.where}: the field {TOOLS!r} is not JSON.", "Write a list of tools.") from error
+        if isinstance(tools, str) or not isinstance(tools, Sequence) or not all(isinstance(o, Mapping) for o in tools):
+            raise InputError(
+                f"{self.where}: the field {TOOLS!r} is not a list of tools.",
+                'A tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}. Rename a field that '
+                "holds something else.",
+            )
+        return [*tools]
 
     @property
     def question(self) -> str:
@@ -116,12 +137,35 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
     if data.prompt_field not in record and template is not None and PROMPT not in template.names:
         return PromptRow(index, where, template.render(fields, where), answer, fields)
-    value = _asked_in_gym(record[name]) if name == GYM else record[name]
+    value = _asked_in_gym(record[name], where) if name == GYM else record[name]
     return PromptRow(index, where, checked_prompt(value, name, where), answer, fields)
 
 
-def _asked_in_gym(params: Any) -> Any:
+def _from_json(value: Any) -> Any:
+    """Return a value that a column of a table may hold as JSON. Raises ValueError where it is not."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def decoded_messages(value: Any, field_name: str, where: str) -> Any:
+    """Return the chat messages in a text that is a JSON list of them, as in columns of tables; any other value as it
+    is. Raises InputError for a list of messages in another notation."""
+    if not isinstance(value, str) or not _LIKE_MESSAGES.match(value):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{where}: field {field_name!r} looks like a list of chat messages, but is not JSON ({error}).",
+            "Write it with json.dumps, or as a list in a .jsonl or .parquet file.",
+        ) from error
+
+
+def _asked_in_gym(params: Any, where: str) -> Any:
     """Return the messages in what a row of NeMo Gym asks, which has OpenAI's form of responses."""
+    try:
+        params = _from_json(params)
+    except ValueError as error:
+        raise InputError(f"{where}: the field {GYM!r} is not JSON ({error}).") from error
     asked = params.get("input") if isinstance(params, Mapping) else None
     if not isinstance(asked, Sequence) or isinstance(asked, str):
         return asked
@@ -170,6 +214,7 @@ def _require_field(name: str, flag: str, present: Sequence[str], where: str) -> 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
+    value = decoded_messages(value, field_name, where)
     if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: field {field_name!r} holds {len(value):,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
@@ -190,8 +235,9 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
 
 
 def checked_messages(value: Any, field_name: str, where: str) -> Messages:
-    """Return a list of chat messages with their texts and their calls of tools. Raises InputError naming row and field
-    for anything else."""
+    """Return a list of chat messages with their texts, thoughts and calls of tools. Raises InputError naming row and
+    field for anything else."""
+    value = decoded_messages(value, field_name, where)
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise InputError(
             f"{where}: field {field_name!r} is not a list of chat messages.", "It has at least one message."
@@ -206,8 +252,9 @@ def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return found
     try:
-        names = [{"id": call["id"]} if call.get("id") else {} for call in message["tool_calls"]]
-        functions = [call.get("function", call) for call in message["tool_calls"]]
+        listed = _from_json(message["tool_calls"])
+        names = [{"id": call["id"]} if call.get("id") else {} for call in listed]
+        functions = [call.get("function", call) for call in listed]
         given = [(one["name"], one.get("arguments") or {}) for one in functions]
         parsed = [(name, json.loads(held) if isinstance(held, str) else dict(held)) for name, held in given]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -220,8 +267,8 @@ def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found | {"tool_calls": calls}
 
 
-def _message(value: Any, field_name: str, where: str) -> dict[str, str]:
-    """Return a chat message; its content may be given as a list of texts in parts."""
+def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
+    """Return a chat message with its thought; its content may be given as a list of texts in parts."""
     role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
     if isinstance(content, Sequence) and not isinstance(content, str) and all(isinstance(p, Mapping) for p in content):
         for part in content:
@@ -239,7 +286,8 @@ def _message(value: Any, field_name: str, where: str) -> dict[str, str]:
             f"{where}: field {field_name!r} is a list, but not of chat messages.",
             f"A message is an object with the texts `role` and `content`{has}.",
         )
-    return {"role": role, "content": content}
+    thoughts = {key: value[key] for key in THOUGHTS if value.get(key) is not None}
+    return {"role": role, "content": content, **thoughts}
 
 
 def instructions(data: DataConfig) -> str:

@@ -18,10 +18,12 @@ from rlctl.config.schema import DataConfig
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.prompt_rows import (
     GYM_PREFIX,
+    TOOLS,
     GymTask,
     PromptRow,
     PromptSource,
     instructions,
+    prompt_field_in,
     require_fields,
     row_from_record,
 )
@@ -125,15 +127,16 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def _row_of_table(record: dict[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     """Return the row of a record of a table. The objects in a column of it have the keys of all rows, and arguments of
-    a call those of all calls: in texts, keys without a value are those of others."""
-    return ROWS[data.rows](record if data.rows == "prompts" else _without_nulls(record), index, where, data)
+    a call those of all calls: in what a chat template reads, keys without a value are those of others."""
+    read = {TOOLS, prompt_field_in(record, data.prompt_field)} if data.rows == "prompts" else record.keys()
+    cleaned = {key: _without_nulls(value) if key in read else value for key, value in record.items()}
+    return ROWS[data.rows](cleaned, index, where, data)
 
 
-def _without_nulls(value: Any, *, column: bool = True) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        kept = {key: one for key, one in value.items() if column or one is not None}
-        return {key: _without_nulls(one, column=False) for key, one in kept.items()}
-    return [_without_nulls(one, column=False) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def columns_of(path: Path) -> list[str]:

@@ -7,7 +7,6 @@ prefixes of the whole conversation, nobody knows where the answer stands, and th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,17 @@ import numpy as np
 
 from rlctl.config.schema import DataConfig
 from rlctl.data.chat import PromptEncoder
-from rlctl.data.prompt_rows import MESSAGES, Messages, PromptRow, checked_messages, checked_prompt
+from rlctl.data.control_tokens import begun
+from rlctl.data.prompt_rows import (
+    MESSAGES,
+    THOUGHTS,
+    TOOLS,
+    Messages,
+    PromptRow,
+    checked_messages,
+    checked_prompt,
+    decoded_messages,
+)
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
 from rlctl.errors import InputError
@@ -31,8 +40,6 @@ HELP_STEER = {"response1", "response2", "overall_preference"}
 """Fields of rows as SQuAD and HelpSteer3 have them."""
 LABEL = "label"
 """Field that says whether a completion is good."""
-TOOLS = "tools"
-"""Field of the tools that a conversation may call, and the template's name for them."""
 RANKED = "completions"
 """Field of the completions of a prompt with their ranks, the best of which has the lowest."""
 MARGIN = "margin"
@@ -44,8 +51,6 @@ REFERENCE_FIELDS = ("ref_chosen_logps", "ref_rejected_logps")
 CONTEXT = "context"
 """Field of the prompt in rows of HelpSteer3 and in those with ranked completions."""
 ASSISTANT = "assistant"
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold a thought, for templates that write it in front of the content."""
 WEIGHT = "weight"
 """Field of a message as in OpenAI's files for fine-tuning: one of weight 0 has no loss."""
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
@@ -200,6 +205,7 @@ def _prompt(record: Mapping[str, Any], where: str, data: DataConfig) -> str | Me
 
 
 def _completion(value: Any, field: str, where: str) -> Completion:
+    value = decoded_messages(value, field, where)
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
@@ -208,10 +214,11 @@ def _completion(value: Any, field: str, where: str) -> Completion:
 
 
 def _messages(value: Any, field: str, where: str) -> Messages:
-    """Return chat messages with their thoughts and weights. Raises InputError for anything else."""
+    """Return chat messages with their weights. Raises InputError for anything else."""
+    value = decoded_messages(value, field, where)
     found = checked_messages(value, field, where)
-    kept = ({key: one[key] for key in (*THOUGHTS, WEIGHT) if one.get(key) is not None} for one in value)
-    messages = [one | further for one, further in zip(found, kept, strict=True)]
+    weights = ({WEIGHT: one[WEIGHT]} if one.get(WEIGHT) is not None else {} for one in value)
+    messages = [one | weight for one, weight in zip(found, weights, strict=True)]
     if any(one.get(WEIGHT, 1) not in (0, 1) for one in messages):
         raise InputError(f"{where}: the `{WEIGHT}` of a message is neither 0 nor 1.", "Leave it out.")
     return messages
@@ -246,7 +253,7 @@ def trained_texts(
     """
     if row.answer == ():
         return (_plain_text(encoder, row),)
-    encoder = with_tools(encoder, row)
+    encoder = encoder.telling(row)
     completions: tuple[Completion, ...] = (row.answer,) if isinstance(row.answer, str) else row.answer
     if not isinstance(completions, tuple):  # of a reasoning-gym task
         raise InputError(f"{row.where}: there is no answer to train on.", "Name data with answers.")
@@ -264,31 +271,11 @@ def trained_texts(
     return tuple(found)
 
 
-def with_tools(encoder: PromptEncoder, row: PromptRow) -> PromptEncoder:
-    """Return an encoder that tells the tools of a row. Raises InputError where the chat template writes none."""
-    tools = row.fields.get(TOOLS)
-    if not tools:
-        return encoder
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise InputError(f"{row.where}: the field {TOOLS!r} is not JSON.", "Write a list of tools.") from error
-    telling = replace(encoder, variables={**encoder.variables, TOOLS: tools})
-    messages = encoder.messages(row)
-    if encoder.template is None or telling.render(messages, row.where) == encoder.render(messages, row.where):
-        raise InputError(
-            f"{row.where}: the chat template does not write the tools of the row.",
-            "Give another with --chat-template, or leave the field out.",
-        )
-    return telling
-
-
 def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
     """Return the longest text of a row as the model reads it, without the end token of a plain one."""
     if row.answer == ():
         return cast(str, row.prompt)
-    encoder = with_tools(encoder, row)
+    encoder = encoder.telling(row)
     completions = (row.answer,) if isinstance(row.answer, str) else row.answer or ("",)
     texts = []
     for completion in completions:
@@ -297,12 +284,13 @@ def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
             texts.append(f"{encoder.text(row)} {said[0]['content']}")
         else:
             texts.append(encoder.render([*encoder.messages(row), *said], row.where, answered=True))
-    return max(texts, key=len)
+    return encoder.control.shown(max(texts, key=len))
 
 
 def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
-    """Return a text as it is, with the end token behind it."""
-    tokens = list(encoder.tokenizer.encode(cast(str, row.prompt)))
+    """Return a text as it is, with the end token behind it. It is all that the model reads, so that the special tokens
+    in it are tokens."""
+    tokens = begun(encoder.tokenizer, encoder.tokenizer.encode(cast(str, row.prompt), add_special_tokens=False))
     end = _end_token(encoder, row.where)
     tokens += [end] if tokens[-1:] != [end] else []
     encoder.require_known(tokens, row.where)
@@ -319,7 +307,7 @@ def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages,
             "Give a template with --chat-template.",
         )
     before = encoder.render(prompt, where)
-    answer = said[0]["content"]
+    answer = encoder.hidden(encoder.without_end(said[0]["content"]))
     text = before + (answer if answer[:1].isspace() else f" {answer}")
     tokens, (first, _) = _cut(encoder, text, [len(before), len(text)], where)
     tokens = [*tokens, _end_token(encoder, where)]
@@ -334,7 +322,7 @@ def _with_answers(
     last = max((place for place, message in enumerate(said) if _has_loss(message)), default=-1)
     if last < 0:
         raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
-    messages = [*prompt, *said[: last + 1]]
+    messages = encoder.hidden([*prompt, *said[: last + 1]])
     whole = encoder.render(messages, where, answered=True)
     cuts: list[int] = []
     for place in range(len(prompt), len(messages)):
@@ -398,11 +386,7 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
             "data.train_on = marked: the chat template has no {% generation %} that says what an answer is.",
             "Leave it out: answers are then found by rendering, or refused. Or give another with --chat-template.",
         )
-    found: Any = encoder.tokenizer.apply_chat_template(
-        [*prompt, *said], chat_template=template, return_dict=True, return_assistant_tokens_mask=True,
-        **encoder.variables,
-    )  # fmt: skip
-    tokens_T, mask_T = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+    tokens_T, mask_T = _marked(encoder, template, [*prompt, *said], where)
     ends_T, first = np.isin(tokens_T, encoder.stop_token_ids), 0
     marks: list[slice] = []
     for trained, stretch in groupby(mask_T):
@@ -421,17 +405,36 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
     return TrainedText(tokens_T[:end], mask_T[:end])
 
 
+def _marked(encoder: PromptEncoder, template: str, messages: Messages, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a conversation, and those that its template marks."""
+    hidden = encoder.hidden({"messages": messages, TOOLS: encoder.variables.get(TOOLS)})
+    variables = {**encoder.variables, TOOLS: hidden[TOOLS]}
+    if hidden["messages"] == messages and hidden[TOOLS] == encoder.variables.get(TOOLS):
+        found: Any = encoder.tokenizer.apply_chat_template(
+            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, **variables
+        )
+        return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    known: Any = encoder.tokenizer.special_tokens_map | variables
+    made: Any = render_jinja_template(
+        [hidden["messages"]], chat_template=template, return_assistant_tokens_mask=True, **known
+    )
+    text, marks = made[0][0], made[1][0]
+    tokens, places = _cut(encoder, text, [place for mark in marks for place in mark], where)
+    mask_T = np.zeros(len(tokens), bool)
+    for first, after in zip(places[::2], places[1::2], strict=True):
+        mask_T[first:after] = True
+    return np.array(tokens, np.int32), mask_T
+
+
 def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> tuple[list[int], list[int]]:
     """Return the tokens of a text, and the place among them of each of the characters `cuts`.
 
     Where a token of the whole text would stand on both sides of a cut, each part is tokenized by itself, as it is when
     the model answers. Raises InputError where that is another text.
     """
-
-    def encode(part: str, *, begins: bool = True) -> list[int]:
-        # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
-        return list(encoder.tokenizer.encode(part, add_special_tokens=begins and encoder.template is None))
-
+    encode = partial(encoder.encode_text, where=where)
     tokens = encode(text)
     heads = [encode(text[:cut]) for cut in cuts]
     if all(tokens[: len(head)] == head for head in heads):

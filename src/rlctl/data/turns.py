@@ -65,7 +65,7 @@ class TurnEncoder:
             notes.append(f"The results of tools go to the model as messages of the user: {why}.")
         elif tools:  # what ends a turn with calls ends it also where the model's own configuration does not say so
             ends = {*encoder.stop_token_ids, *made._cached([{"role": "tool", "content": "?"}])[:1]}
-            made = replace(made, tool_role="tool", encoder=replace(encoder, stop_token_ids=tuple(sorted(ends))))
+            made = replace(made, tool_role="tool", encoder=encoder.with_ends(ends))
         if drops_thoughts:
             drops = tuple(role for role in sorted({"user", made.tool_role}) if made._drops_thoughts(role))
             made = replace(made, drops=drops, opening=made._opening())
@@ -125,8 +125,9 @@ class TurnEncoder:
         key = repr(messages)
         if key not in self._cache:
             self.require_roles(messages, ("user", self.tool_role))
-            text = "".join(one["content"] for one in messages) if self.raw else self._delta(HISTORIES[0], messages)
-            ids = tuple(self.encoder.tokenizer.encode(text, add_special_tokens=False))
+            hidden = self.encoder.hidden(messages)
+            text = "".join(one["content"] for one in hidden) if self.raw else self._delta(HISTORIES[0], hidden)
+            ids = tuple(self.encoder.encode_text(text, "a message of the environment", begins=False))
             self.encoder.require_known(ids, "a message of the environment")
             if len(self._cache) > 4096:
                 self._cache.clear()
@@ -212,9 +213,7 @@ def with_tools(
     `instructions` go in front of the system prompt."""
     if not schemas:
         return encoder, True
-    named: Any = encoder.tokenizer.chat_template  # some tokenizers name a template for tools
-    own = named.get("tool_use") if isinstance(named, dict) and encoder.template == named.get("default") else None
-    shown = replace(encoder, template=own or encoder.template, variables={**encoder.variables, "tools": list(schemas)})
+    shown = encoder.telling_tools(schemas)
     user: list[Message] = [{"role": "user", "content": "?"}]
     name = schemas[0]["function"]["name"]
     if encoder.template is not None and name in shown.render(user) and name not in encoder.render(user):

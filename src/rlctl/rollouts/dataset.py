@@ -30,7 +30,6 @@ from rlctl.data.texts import (
     is_number,
     trained_texts,
     whole_text,
-    with_tools,
 )
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
@@ -268,7 +267,7 @@ class HeldOutTexts:
         requests = []
         for position, row in rows.items():
             seeds = (sample_seed(seed, position, 0),)
-            requests.append(GroupRequest(position, tuple(with_tools(self.stream.encoder, row).encode(row)), seeds))
+            requests.append(GroupRequest(position, self.stream.encoder.encode(row), seeds))
         return requests, rows
 
     def groups(self) -> tuple[RolloutGroup, ...]:

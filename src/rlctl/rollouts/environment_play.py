@@ -16,7 +16,7 @@ from typing import Any
 from rlctl.backends.messages import GroupRequest
 from rlctl.config.schema import EnvironmentConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.envs.environment import Ask, Message
@@ -96,24 +96,24 @@ class EnvironmentPlay:
             told = "" if knows else "; the chat template has no place for them: the system prompt says how to call them"
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
         if reply.ask is not None:  # each conversation shows its own tools
-            turns = replace(turns, encoder=replace(encoder, stop_token_ids=turns.encoder.stop_token_ids))
+            turns = replace(turns, encoder=encoder.with_ends(turns.encoder.stop_token_ids))
         play = cls(plan, turns, limits, reply, tuple(notes))
-        play.measured(turns.encoder.messages(row), row.where)
+        play.measured(row, turns.encoder)
         return play
 
     def showing_tools(self, encoder: PromptEncoder) -> PromptEncoder:
         """Return the encoder of a source's prompts, with the tools of the run."""
         return showing(encoder, list(self.plan.schemas.values()))[0]
 
-    def beginning(self, prompt: Sequence[Message], reply: Reply, where: str) -> tuple[list[int], Sequence[Message]]:
+    def beginning(self, prompt: Sequence[Message], reply: Reply, row: PromptRow) -> tuple[list[int], Sequence[Message]]:
         """Return the ids that a context begins with, and the messages that they are: those of a row and of the reply
         behind them, or all that the reply asks. Raises InputError where there are none."""
+        where = row.where
         if (ask := reply.ask) is not None and ask.tokens:
             self.turns.encoder.require_known(ask.tokens, where)
             return list(ask.tokens), [{"role": "user", "content": self.turns.text_of(list(ask.tokens))}]
-        encoder, messages = self.turns.encoder, [*prompt, *reply.messages]
-        if ask is not None:
-            encoder, messages = showing(encoder, ask.tools)[0], self.told(ask.messages)
+        messages = [*prompt, *reply.messages] if ask is None else self.told(ask.messages)
+        encoder = self._telling(row) if ask is None else showing(self.turns.encoder, ask.tools)[0]
         self.turns.require_roles(reply.messages if ask is None else messages, ("system", "user", "assistant", "tool"))
         if not messages:
             raise InputError(
@@ -122,10 +122,24 @@ class EnvironmentPlay:
             )
         return list(encoder.encode_messages(messages, where)), messages
 
-    def measured(self, prompt: Sequence[Message], where: str) -> list[int]:
-        """Return the ids of a first prompt as they are before a run: with what the environment said to the first row.
-        Raises InputError where there are none."""
-        return self.beginning(prompt, self.opening, where)[0]
+    def _telling(self, row: PromptRow) -> PromptEncoder:
+        """Return the encoder of an episode's prompt, which tells the tools of the row where it names some. Raises
+        InputError for a tool that the environment does not have."""
+        encoder = self.turns.encoder
+        names = [str(one.get("function", one).get("name")) for one in row.tools]
+        if lacking := [name for name in names if self.plan.schemas and name not in self.plan.schemas]:
+            raise InputError(
+                f"{row.where}: the field `{TOOLS}` names {lacking[0]!r}, and the environment's tools are "
+                f"{', '.join(self.plan.schemas)}.",
+                f"Give the tool with --tool, or leave the field `{TOOLS}` out.",
+            )
+        # Where the template has no place for tools, the system prompt lists those of the environment.
+        return encoder if self.plan.schemas and TOOLS not in encoder.variables else encoder.telling(row)
+
+    def measured(self, row: PromptRow, encoder: PromptEncoder) -> list[int]:
+        """Return the ids of a first prompt, which `encoder` writes, as they are before a run: with what the environment
+        said to the first row. Raises InputError where there are none."""
+        return self.beginning(encoder.messages(row), self.opening, row)[0]
 
     def told(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with results of tools in the role in which the template takes them."""
@@ -199,7 +213,7 @@ class Player:
     async def _played(self, episode: Episode, session: Session) -> None:
         play, limits = self._play, self._limits
         reply = await session.ask("reset", episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s)
-        prompt, said = play.beginning(episode.request.messages, reply, episode.row.where)
+        prompt, said = play.beginning(episode.request.messages, reply, episode.row)
         if len(prompt) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(prompt)} tokens of at most {play.max_length}")
         episode.read(prompt)
@@ -242,7 +256,7 @@ class Player:
                 anew = without != [*context, *given]
                 given = without if anew else given
         else:
-            given, messages = self._play.beginning((), reply, episode.row.where)
+            given, messages = self._play.beginning((), reply, episode.row)
             anew = given[: len(context)] != context
             given = given if anew else given[len(context) :]
             story.prompt, story.turns = [*([] if anew else context), *given], []

@@ -124,8 +124,8 @@ class PromptStream:
         """Return a prompt as the model sees it, with what the environment said behind the first of them."""
         encoder = self._named[row.source].encoder
         if self.environment is not None:
-            return str(encoder.tokenizer.decode(self.environment.measured(encoder.messages(row), row.where)))
-        return encoder.render(encoder.messages(row), row.where)
+            return str(encoder.tokenizer.decode(self.environment.measured(row, encoder)))
+        return encoder.text(row)
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
@@ -133,7 +133,7 @@ class PromptStream:
         if self.environment is None:
             tokens: Sequence[int] = encoder.encode(row)
         else:
-            tokens = self.environment.measured(encoder.messages(row), row.where)
+            tokens = self.environment.measured(row, encoder)
         if self.limit is not None and len(tokens) > self.limit:
             raise InputError(
                 f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",
@@ -150,6 +150,20 @@ class PromptStream:
         for row in self._first(self.planned):
             if self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
                 self.tokens(row)
+
+    def notes(self) -> list[str]:
+        """Return notes on the rows that the run will use whose content holds control tokens. Raises InputError for one
+        that the tokenizer cannot write."""
+        rows: dict[str, list[PromptRow]] = {source.label: [] for source in self.sources}
+        for row in self._first(self.planned):
+            rows[row.source].append(row)
+        found: list[str] = []
+        for source in self.sources:
+            held = [row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")]
+            for row in held:
+                self.tokens(row)
+            found += source.encoder.notes_on(held, texts=self.kind == "text")
+        return found
 
     def observe(self, groups: Iterable[RolloutGroup]) -> None:
         """Take note of how well the prompts of finished groups were solved."""

@@ -1,0 +1,179 @@
+"""Control tokens: the tokens that delimit turns or end a text.
+
+A chat template writes them. The content of a message never becomes one: a text of a control token in it is hidden while
+the template renders, and is tokenized as ordinary text afterwards. Tags that models write, such as `<think>`, are not
+control tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rlctl.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "data.special_tokens"
+# Noncharacters of Unicode, which no text that is exchanged holds.
+_OPENS, _CLOSES = "\ufdd0", "\ufdd1"
+_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """The control tokens of a tokenizer and its chat template."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """Token of each text."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], skeletons: Iterable[str]) -> ControlTokens:
+        """Return the control tokens: those that begin, end or pad a text, `ends`, and the added tokens that a template
+        writes around messages, which are the texts `skeletons`."""
+        added = {token: str(one.content) for token, one in tokenizer.added_tokens_decoder.items()}
+        named: Sequence[Any] = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        texts = {added[token] for token in (*named, *ends) if token in added}
+        special = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}
+        written = [text for text in added.values() if any(text in skeleton for skeleton in skeletons)]
+        texts.update(text for text in written if not _is_tag(text, special, added.values()))
+        return cls({text: token for token, text in added.items() if text in texts and text.strip()})
+
+    def hide(self, value: Any) -> Any:
+        """Return a value for a chat template, with the texts of control tokens in its strings hidden."""
+        if isinstance(value, str):
+            return self._texts.sub(lambda found: f"{_OPENS}{self._numbers[found[0]]}{_CLOSES}", value)
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(one) for key, one in value.items()}
+        return [self.hide(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def shown(self, text: str) -> str:
+        """Return a text with what was hidden."""
+        return self._hidden.sub(lambda found: [*self.ids][int(found[1])], text)
+
+    def in_strings(self, value: Any) -> Iterator[str]:
+        """Yield the texts of control tokens in the strings of a value."""
+        if isinstance(value, str):
+            yield from self._texts.findall(value)
+        elif isinstance(value, Mapping | list | tuple):
+            for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
+                yield from self.in_strings(one)
+
+    def inside(self, text: str) -> Iterator[str]:
+        """Yield the texts of control tokens in a text, except those that it begins and ends with."""
+        found = [*self._texts.finditer(text)]
+        found = found[1:] if found and not text[: found[0].start()].strip() else found
+        found = found[:-1] if found and not text[found[-1].end() :].strip() else found
+        yield from (one[0] for one in found)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> list[int]:
+        """Return the tokens of a text that a template has rendered from hidden values; without special tokens of the
+        tokenizer's own. Raises InputError where the tokenizer cannot write a control token as ordinary text."""
+        written = [self.ids[found] for found in self._texts.findall(text)]
+        hidden = self._hidden.findall(text)
+        plain = [] if hidden else list(tokenizer.encode(text, add_special_tokens=False))
+        expected = iter(written)
+        if not hidden and all(token in expected for token in self._within(plain)):
+            return plain
+        found = self._encode_apart(tokenizer, text) if getattr(tokenizer, "is_fast", False) else None
+        if found is not None and self._within(found) == written:
+            return found
+        if not hidden:
+            return plain
+        texts = [[*self.ids][int(number)] for number in hidden]
+        raise InputError(
+            f"{where}: the content holds {texts[0]!r}, which this tokenizer cannot write as text, and as a token it "
+            "would delimit turns.",
+            f"Leave the row out, or make it a token with --set {KEY}=tokens.",
+        )
+
+    def _encode_apart(self, tokenizer: Any, text: str) -> list[int]:
+        apart = self._apart.get(id(tokenizer))
+        if apart is None:
+            apart = self._apart[id(tokenizer)] = _Apart.of(tokenizer.backend_tokenizer, self.ids)
+        return apart.encode(self.shown(self._texts.sub(lambda found: apart.marks[found[0]], text)))
+
+    def _within(self, tokens: Sequence[int]) -> list[int]:
+        known = {*self.ids.values()}
+        return [token for token in tokens if token in known]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {text: number for number, text in enumerate(self.ids)}
+
+    @cached_property
+    def _texts(self) -> re.Pattern[str]:
+        """The texts, the longest first: `<s>` may begin another."""
+        return re.compile("|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))) or r"(?!)")
+
+    @cached_property
+    def _hidden(self) -> re.Pattern[str]:
+        return re.compile(f"{_OPENS}({'|'.join(map(str, reversed(range(len(self.ids))))) or '(?!)'}){_CLOSES}")
+
+    @cached_property
+    def _apart(self) -> dict[int, _Apart]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:  # tokenizers are made again in another process
+        return {"ids": self.ids}
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A copy of a tokenizer with other, random texts for control tokens, to which their usual texts are ordinary."""
+
+    tokenizer: Tokenizer
+    marks: Mapping[str, str]
+    """The text of each control token in the copy."""
+    ids: Mapping[int, int]
+    """Token of the tokenizer, by that of the copy."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, controls: Mapping[str, int]) -> _Apart:
+        from tokenizers import Tokenizer
+
+        nonce = secrets.token_hex(8)  # a text that nobody can write into data
+        marks = {text: f"{_OPENS}{nonce}-{number}{_CLOSES}" for number, text in enumerate(controls)}
+        held = json.loads(tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
+        real = {}
+        for one in held["added_tokens"]:
+            if (mark := marks.get(one["content"])) is not None:
+                one |= {"content": mark, "normalized": False}
+            real[one["content"]] = one["id"]
+        copy = Tokenizer.from_str(json.dumps(held))
+        ids = {copy.token_to_id(content): token for content, token in real.items()}
+        return cls(copy, marks, {token: one for token, one in ids.items() if token is not None})
+
+    def encode(self, text: str) -> list[int]:
+        return [self.ids.get(token, token) for token in self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+def _is_tag(text: str, special: set[str], added: Iterable[str]) -> bool:
+    """Return whether an added token is a tag in the content of messages: one of a thought, or one of a pair such as
+    `<tool_call>` and `</tool_call>` that the tokenizer does not call special."""
+    if _THOUGHT.search(text):
+        return True
+    opens, name = text[:1], text[1:].removeprefix("/")
+    pair = {f"{opens}{name}", f"{opens}/{name}"}
+    return text not in special and pair <= {*added}
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer puts in front of a text. Tokens that some put behind one are left out: a
+    prompt goes on."""
+    alone, whole = (list(tokenizer.encode("a", add_special_tokens=around)) for around in (False, True))
+    places = range(len(whole) - len(alone) + 1)
+    return whole[: next((place for place in places if whole[place : place + len(alone)] == alone), 0)]
+
+
+def begun(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[int]:
+    """Return the tokens of a text behind those that the tokenizer puts in front, unless it begins with them."""
+    front = beginning(tokenizer)
+    return [*tokens] if [*tokens[: len(front)]] == front else [*front, *tokens]
