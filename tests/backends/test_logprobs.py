@@ -1,4 +1,5 @@
-"""Log-probs of further tokens, and the most likely ones, against torch's own softmax in float64."""
+"""Log-probs of further tokens, the most likely ones, and those that are sampled from, against torch's own softmax in
+float64 and vLLM's sampler."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import rlctl.backends.logprobs as logprobs
 from rlctl.backends.base import Teaching
 from rlctl.backends.logprobs import VocabPart, chunked_logprobs, top_tokens
+from rlctl.backends.messages import Truncation
 from rlctl.backends.rows import VocabProjection
 
 ALONE = VocabPart(SimpleNamespace(size=lambda: 1))
@@ -74,3 +77,73 @@ def test_probabilities_are_projected_to_another_vocabulary_with_gradient(chunk: 
     ours, hidden.grad = hidden.grad, None
     (table.gather(1, targets[:, None]).log().sum() + (wanted * weights).sum()).backward()
     torch.testing.assert_close(ours, hidden.grad, rtol=1e-4, atol=1e-5)
+
+
+TRUNCATIONS = [
+    Truncation(top_p=0.9),
+    Truncation(top_p=0.3),
+    Truncation(top_k=5),
+    Truncation(min_p=0.2),
+    Truncation(top_p=0.8, top_k=6, min_p=0.05),
+]
+
+
+def sampled_logprobs(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Log-probs of vLLM's sampler after the temperature: min_p, then top_k and top_p; -inf of tokens that it drops."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    probs = logits.softmax(-1)
+    logits = logits.masked_fill(probs < truncation.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    rows = len(logits)
+    k = torch.full((rows,), truncation.top_k) if truncation.top_k > 0 else None
+    p = torch.full((rows,), truncation.top_p) if truncation.top_p < 1 else None
+    return apply_top_k_top_p_pytorch(logits, k, p).log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("candidates", [3, 1024])
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_truncated_log_probs_are_of_the_tokens_that_vllm_samples_from(
+    monkeypatch: pytest.MonkeyPatch, truncation: Truncation, candidates: int, chunk: int
+) -> None:
+    """A chosen token that the logits would drop is counted among those that are kept."""
+    monkeypatch.setattr(logprobs, "CANDIDATES", candidates)
+    hidden, matrix, inverse, targets = case()
+    logits = (hidden.double() @ matrix.T.double() / 0.7)[inverse]
+    targets[::2] = logits[::2].argmax(-1)
+    out = chunked_logprobs(
+        hidden, inverse, targets, lambda rows: rows @ matrix.T, ALONE, 0.7, chunk, truncation=truncation
+    )
+    chosen = torch.nn.functional.one_hot(targets, TOKENS).bool()
+    with torch.no_grad():
+        kept = sampled_logprobs(logits.clone(), truncation).isfinite()
+        assert (~kept & chosen).any()
+        assert (kept & chosen).any()
+    wanted = logits.masked_fill(~(kept | chosen), -torch.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    table = logits.log_softmax(-1)
+    whole, entropy = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    torch.testing.assert_close(out.double(), torch.stack([wanted, entropy, whole]), rtol=1e-5, atol=1e-5)
+
+    weights = torch.linspace(0.5, 1.5, len(targets))
+    ours = (out * torch.stack([weights, 0.3 * weights, 0.2 * weights])).sum()
+    (found,) = torch.autograd.grad(ours, hidden)
+    (expected,) = torch.autograd.grad((weights * (wanted + 0.3 * entropy + 0.2 * whole)).sum(), hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("candidates", [3, 1024])
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_equally_likely_tokens_at_the_boundary_count_as_in_vllm(
+    monkeypatch: pytest.MonkeyPatch, truncation: Truncation, candidates: int
+) -> None:
+    """Logits in bfloat16 are often equal. Which of them vLLM's top-p keeps is open, and how many is not."""
+    monkeypatch.setattr(logprobs, "CANDIDATES", candidates)
+    generator = torch.Generator().manual_seed(4)
+    table = (2 * torch.randn(40, TOKENS, generator=generator)).round() / 2
+    table[0] = 1.0
+    wanted = sampled_logprobs(table.clone(), truncation)
+    targets = wanted.argmax(-1)
+    out = chunked_logprobs(
+        table.clone(), torch.arange(40), targets, lambda rows: rows.clone(), ALONE, 1.0, 64, truncation=truncation
+    )
+    torch.testing.assert_close(out[0], wanted.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-6)

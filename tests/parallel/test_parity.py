@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from rlctl.backends.clients import only_result
+from rlctl.backends.messages import Truncation
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from support.parallel_cases import WEIGHT, Case, Piece, assemble, model_of, run_case
@@ -34,15 +35,15 @@ def batch_of(case: Case) -> dict[int, RolloutColumns]:
 
 
 @cache
-def reference(kind: str, temperature: float, replay: bool) -> Reference:
-    return run_reference(kind, batch_of(Case(kind, replay=replay)), WEIGHT, temperature)
+def reference(kind: str, temperature: float, replay: bool, truncation: Truncation | None = None) -> Reference:
+    return run_reference(kind, batch_of(Case(kind, replay=replay)), WEIGHT, temperature, truncation)
 
 
 def check(pools: Pools, published: Published, case: Case) -> list[Piece]:
     of_modules = case.backend == "dtensor"
     model = model_of(case, published)
     ranks = pools(case.parallel.world_size).run(run_case, case, model, batch_of(case))
-    expected = reference(case.kind, case.temperature, case.replay)
+    expected = reference(case.kind, case.temperature, case.replay, case.truncation)
     logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
     assert logprobs.keys() == expected.logprobs.keys()
     for key, value in expected.logprobs.items():
@@ -75,6 +76,10 @@ def check(pools: Pools, published: Published, case: Case) -> list[Piece]:
     return ranks
 
 
+TRUNCATED = Truncation(top_p=0.8, top_k=150, min_p=0.002)
+"""Half of the sampled tokens are among those that it keeps."""
+
+
 def modules(table: dict[str, Case], *quick: str) -> list:
     """The cases of a table on transformers' modules."""
     cases = {f"fsdp-{name}": replace(case, backend="dtensor") for name, case in table.items()}
@@ -98,6 +103,7 @@ ALONE = {
     "recompute-mlp": Case(recompute="selective", megatron={"recompute_modules": ["mlp"]}),
     "recompute-moe": Case("deepseek", recompute="selective", megatron={"recompute_modules": ["moe", "core_attn"]}),
     "recompute-mla": Case("deepseek", recompute="selective"),
+    "truncated": Case(temperature=0.7, truncation=TRUNCATED, chunk=7),
 }
 
 
@@ -127,6 +133,8 @@ MODULES_PAIRS = {
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2), recompute="selective"),
     "mla-tp2-replay": Case("deepseek", ParallelSpec(tp=2), recompute="full", replay=True),
     "tp2-tied-recompute": Case("llama-tied", ParallelSpec(tp=2), recompute="full", chunk=7),
+    "tp2-truncated": Case(parallel=ParallelSpec(tp=2), temperature=0.7, truncation=TRUNCATED, chunk=7),
+    "cp2-truncated": Case("qwen3", ParallelSpec(cp=2), truncation=Truncation(top_p=0.9)),
 }
 
 
@@ -181,6 +189,7 @@ PAIRS = {
     "mla-pp2": Case("deepseek", ParallelSpec(pp=2)),
     "recompute": Case(parallel=ParallelSpec(tp=2), recompute="full"),
     "recompute-selective": Case("qwen3", ParallelSpec(tp=2), recompute="selective"),
+    "tp2-truncated": Case(parallel=ParallelSpec(tp=2), temperature=0.7, truncation=TRUNCATED, chunk=7),
 }
 
 
@@ -192,6 +201,7 @@ QUICK_PAIRS = (
     "mla-ep2-cp2-replay",
     "tp2-tied-recompute",
     "mla-tp2-replay",
+    "tp2-truncated",
 )
 
 

@@ -260,7 +260,7 @@ def test_an_engine_that_decodes_with_what_no_reading_sees_is_caught(
     engine: HostedEngine, make_source: MakeSource
 ) -> None:
     source = make_source(engine.model)
-    check = DecodeCheck(1e-4, vocabulary=512, max_length=256, temperature=1.0)
+    check = DecodeCheck(1e-4, vocabulary=512, max_length=256, sampling=Sampling(8, top_p=0.9, top_k=20))
     with weight_sync(source, engine, decode_check=check) as sync:
         first = sync.refit(1)
         assert (first.verified, first.compared_all) == (21, True)

@@ -8,8 +8,8 @@ import pytest
 
 from rlctl.apps.refit_test import LOGPROB_LIMITS
 from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
-from rlctl.errors import ConfigError, DivergenceError
-from rlctl.rl.agreement import LIMITS, Agreement, precision_of, refuse_cut_sampling
+from rlctl.errors import DivergenceError
+from rlctl.rl.agreement import LIMITS, Agreement, precision_of
 
 
 def step(mean: float) -> dict:
@@ -57,18 +57,10 @@ def test_limits_can_be_set_and_a_low_error_limit_lowers_the_warning() -> None:
     assert Agreement.from_config(RlctlConfig(checks=low), "float32").warning == 1e-9
 
 
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
-def test_sampling_from_a_cut_distribution_is_held_to_no_limit_but_ones_own(cut: dict) -> None:
-    generation = GenerationConfig(**cut)
-    agreement = Agreement.from_config(RlctlConfig(generation=generation), "float32")
-    assert "top_p or top_k" in agreement.note
-    assert agreement.check(1, step(0.1)) is None
-    with pytest.raises(DivergenceError, match="nan"):
-        agreement.check(1, step(math.nan))
-    with pytest.raises(DivergenceError):
-        Agreement.from_config(
-            RlctlConfig(checks=ChecksConfig(logprob_diff_error=0.05), generation=generation), "float32"
-        ).check(1, step(0.1))
+@pytest.mark.parametrize("kept", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
+def test_truncated_sampling_is_held_to_the_same_limits(kept: dict) -> None:
+    agreement = Agreement.from_config(RlctlConfig(generation=GenerationConfig(**kept)), "float32")
+    assert (agreement.warning, agreement.error, agreement.note) == (*LIMITS["float32"], "")
 
 
 def test_without_logprobs_from_before_a_batch_there_is_no_limit_but_ones_own() -> None:
@@ -82,25 +74,3 @@ def test_without_logprobs_from_before_a_batch_there_is_no_limit_but_ones_own() -
     assert agreement.check(1, step(0.1)) is None
     masked = {"importance_correction": "ratio", "sequence_mask": (0.9, 1.1)}
     assert RlctlConfig.model_validate({**steps, "loss": masked}).logprobs_needed == {"old_logprobs"}
-
-
-@pytest.mark.parametrize(("cut", "named"), [({"top_p": 0.9}, r"top_p = 0\.9"), ({"top_k": 20}, "top_k = 20")])
-def test_a_cut_distribution_is_not_corrected_for(cut: dict, named: str) -> None:
-    for correction in ("truncated", "masked"):
-        config = RlctlConfig.model_validate({"generation": cut, "loss": {"importance_correction": correction}})
-        with pytest.raises(
-            ConfigError, match=rf"generation\.{named} .*importance_correction = {correction}"
-        ) as refused:
-            refuse_cut_sampling(config)
-        assert "loss.importance_correction=off" in refused.value.hint
-    refuse_cut_sampling(RlctlConfig.model_validate({"generation": cut, "loss": {"importance_correction": "off"}}))
-    refuse_cut_sampling(RlctlConfig())
-
-
-@pytest.mark.parametrize(("key", "value"), [("sequence_mask", [0.9, 1.1]), ("off_policy_mask", 0.1)])
-def test_nor_are_rollouts_of_a_cut_distribution_masked_for_it(key: str, value: object) -> None:
-    loss = {"importance_correction": "off", key: value}
-    config = RlctlConfig.model_validate({"generation": {"top_p": 0.9}, "loss": loss})
-    with pytest.raises(ConfigError, match=rf"loss\.{key} = ") as refused:
-        refuse_cut_sampling(config)
-    assert f"loss.{key}=null" in refused.value.hint

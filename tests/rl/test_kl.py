@@ -158,7 +158,7 @@ def expected_gradient(estimator: str, *, with_score_term: bool) -> torch.Tensor:
     probabilities_R = logprobs_R.detach().reshape(-1, 2).sum(1).exp().repeat_interleave(2)
     loss_R = kl_penalty(logprobs_R, reference_R, estimator)
     if with_score_term:
-        loss_R = loss_R + score_term(logprobs_R, reference_R, torch.arange(18) // 2, estimator)
+        loss_R = loss_R + score_term(logprobs_R, logprobs_R, reference_R, torch.arange(18) // 2, estimator)
     (probabilities_R * loss_R).sum().backward()
     return logits.grad.flatten()
 

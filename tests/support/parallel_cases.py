@@ -30,6 +30,7 @@ from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.messages import Truncation
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig, RlctlConfig
@@ -60,6 +61,7 @@ class Case:
     whole_groups: bool = False
     micro_batch_tokens: int = 64
     temperature: float = 1.0
+    truncation: Truncation | None = None
     chunk: int = 1024
     recompute: str = "none"
     optimizer_offload: bool = False
@@ -126,6 +128,7 @@ def spec_of(case: Case) -> PolicySpec:
         case.dtype,
         optimizer=optimizer,
         temperature=case.temperature,
+        truncation=case.truncation,
         threads=1,
         logprob_chunk_tokens=case.chunk,
         recompute=case.recompute,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlctl.backends.messages import Truncation
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
@@ -188,7 +189,13 @@ def token_loss(
     return (weights * (-advantages * logprobs + 0.05 * distance - 0.3 * entropy)).sum()
 
 
-def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, temperature: float = 1.0) -> Reference:
+def run_reference(
+    kind: str,
+    batch: dict[int, RolloutColumns],
+    weight: float,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> Reference:
     """Two optimizer steps on the whole batch."""
     model, optim, out = hf_model(kind), Optim(), Reference()
     decay = [p for p in model.parameters() if p.dim() > 1]
@@ -200,7 +207,7 @@ def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, te
         total = 0.0
         for group, columns in batch.items():
             for row in range(columns.rollouts):
-                logprobs, entropy = _chosen(model, columns, row, temperature)
+                logprobs, entropy = _chosen(model, columns, row, temperature, truncation)
                 if step == 0:
                     out.logprobs[group, row], out.entropy[group, row] = logprobs.detach(), entropy.detach()
                 loss = token_loss(
@@ -239,14 +246,31 @@ def _tied(model: Any) -> dict[str, Tensor]:
     return {"lm_head.weight": model.model.embed_tokens.weight.grad} if model.config.tie_word_embeddings else {}
 
 
-def _chosen(model: Any, columns: RolloutColumns, row: int, temperature: float) -> tuple[Tensor, Tensor]:
+def _chosen(
+    model: Any, columns: RolloutColumns, row: int, temperature: float, truncation: Truncation | None = None
+) -> tuple[Tensor, Tensor]:
     tokens = torch.from_numpy(columns.tokens_T[columns.slice(row)].astype(np.int64))
     mask = torch.from_numpy(columns.loss_mask_T[columns.slice(row)])[1:]
     with choosing(columns, row):
         logits = model(tokens[None]).logits
-    table = torch.log_softmax(logits[0, :-1] / temperature, -1)
-    logprobs = table.gather(1, tokens[1:, None])[:, 0]
+    logits = logits[0, :-1] / temperature
+    table = torch.log_softmax(logits, -1)
+    if truncation is not None:
+        kept = _kept(logits.detach(), truncation).scatter(1, tokens[1:, None], True)
+        logits = logits.masked_fill(~kept, -torch.inf)
+    logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
     return logprobs[mask], -(table.exp() * table).sum(-1)[mask]
+
+
+def _kept(logits: Tensor, truncation: Truncation) -> Tensor:
+    """The tokens that transformers' generation would sample from, in vLLM's order."""
+    from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    ids: Any = None
+    logits = MinPLogitsWarper(truncation.min_p)(ids, logits)
+    if truncation.top_k > 0:
+        logits = TopKLogitsWarper(truncation.top_k)(ids, logits)
+    return TopPLogitsWarper(truncation.top_p)(ids, logits).isfinite()
 
 
 def _engine(columns: RolloutColumns, row: int) -> Tensor:

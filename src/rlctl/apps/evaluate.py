@@ -51,7 +51,7 @@ MOST_SAMPLES = 10_000_000
 TEMPERATURE = "generation.temperature"
 SHARED = (
     "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
-    TEMPERATURE, "generation.top_p", "generation.top_k", "run.seed",
+    TEMPERATURE, "generation.top_p", "generation.top_k", "generation.min_p", "run.seed",
 )  # fmt: skip
 """Keys that are the same for all models of an evaluation: those of the first run, or else of the first model, where the
 command line sets none."""
@@ -352,6 +352,7 @@ class Encoded:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            **({"min_p": sampling.min_p} if sampling.min_p else {}),
             "max_new_tokens": sampling.max_new_tokens,
             "max_length": config.model.max_length,
             "stop": sampling.stop,

@@ -59,7 +59,6 @@ from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_confi
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
-from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rl.critic import METRICS as CRITIC_METRICS
@@ -352,8 +351,6 @@ def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, tea
             f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
             "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
         )
-    if resolved.config.makes_rollouts:
-        refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
     config = planned.config
     refuse_async(config)

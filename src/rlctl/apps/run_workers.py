@@ -22,6 +22,7 @@ from rlctl.backends.base import (
 )
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, policy_backend
+from rlctl.backends.messages import Sampling, Truncation
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
@@ -138,7 +139,7 @@ class RunWorkers:
         is compared too (`DecodeCheck`).
         """
         from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
-        from rlctl.refit.decoding import DecodeCheck
+        from rlctl.refit.decoding import NEW_TOKENS, DecodeCheck
         from rlctl.refit.sync import WeightSync
 
         assert self.engines is not None  # without engines there is no refit
@@ -151,8 +152,10 @@ class RunWorkers:
             options["converted_at"] = source.megatron and source.megatron.parent
         if decode_limit is not None:
             vocab, length = policy.facts.vocab, engine.max_length
+            kept = policy.truncation or Truncation()
+            sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p)
             graphs = self.spec.engines.backend.without_graphs
-            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, policy.temperature, graphs)
+            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs)
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
         options["offload"] = engine.sleeps if offload is None else offload
         return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)
@@ -354,14 +357,15 @@ def training_of(plan: Plan) -> TrainingChoice:
 def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains: bool = True) -> PolicySpec:
     """The policy that a plan starts; `config` holds the plan's values. Raises ConfigError for what its backend
     refuses."""
-    training = training_of(plan)
+    training, samples = training_of(plan), trains and config.makes_rollouts
     policy = PolicySpec(
         facts=facts,
         parallel=training.parallel,
         dtype=resolve_dtype(config.model.dtype, device_of(plan)),
         device=device_of(plan),
         optimizer=config.optimizer,
-        temperature=config.generation.temperature if trains and config.makes_rollouts else 1.0,
+        temperature=config.generation.temperature if samples else 1.0,
+        truncation=Truncation.from_config(config.generation, facts.vocab) if samples else None,
         threads=training.threads,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,

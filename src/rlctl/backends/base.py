@@ -23,7 +23,7 @@ from rlctl.backends.batch import (
     MinibatchResult,
     ValueLoss,
 )
-from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling
+from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling, Truncation
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig
 from rlctl.data.cross_tokens import Projection
@@ -85,6 +85,9 @@ class PolicySpec:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig.model_validate({}))
     temperature: float = 1.0
     """Log-probs are those of logits / temperature, the distribution that the rollouts were sampled from."""
+    truncation: Truncation | None = None
+    """The tokens that the rollouts were sampled from; None: all. Log-probs of a training batch are renormalized over
+    them, and those that the loss compares with a reference or teacher are not."""
     logprob_chunk_tokens: int = 1024
     """Most tokens whose [tokens, vocabulary / tp] logits exist at once."""
     threads: int | None = None
@@ -134,6 +137,13 @@ class PolicySpec:
             raise ConfigError(
                 f"generation.temperature = {self.temperature} cannot be trained on.",
                 "The policy gradient needs sampled rollouts: use a temperature above 0.",
+            )
+        if self.truncation is not None and (self.truncation.top_k == 1 or self.truncation.min_p == 1):
+            key, value = ("top_k", "2") if self.truncation.top_k == 1 else ("min_p", "0.1")
+            raise ConfigError(
+                f"generation.{key} = 1 cannot be trained on: it leaves the most likely token alone, whose log-prob is "
+                "always 0.",
+                f"The policy gradient needs sampled rollouts: use for example generation.{key}={value}.",
             )
 
 

@@ -121,6 +121,8 @@ class TokenBatch:
     """The columns of one micro-batch that a loss is computed from, one element for each response token."""
 
     logprobs_R: torch.Tensor  # float32 with gradient, under the current weights; of a reward model its values
+    """With truncated sampling renormalized over the tokens that this policy would sample from and the chosen one, as
+    are `rollout_logprobs_R` and `old_logprobs_R`."""
     entropy_R: torch.Tensor  # float32 with gradient, of the whole distribution, in nats
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32
@@ -137,6 +139,11 @@ class TokenBatch:
     extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float32: further columns of the rollouts by their names (`RolloutColumns.extra_T`), 0 where a rollout of the
     micro-batch has none. A loss may treat each token by what stands there."""
+    full_logprobs_R: torch.Tensor | None = None
+    """float32 with gradient: `logprobs_R` over the whole vocabulary, as `reference_logprobs_R` and those of a teacher
+    are; None: `logprobs_R` themselves."""
+    old_full_logprobs_R: torch.Tensor | None = None
+    """`old_logprobs_R` over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class ValueBatch:
     old_values_R: torch.Tensor | None = None  # float32, before the step
     returns_R: torch.Tensor | None = None  # float32, what the values are to become
     old_logprobs_R: torch.Tensor | None = None
-    reference_logprobs_R: torch.Tensor | None = None  # these two as in TokenBatch
+    reference_logprobs_R: torch.Tensor | None = None  # these two as in TokenBatch, and over the whole vocabulary
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Log-probs and entropy of chosen tokens from vocabulary-parallel logits, a chunk of positions at a time, and values.
 
 Suffixes: R response tokens, U positions that predict them (a shared prompt's last position predicts several), V this
-rank's part of the vocabulary.
+rank's part of the vocabulary, K a fixed number of tokens at each position.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from rlctl.backends.base import Teaching
+    from rlctl.backends.messages import Truncation
     from rlctl.backends.rows import PackedRow, VocabProjection
 
 
@@ -47,6 +48,7 @@ def row_logprobs(
     output_layer: Callable[[Tensor], Tensor],
     vocab: VocabPart,
     temperature: float,
+    truncation: Truncation | None,
     chunk: int,
     teaches: Teaching | None,
     context: Any,
@@ -58,7 +60,7 @@ def row_logprobs(
         further_RK, whole = text_tokens(hidden_U, part, output_layer, vocab, chunk, top, context), True
     out = chunked_logprobs(
         hidden_U, part.inverse_R, part.targets_R, output_layer, vocab, temperature, chunk, further_RK,
-        None if whole else top, part.projection,
+        None if whole else top, part.projection, truncation,
     )  # fmt: skip
     return torch.cat([out, further_RK.T.float()]) if whole and further_RK is not None else out
 
@@ -74,6 +76,7 @@ def chunked_logprobs(
     further_RK: Tensor | None = None,
     top: Teaching | None = None,
     projection: VocabProjection | None = None,
+    truncation: Truncation | None = None,
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
 
@@ -87,6 +90,8 @@ def chunked_logprobs(
             that float32 has exactly.
         projection: `further_RK` are tokens of another vocabulary, and instead of their log-probs the probabilities
             that this makes of the distribution follow.
+        truncation: renormalize the log-probs of the chosen tokens over those that are sampled from. The log-probs over
+            the whole vocabulary are then the last row. Entropy and further tokens are of the whole vocabulary, too.
     """
     if top is None and further_RK is None:
         further_RK = targets_R[:, None][:, :0]
@@ -100,12 +105,14 @@ def chunked_logprobs(
             wanted, places_RK = further.unique(return_inverse=True)
             matrix = projection.part(wanted, vocab.start, logits_UV.shape[1])
             projected_RK = ProjectedProbs.apply(logits_UV, inverse, places_RK, matrix, vocab, temperature)
-            return torch.cat([TokenLogprobs.apply(logits_UV, inverse, targets, vocab, temperature), projected_RK.T])
+            out = TokenLogprobs.apply(logits_UV, inverse, targets, vocab, temperature, truncation)
+            return torch.cat([out[:2], projected_RK.T, out[2:]])
         response, count = further.shape
         everything = torch.cat([targets, further.flatten()])
         places = torch.cat([inverse, inverse.repeat_interleave(count)])
-        out = TokenLogprobs.apply(logits_UV, places, everything, vocab, temperature)
-        rows = [out[:, :response], out[0, response:].view(response, count).T]
+        out = TokenLogprobs.apply(logits_UV, places, everything, vocab, temperature, truncation)
+        full = 0 if truncation is None else 2
+        rows = [out[:2, :response], out[full, response:].view(response, count).T, out[2:, :response]]
         return torch.cat(rows if top is None else [*rows, further.T.float()])
 
     positions = hidden_U.shape[0]
@@ -170,11 +177,21 @@ class TokenLogprobs(torch.autograd.Function):
 
     With p = softmax: d logprob / d logits = (onehot - p) / temperature, and of the entropy H = log Z - sum p x,
     d H / d logits = -p (log p + H) / temperature.
+
+    With `truncation` float32 [3, R]: first the log-softmax over the tokens that are sampled from (`kept_tokens`), last
+    the one over all. The chosen token always belongs to the former: rounding in the engine, or weights that have
+    changed since, may put it outside of what these logits keep. The choice of the kept tokens has no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_UV: Tensor, inverse_R: Tensor, targets_R: Tensor, vocab: VocabPart, temperature: float
+        ctx: Any,
+        logits_UV: Tensor,
+        inverse_R: Tensor,
+        targets_R: Tensor,
+        vocab: VocabPart,
+        temperature: float,
+        truncation: Truncation | None = None,
     ) -> Tensor:
         x = logits_UV.float()
         if temperature != 1.0:
@@ -189,29 +206,138 @@ class TokenLogprobs(torch.autograd.Function):
         chosen_R = x[inverse_R, local_R].masked_fill_(outside_R, 0.0)
         # exp in place would lose x, which the entropy needs: sum p x is taken row by row without a second [U, V].
         weighted_U, total_U = _exponentiate(x)
+        exp_R = x[inverse_R, local_R].masked_fill_(outside_R, 0.0)
         if vocab.group.size() > 1:
-            packed = torch.cat([total_U, weighted_U, chosen_R])
+            packed = torch.cat([total_U, weighted_U, chosen_R, exp_R])
             torch.distributed.all_reduce(packed, group=vocab.group)
-            total_U, weighted_U, chosen_R = packed.split([len(total_U), len(weighted_U), len(chosen_R)])
+            total_U, weighted_U, chosen_R, exp_R = packed.split([len(total_U)] * 2 + [len(chosen_R)] * 2)
         log_total_U = total_U.log()
         entropy_U = log_total_U - weighted_U / total_U
-        ctx.save_for_backward(x, total_U, entropy_U, inverse_R, local_R, outside_R)
+        rows, kept = [chosen_R - log_total_U[inverse_R], entropy_U[inverse_R]], ()
+        if truncation is not None:
+            lowest_U, share_U, kept_U = kept_tokens(x, truncation, vocab.group)
+            added_R = torch.where(exp_R < lowest_U[inverse_R], exp_R, 0.0)
+            kept_R = kept_U[inverse_R] + added_R
+            rows, kept = [chosen_R - kept_R.log(), rows[1], rows[0]], (lowest_U, share_U, kept_R, added_R)
+        ctx.save_for_backward(x, total_U, entropy_U, inverse_R, local_R, outside_R, *kept)
         ctx.temperature, ctx.dtype = temperature, logits_UV.dtype
-        return torch.stack([chosen_R - log_total_U[inverse_R], entropy_U[inverse_R]])
+        return torch.stack(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        exp_UV, total_U, entropy_U, inverse_R, local_R, outside_R = ctx.saved_tensors
-        grad_R, entropy_grad_R = grads[0] / ctx.temperature
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exp_UV, total_U, entropy_U, inverse_R, local_R, outside_R, *kept = ctx.saved_tensors
+        given_R, entropy_grad_R, *full = grads[0] / ctx.temperature
+        grad_R, kept_gradient = (full[0], _KeptGradient.of(given_R, inverse_R, *kept)) if full else (given_R, None)
         sum_U = torch.zeros_like(total_U).index_add_(0, inverse_R, grad_R)
         factor_U = -sum_U / total_U
+        entropy_sum_U = None
         if entropy_grad_R.any():
             entropy_sum_U = torch.zeros_like(total_U).index_add_(0, inverse_R, entropy_grad_R) / total_U
-            grad_UV = _scale_with_entropy(exp_UV, factor_U, entropy_sum_U, entropy_U - total_U.log())
-        else:
-            grad_UV = exp_UV.mul_(factor_U[:, None])
+        grad_UV = _scale(exp_UV, factor_U, entropy_sum_U, entropy_U - total_U.log(), kept_gradient)
+        if kept_gradient is not None:
+            grad_R = grad_R + kept_gradient.chosen_R
         grad_UV.index_put_((inverse_R, local_R), grad_R.masked_fill(outside_R, 0.0), accumulate=True)
-        return grad_UV.to(ctx.dtype), None, None, None, None
+        return grad_UV.to(ctx.dtype), None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _KeptGradient:
+    """The part of truncated log-probs in the gradient."""
+
+    lowest_U: Tensor
+    share_U: Tensor
+    factor_U: Tensor
+    chosen_R: Tensor
+
+    @classmethod
+    def of(
+        cls, grad_R: Tensor, inverse_R: Tensor, lowest_U: Tensor, share_U: Tensor, kept_R: Tensor, added_R: Tensor
+    ) -> _KeptGradient:
+        factor_U = torch.zeros_like(lowest_U).index_add_(0, inverse_R, -grad_R / kept_R)
+        return cls(lowest_U, share_U, factor_U, grad_R * (1 - added_R / kept_R))
+
+    def of_rows(self, exp_UV: Tensor, rows: slice) -> Tensor:
+        """Return the gradient of some rows' logits, but for that of the chosen tokens."""
+        lowest_U1, share_U1, factor_U1 = (one[rows, None] for one in (self.lowest_U, self.share_U, self.factor_U))
+        at_lowest_UV = torch.where(exp_UV < lowest_U1, 0.0, factor_U1 * share_U1)
+        return torch.where(exp_UV > lowest_U1, factor_U1, at_lowest_UV).mul_(exp_UV)
+
+
+CANDIDATES = 1024
+"""Number of the most likely tokens among which top-p first looks for the last one to keep."""
+SORTED_POSITIONS = 16
+"""Positions at a time for which all tokens are sorted, where the candidates have too little probability."""
+
+
+def kept_tokens(exp_UV: Tensor, truncation: Truncation, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens that are sampled from, of a vocabulary split across `group`, as vLLM chooses them: where
+    exp(logit / temperature - its maximum) = `exp_UV` is above `lowest_U`, and the share `share_U` of those where it is
+    equal; and the sum of `exp_UV` over them. vLLM keeps all tokens that are as likely as the last one of top-k, but of
+    those that are as likely as the last one of top-p only as many as are needed."""
+    candidates = truncation.top_k + 1 if truncation.top_k > 0 else CANDIDATES
+    kept, settled_U = _kept_among(exp_UV, truncation, group, candidates)
+    unsettled = (~settled_U).nonzero()[:, 0]
+    if len(unsettled):
+        width = torch.tensor(exp_UV.shape[1], device=exp_UV.device)
+        if group.size() > 1:
+            torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX, group=group)
+        everything = int(width) * group.size() + 1
+        for rows in unsettled.split(SORTED_POSITIONS):
+            for whole, part in zip(kept, _kept_among(exp_UV[rows], truncation, group, everything)[0], strict=True):
+                whole[rows] = part
+    return kept
+
+
+def _kept_among(
+    exp_UV: Tensor, truncation: Truncation, group: Any, candidates: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return what `kept_tokens` does, and the positions for which so many candidates were enough, bool [U]."""
+    lowest_U = exp_UV.new_full((len(exp_UV),), truncation.min_p)  # the most likely token has 1
+    share_U, best_UK = torch.ones_like(lowest_U), None
+    if truncation.top_k > 0 or truncation.top_p < 1:
+        best_UK = _largest(exp_UV, candidates, group)
+        if truncation.top_k > 0:
+            lowest_U = torch.maximum(lowest_U, best_UK[:, truncation.top_k - 1])
+    total_U = _sum_from(exp_UV, lowest_U, group)
+    if best_UK is None or truncation.top_p == 1:
+        return (lowest_U, share_U, total_U), torch.ones_like(lowest_U, dtype=torch.bool)
+    sums_UK = torch.where(best_UK >= lowest_U[:, None], best_UK, 0.0).double().cumsum(1)
+    reached_UK = sums_UK >= truncation.top_p * total_U.double()[:, None]
+    place_U1 = reached_UK.int().argmax(1, keepdim=True)
+    last_U1 = best_UK.gather(1, place_U1)
+    needed_U = place_U1[:, 0] + 1 - (best_UK > last_U1).sum(1)
+    enough_U = reached_UK[:, -1]
+    kept = (
+        torch.where(enough_U, last_U1[:, 0], lowest_U),
+        torch.where(enough_U, needed_U / (best_UK == last_U1).sum(1), share_U),
+        torch.where(enough_U, sums_UK.gather(1, place_U1)[:, 0].float(), total_U),
+    )
+    # The last candidate is -1 where the vocabulary has no more. Where it is as likely as the last token, further ones
+    # may be, too.
+    return kept, (enough_U & (best_UK[:, -1] < last_U1[:, 0])) | (best_UK[:, -1] < 0)
+
+
+def _largest(exp_UV: Tensor, count: int, group: Any) -> Tensor:
+    """The largest values of each position over all ranks, [U, count], falling; -1 where there are no more."""
+    found_UK = exp_UV.topk(min(count, exp_UV.shape[1])).values
+    found_UK = F.pad(found_UK, (0, count - found_UK.shape[1]), value=-1.0)
+    if group.size() > 1:
+        parts = [torch.empty_like(found_UK) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, found_UK.contiguous(), group=group)
+        found_UK = torch.cat(parts, 1).topk(count).values
+    return found_UK
+
+
+def _sum_from(exp_UV: Tensor, lowest_U: Tensor, group: Any) -> Tensor:
+    """The sum of the values that are at least `lowest_U`, over all ranks [U]."""
+    total_U, step = torch.empty_like(lowest_U), _rows_at_a_time(exp_UV)
+    for start in range(0, exp_UV.shape[0], step):
+        part = exp_UV[start : start + step]
+        kept = torch.where(part >= lowest_U[start : start + step, None], part, 0.0)
+        torch.sum(kept, -1, out=total_U[start : start + step])
+    if group.size() > 1:
+        torch.distributed.all_reduce(total_U, group=group)
+    return total_U
 
 
 class ProjectedProbs(torch.autograd.Function):
@@ -254,15 +380,26 @@ class ProjectedProbs(torch.autograd.Function):
         return grad_UV.to(ctx.dtype), None, None, None, None, None
 
 
-def _scale_with_entropy(exp_UV: Tensor, factor_U: Tensor, entropy_U: Tensor, shift_U: Tensor) -> Tensor:
-    """Replace exp by exp * (factor - entropy * (log exp + shift)), a few rows at a time; 0 where exp is 0."""
+def _scale(
+    exp_UV: Tensor, factor_U: Tensor, entropy_U: Tensor | None, shift_U: Tensor, kept_gradient: _KeptGradient | None
+) -> Tensor:
+    """Replace exp by exp * (factor - entropy * (log exp + shift)) and the gradient of truncated log-probs, a few rows
+    at a time; 0 where exp is 0."""
+    if entropy_U is None and kept_gradient is None:
+        return exp_UV.mul_(factor_U[:, None])
     step = _rows_at_a_time(exp_UV)
     for start in range(0, exp_UV.shape[0], step):
         rows = slice(start, start + step)
-        part = exp_UV[rows]
-        logs = torch.special.xlogy(part, part)
-        part.mul_((factor_U[rows] - entropy_U[rows] * shift_U[rows])[:, None])
-        part.sub_(logs.mul_(entropy_U[rows][:, None]))
+        part, further = exp_UV[rows], []
+        if kept_gradient is not None:
+            further.append(kept_gradient.of_rows(part, rows))
+        factor_U1 = factor_U[rows, None]
+        if entropy_U is not None:
+            further.append(torch.special.xlogy(part, part).mul_(-entropy_U[rows, None]))
+            factor_U1 = factor_U1 - (entropy_U[rows] * shift_U[rows])[:, None]
+        part.mul_(factor_U1)
+        for one in further:
+            part.add_(one)
     return exp_UV
 
 

@@ -18,6 +18,26 @@ from rlctl.data.rollouts import EpisodeFacts, MediaPart, TokensByVersion
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """The tokens that are sampled from, where these are not all. vLLM applies the temperature, then `min_p`, `top_k`
+    and `top_p`, each to the tokens that the one before has kept."""
+
+    top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities add up to this."""
+    top_k: int = -1
+    """Keep the k most likely tokens, and those as likely as the last of them; -1: all."""
+    min_p: float = 0.0
+    """Keep tokens that are at least this times as likely as the most likely one."""
+
+    @classmethod
+    def from_config(cls, config: GenerationConfig, vocabulary: int) -> Truncation | None:
+        """Return the `generation` section's; None: all tokens are sampled from."""
+        top_k = config.top_k if 0 < config.top_k < vocabulary else -1
+        found = cls(config.top_p, top_k, config.min_p)
+        return None if found == cls() else found
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; the same for all requests of a call."""
 
@@ -26,6 +46,7 @@ class Sampling:
     """0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     """Texts that end a completion; the text returned ends before them, the tokens include them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -43,6 +64,7 @@ class Sampling:
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            min_p=config.min_p,
             stop=tuple(dict.fromkeys((*config.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *config.stop_token_ids))),
         )

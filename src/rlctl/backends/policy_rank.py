@@ -395,14 +395,18 @@ class PolicyRank(ABC):
         return counted_positions(tokens_T, media)
 
     def add_logprobs(self, column: LogprobColumn) -> None:
+        """With truncated sampling, the last row of the output has the log-probs over the whole vocabulary."""
+        columns = {column: 0}
+        if self.spec.truncation is not None:
+            columns = {column: -1} if column == "reference_logprobs" else {column: 0, "old_full_logprobs": -1}
         with self.under_weights_of(column):
-            self.add_column(column)
+            self.add_columns(columns)
 
-    def add_column(self, column: str) -> None:
-        """Add the first row of the model's output to the loaded batch, where this rank has the output."""
+    def add_columns(self, columns: Mapping[str, int]) -> None:
+        """Add rows of the model's output to the loaded batch, where this rank has the output."""
         rows = self._all_rows()
         for row, out in zip(rows, self._outputs(rows), strict=False):  # empty but on the last pipeline stage
-            row.columns_R[column] = out[0]
+            row.columns_R |= {column: out[index] for column, index in columns.items()}
 
     @torch.no_grad()
     def _outputs(self, rows: list[PackedRow]) -> list[Tensor]:
@@ -541,7 +545,7 @@ class PolicyRank(ABC):
         return self.critic
 
     def estimate(self, estimate: AdvantageEstimate) -> None:
-        self._require_critic().add_column("values")
+        self._require_critic().add_columns({"values": 0})
         rows = self._all_rows()
         if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
             add_advantages(rows, estimate, self.data_group)

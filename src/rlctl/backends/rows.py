@@ -98,8 +98,9 @@ class PackedRow:
     inverse_R: torch.Tensor  # int64: index into U of the position that predicts the token
     targets_R: torch.Tensor  # int64: the chosen tokens
     columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
-    """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs; with a
-    critic values, rewards and returns; with a teacher teacher_logprobs and teacher_top."""
+    """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs; with
+    truncated sampling old_full_logprobs; with a critic values, rewards and returns; with a teacher teacher_logprobs and
+    teacher_top."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
     extra_R: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class PackedRow:
         """Return what a policy's loss is computed from; `out` is what `chunked_logprobs` returns, or values
         [1, R]."""
         columns = self.columns_R
+        further = 0 if self.further_RK is None else self.further_RK.shape[1]
         return TokenBatch(
             logprobs_R=out[0],
             entropy_R=out[1] if len(out) > 1 else torch.zeros_like(out[0]),
@@ -129,8 +131,10 @@ class PackedRow:
             reference_logprobs_R=columns.get("reference_logprobs"),
             teacher_logprobs_R=columns.get("teacher_logprobs"),
             teacher_top_RK=columns.get("teacher_top"),
-            top_logprobs_RK=None if self.further_RK is None else out[2:].T,
+            top_logprobs_RK=out[2 : 2 + further].T if further else None,
             extra_R=self.extra_R,
+            full_logprobs_R=out[-1] if len(out) > 2 + further else out[0],
+            old_full_logprobs_R=columns.get("old_full_logprobs", columns.get("old_logprobs")),
         )
 
     def value_batch(self, out_1R: torch.Tensor) -> ValueBatch:
@@ -144,7 +148,7 @@ class PackedRow:
             rollout_R=columns["rollout"],
             old_values_R=columns.get("values"),
             returns_R=columns.get("returns"),
-            old_logprobs_R=columns.get("old_logprobs"),
+            old_logprobs_R=columns.get("old_full_logprobs", columns.get("old_logprobs")),
             reference_logprobs_R=columns.get("reference_logprobs"),
         )
 

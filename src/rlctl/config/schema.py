@@ -791,10 +791,11 @@ class GenerationConfig(Section):
     temperature: NonNegativeNumber = 1.0
     """Temperature of sampling; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the most likely tokens whose probabilities add up to this; 1 is all. Training with less needs
-    `loss.importance_correction=off`, as with `top_k`."""
+    """Sample among the most likely tokens whose probabilities add up to this; 1 is all."""
     top_k: Annotated[int, Field(ge=-1, le=MOST)] = -1
     """Sample among the k most likely tokens; -1 is all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample among tokens that are at least this times as likely as the most likely one; 0 is all."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, in addition to the model's own end tokens."""
     stop_token_ids: tuple[NonNegative, ...] = ()

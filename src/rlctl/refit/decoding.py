@@ -5,7 +5,7 @@ No reading of parameters can see a decode graph that goes on reading old memory,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.backends.batch import LogprobStats, TrainBatch, WeightedRollout
 from rlctl.backends.clients import EngineClient, PolicyClient
@@ -47,17 +47,18 @@ class DecodeCheck:
     vocabulary: int
     max_length: int
     """Most tokens of a sequence in the engines."""
-    temperature: float
-    """The policy's own."""
+    sampling: Sampling
+    """The policy's own temperature and truncation, and the most tokens of a completion."""
     without_graphs: str = ""
     """The flag with which the engine decodes without graphs; empty: there is none."""
 
     def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
         """Return the completions of each engine. Raises the error of one that fails."""
-        new = min(NEW_TOKENS, self.max_length - 1)
+        new = min(self.sampling.max_new_tokens, self.max_length - 1)
+        sampling = replace(self.sampling, max_new_tokens=new)
         prompts = fixed_prompts(self.vocabulary, self.max_length - new, PROMPTS)
         asked = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
-        outcomes = engines.generate([asked] * len(engines), Sampling(new, temperature=self.temperature), timeout_s)
+        outcomes = engines.generate([asked] * len(engines), sampling, timeout_s)
         found: list[list[GroupResult]] = []
         for outcome in outcomes:
             if isinstance(outcome, RlctlError):

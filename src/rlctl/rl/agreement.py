@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.config.schema import RlctlConfig
-from rlctl.errors import ConfigError, DivergenceError
+from rlctl.errors import DivergenceError
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
 # 10 to 20 is off by about 16 times the unit roundoff (2^-24 in float32, 2^-8 in bfloat16), so by 1e-6 and by 0.06 at
@@ -25,32 +25,8 @@ def precision_of(config: RlctlConfig, dtype: str) -> str:
 
 
 def error_limit(config: RlctlConfig, dtype: str) -> float:
-    """Return the mean absolute difference that stops a run in which all tokens are sampled from."""
+    """Return the mean absolute difference that stops a run."""
     return config.checks.logprob_diff_error or LIMITS[precision_of(config, dtype)][1]
-
-
-def refuse_cut_sampling(config: RlctlConfig) -> None:
-    """Raise ConfigError where an importance correction would take what top-p or top-k cut off for a difference between
-    engine and trainer: the engine's log-probs are of the tokens that are left, and the trainer's of all tokens."""
-    generation, loss = config.generation, config.loss
-    compared = {
-        "loss.importance_correction": None if loss.importance_correction == "off" else loss.importance_correction,
-        "loss.sequence_mask": loss.sequence_mask and list(loss.sequence_mask),
-        "loss.error_mask": loss.error_mask,
-        "loss.off_policy_mask": loss.off_policy_mask,
-    }
-    key, value = next(((key, value) for key, value in compared.items() if value), (None, None))
-    cuts = [f"generation.top_p = {generation.top_p:g}"] if generation.top_p < 1 else []
-    cuts += [f"generation.top_k = {generation.top_k}"] if generation.top_k > 0 else []
-    if cuts and key:
-        off = f"{key}=off" if key == "loss.importance_correction" else f"{key}=null"
-        raise ConfigError(
-            f"{' and '.join(cuts)} cannot be trained on with {key} = {value}. The engine's "
-            "log-probs count only the tokens that are left, the trainer's count all of them, and the correction would "
-            "take that difference for an error of the engine.",
-            "Sample from all tokens in training (generation.top_p=1, generation.top_k=-1); `rlctl generate` takes both "
-            f"keys. Or set {off}, which treats the samples as the policy's own.",
-        )
 
 
 @dataclass(frozen=True)
@@ -71,9 +47,7 @@ class Agreement:
         Where log-probs differ by more than rounding (see below), only limits that are set hold.
         """
         checks, why = config.checks, ""
-        if config.generation.top_p < 1 or config.generation.top_k > 0:
-            why = "generation.top_p or top_k cut what is sampled"
-        elif config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
+        if config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
             why = "rollouts may be of older weights than those that are trained"
         elif config.batch.optimizer_steps * config.batch.epochs > 1 and "old_logprobs" not in config.logprobs_needed:
             why = "log-probs are of after a batch's earlier optimizer steps"

@@ -82,6 +82,18 @@ def old_logprobs(batch: TokenBatch) -> torch.Tensor:
     return batch.logprobs_R.detach() if batch.old_logprobs_R is None else batch.old_logprobs_R
 
 
+def full_logprobs(batch: TokenBatch) -> torch.Tensor:
+    """Return the policy's log-probs over the whole vocabulary [R], with gradient."""
+    return batch.logprobs_R if batch.full_logprobs_R is None else batch.full_logprobs_R
+
+
+def old_full_logprobs(batch: TokenBatch) -> torch.Tensor:
+    """Return `old_logprobs` over the whole vocabulary [R]."""
+    if batch.full_logprobs_R is None:
+        return old_logprobs(batch)
+    return batch.full_logprobs_R.detach() if batch.old_full_logprobs_R is None else batch.old_full_logprobs_R
+
+
 def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
     """Return exp(d) - 1 - d: unbiased, never negative. d is clamped to +-`LOG_RATIO_LIMIT`."""
     clamped_R = log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -130,6 +142,7 @@ def kl_penalty(
 
 
 def score_term(
+    sampled_logprobs_R: torch.Tensor,
     logprobs_R: torch.Tensor,
     reference_logprobs_R: torch.Tensor,
     rollout_R: torch.Tensor,
@@ -140,12 +153,13 @@ def score_term(
     loss [R] whose value is 0.
 
     It is (sum of unbiased estimates over the tokens that follow) * grad log q: those of k3 for k3, else those of k1. k3
-    lacks the term of the token itself too, which the gradients of k1 and k2 have.
+    lacks the term of the token itself too, which the gradients of k1 and k2 have. `sampled_logprobs_R` are the log q of
+    the distribution that tokens are sampled from, which truncation changes.
     """
     values_R = kl_penalty(logprobs_R.detach(), reference_logprobs_R, "k3" if estimator == "k3" else "k1", cap)
     to_go_R = sums_to_go(values_R, rollout_R)
     factor_R = to_go_R if estimator == "k3" else to_go_R - values_R
-    return factor_R * (logprobs_R - logprobs_R.detach())
+    return factor_R * (sampled_logprobs_R - sampled_logprobs_R.detach())
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def validation_sampling(config: RlctlConfig, encoder: PromptEncoder) -> Sampling
     sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
     temperature = config.validation.temperature
     sampling = replace(sampling, timeout_s=config.rollout_timeout_s, temperature=temperature)
-    return replace(sampling, top_p=1.0, top_k=-1) if temperature == 0 else sampling
+    return replace(sampling, top_p=1.0, top_k=-1, min_p=0.0) if temperature == 0 else sampling
 
 
 def times_of(wanted: ValidationConfig) -> str:

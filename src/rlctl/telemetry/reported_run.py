@@ -18,7 +18,7 @@ OWN = ("run.dir", "run.name", "run.goal")
 """Keys that every run has a value of its own for."""
 SAMPLED = (
     "data.", "reward.", "environment.", "model.chat_template", "generation.max_new_tokens", "generation.temperature",
-    "generation.top_p", "generation.top_k", "generation.stop", "generation.stop_token_ids",
+    "generation.top_p", "generation.top_k", "generation.min_p", "generation.stop", "generation.stop_token_ids",
 )  # fmt: skip
 """Keys (or how they begin) that rewards follow from, apart from the weights."""
 SCHEDULE = ("validation.every", "validation.at_start", "validation.at_end", "validation.stop_after")

@@ -46,9 +46,14 @@ def with_teacher(seed: int = 0) -> TokenBatch:
     )
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.7])
-def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float) -> None:
+@pytest.mark.parametrize(("weight", "left_out"), [(0.0, 0.0), (0.7, 0.0), (0.7, 0.25)])
+def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float, left_out: float) -> None:
+    """`left_out`: by how much log-probs over the whole vocabulary are less than those that truncated sampling has."""
     batch = with_teacher()
+    if left_out:
+        assert batch.old_logprobs_R is not None
+        whole_R = batch.logprobs_R.detach() - left_out
+        batch = replace(batch, full_logprobs_R=whole_R, old_full_logprobs_R=batch.old_logprobs_R - left_out)
     assert batch.old_logprobs_R is not None
     assert batch.teacher_logprobs_R is not None
     algorithm = made(f"distillation.reward_weight={weight}", "distillation.weight=2", "loss.clip_high=9")
@@ -57,7 +62,7 @@ def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float)
     assert batch.logprobs_R.grad is not None
     for i in range(TOKENS):
         old, engine = batch.old_logprobs_R[i].item(), batch.rollout_logprobs_R[i].item()
-        advantage = batch.advantages_R[i].item() + 2 * (batch.teacher_logprobs_R[i].item() - old)
+        advantage = batch.advantages_R[i].item() + 2 * (batch.teacher_logprobs_R[i].item() - (old - left_out))
         ratio = math.exp(batch.logprobs_R[i].item() - old)
         kept = min(ratio, 10) if advantage > 0 else max(ratio, 0.8)
         w = min(math.exp(old - engine), 2.0)

@@ -308,6 +308,36 @@ def test_a_penalty_in_the_reward_lowers_the_advantage_of_all_tokens_before(estim
     assert math.isclose(RunLoss(algorithm)(batch).loss.item(), token_mean(losses), rel_tol=1e-10)
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_with_truncated_sampling_whole_distributions_are_compared_with_the_reference(place: str) -> None:
+    """Ratios are of the tokens that are sampled from, and the reference's log-probs of all."""
+    algorithm = named("grpo", "loss.kl_coefficient=0.3", f"loss.kl_in={place}", "loss.kl_estimator=k3")
+    batch = micro_batch(algorithm)
+    assert batch.old_logprobs_R is not None
+    left_out = [0.125 * (1 + i % 3) for i in range(len(batch.logprobs_R))]
+    full_R = (batch.logprobs_R.detach() - torch.tensor(left_out)).requires_grad_()
+    batch = replace(batch, full_logprobs_R=full_R, old_full_logprobs_R=batch.old_logprobs_R - torch.tensor(left_out))
+    losses, first = [], 0
+    for number, advantage in enumerate(grpo_advantages()):
+        rollout = Rollout(batch, number, batch.logprobs_R.tolist(), advantage)
+        less = left_out[first : first + len(rollout.now)]
+        first += len(less)
+        compared = rollout.now if place == "loss" else rollout.old
+        d = [reference - (own - k) for reference, own, k in zip(rollout.reference, compared, less, strict=True)]
+        penalties = [0.3 * (math.exp(x) - 1 - x) for x in d]
+        plain = ppo(rollout)
+        if place == "loss":
+            losses.append([one + penalty for one, penalty in zip(plain, penalties, strict=True)])
+            continue
+        pairs = zip(rollout.weights, rollout.ratios, strict=True)
+        own = [-w * clipped(q, advantage - sum(penalties[t:]), 0.2, 0.2) for t, (w, q) in enumerate(pairs)]
+        losses.append(own)
+    loss = RunLoss(algorithm)(batch).loss
+    assert math.isclose(loss.item(), token_mean(losses), rel_tol=1e-10)
+    (gradient,) = torch.autograd.grad(loss, full_R, allow_unused=True)
+    assert (gradient is not None and bool(gradient.any())) == (place == "loss")
+
+
 def test_the_entropy_bonus_is_part_of_the_loss_with_its_gradient() -> None:
     batch = micro_batch(named("grpo"))
     batch = replace(batch, entropy_R=batch.entropy_R.requires_grad_())

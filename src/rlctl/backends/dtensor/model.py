@@ -120,7 +120,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.inner, self._head, self._teaches = inner, head_of(inner), spec.teaches
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
-        self._temperature, self._chunk = spec.temperature, spec.logprob_chunk_tokens
+        self._temperature, self._truncation = spec.temperature, spec.truncation
+        self._chunk = spec.logprob_chunk_tokens
         self._vocab, self._body = inner.config.vocab_size, body_path(inner)
         self._packs = not spec.facts.unpacked
         self.replays: list[Replay] = []
@@ -158,8 +159,9 @@ class PolicyModel(nn.Module):
         hidden_U = hidden_TH.index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
         return row_logprobs(
-            hidden_U, part, self._head, vocab, self._temperature, self._chunk, self._teaches, self._context
-        )
+            hidden_U, part, self._head, vocab, self._temperature, self._truncation, self._chunk, self._teaches,
+            self._context,
+        )  # fmt: skip
 
 
 class ValueModel(PolicyModel):

@@ -35,6 +35,7 @@ from rlctl.backends.megatron.modules import (
     own_angles,
 )
 from rlctl.backends.megatron.routing import Replay, hand_out
+from rlctl.backends.messages import Truncation
 from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
@@ -52,10 +53,18 @@ class PolicyModel(GPTModel):
     positions that predict one."""
 
     def __init__(
-        self, *args: Any, temperature: float, chunk: int, vocab: int, teaches: Teaching | None, **kwargs: Any
+        self,
+        *args: Any,
+        temperature: float,
+        truncation: Truncation | None,
+        chunk: int,
+        vocab: int,
+        teaches: Teaching | None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.temperature, self.chunk, self.true_vocab, self.teaches = temperature, chunk, vocab, teaches
+        self.temperature, self.truncation, self.chunk = temperature, truncation, chunk
+        self.true_vocab, self.teaches = vocab, teaches
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: RowParams, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -82,7 +91,9 @@ class PolicyModel(GPTModel):
         logits = partial(self._logits, weight=weight, width=min(width, self.true_vocab - start))
         vocab = VocabPart(tp_group, start)
         context = self.pg_collection.cp
-        return row_logprobs(hidden_U, part, logits, vocab, self.temperature, self.chunk, self.teaches, context)
+        return row_logprobs(
+            hidden_U, part, logits, vocab, self.temperature, self.truncation, self.chunk, self.teaches, context
+        )
 
     def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
         """[U, V]: this rank's logits, those of vocabulary padding cut off."""
@@ -131,6 +142,7 @@ def build_model(
         rotary_base=int(facts.rope.theta),
         vp_stage=vp_stage,
         temperature=spec.temperature,
+        truncation=spec.truncation,
         chunk=spec.logprob_chunk_tokens,
         vocab=facts.vocab,
         teaches=spec.teaches,

@@ -98,6 +98,12 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
     """Raise ConfigError for a combination that vLLM cannot run."""
     generation = config.generation
     pp, dp, ep = generation.pp or 1, generation.dp or 1, generation.ep or 1
+    if generation.min_p and config.vllm.passed.get("speculative_config"):
+        raise ConfigError(
+            f"generation.min_p = {generation.min_p:g} does not go with vllm.speculative_config: vLLM samples drafts "
+            "without it.",
+            "Use generation.top_p or top_k, or leave speculative decoding out.",
+        )
     require_engine_sizes(facts, tp=tp or generation.tp or 1, pp=pp, dp=dp, ep=ep)
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
         raise ConfigError(

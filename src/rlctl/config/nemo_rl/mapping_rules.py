@@ -203,20 +203,6 @@ def to(key: str, convert: Mapping[Any, Any] | None = None, *, null: Any = None) 
     return rule
 
 
-def cut(key: str, cuts: Callable[[Any], bool]) -> Rule:
-    """Return the rule of top-p or top-k. Where it cuts tokens off, NeMo-RL cuts them off in the trainer too."""
-
-    def rule(found: Found) -> None:
-        if found.value is not None and cuts(found.value):
-            found.map_all(
-                {key: found.value}, "the trainer's log-probs count all tokens, and NeMo-RL's those that are left"
-            )
-        else:
-            found.map(key, found.value)
-
-    return rule
-
-
 def without(reason: str) -> Rule:
     """Return the rule of a key that has no counterpart, for `reason`. A field of Megatron-Core that the command line
     changes is handed on nevertheless, and Megatron's section refuses those that rlctl sets itself."""

@@ -74,20 +74,20 @@ class Distillation(Grpo):
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return how far the policy is from the teacher, and what GRPO measures."""
-        from rlctl.rl.losses import old_logprobs
+        from rlctl.rl.losses import old_full_logprobs
 
-        found = {"teacher_kl": old_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
+        found = {"teacher_kl": old_full_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
         if self.teacher_top:
             found |= of_top(batch, self.config.distillation)
         return found
 
     def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
-        from rlctl.rl.losses import old_logprobs
+        from rlctl.rl.losses import old_full_logprobs
 
         batch = super()._with_penalised_advantages(batch)
         if self.teacher_top:
             return batch
-        gain_R = (_of_teacher(batch) - old_logprobs(batch)).detach()
+        gain_R = (_of_teacher(batch) - old_full_logprobs(batch)).detach()
         return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
 
 

@@ -87,17 +87,18 @@ class PolicyGradient(Algorithm):
         """Return the corrected surrogate with the KL penalty and the entropy bonus."""
         import torch
 
-        from rlctl.rl.losses import correction, kl_penalty, kl_weights, score_term
+        from rlctl.rl.losses import correction, full_logprobs, kl_penalty, kl_weights, score_term
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio_to_anchor(batch), batch)
         if o.kl_coefficient and o.kl_in == "loss":
             weights_R = kl_weights(batch, o.kl_weight)
-            penalty_R = kl_penalty(batch.logprobs_R, _reference(batch), o.kl_estimator, o.kl_cap, weights_R)
+            full_R = full_logprobs(batch)
+            penalty_R = kl_penalty(full_R, _reference(batch), o.kl_estimator, o.kl_cap, weights_R)
             if o.kl_score_term:  # a sum over the tokens that follow passes on what is in tokens that are left out
-                reference_R = torch.where(batch.counted_R, _reference(batch), batch.logprobs_R.detach())
+                reference_R = torch.where(batch.counted_R, _reference(batch), full_R.detach())
                 penalty_R = penalty_R + score_term(
-                    batch.logprobs_R, reference_R, batch.rollout_R, o.kl_estimator, o.kl_cap
+                    batch.logprobs_R, full_R, reference_R, batch.rollout_R, o.kl_estimator, o.kl_cap
                 )
             loss_R = loss_R + o.kl_coefficient * penalty_R
         if o.entropy_coefficient:
@@ -106,13 +107,13 @@ class PolicyGradient(Algorithm):
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return how far the policy is from the one that sampled, and what the bounds of the loss held back."""
-        from rlctl.rl.losses import correction, kl_penalty
+        from rlctl.rl.losses import correction, full_logprobs, kl_penalty
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         ratio_R, corrected = self.ratio_to_anchor(batch), correction(batch, o)
         to_reference = {}
         if "reference_logprobs" in self.needs and batch.reference_logprobs_R is not None:
-            to_reference["kl"] = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator)
+            to_reference["kl"] = kl_penalty(full_logprobs(batch), batch.reference_logprobs_R, o.kl_estimator)
         return {
             **to_reference,
             "clip_fraction": self.is_bounded(ratio_R, batch),
@@ -126,12 +127,12 @@ class PolicyGradient(Algorithm):
         """Return the batch with the KL divergence of the policy that sampled in its advantages, where it is there."""
         import torch
 
-        from rlctl.rl.losses import kl_penalty, old_logprobs, sums_to_go
+        from rlctl.rl.losses import kl_penalty, old_full_logprobs, sums_to_go
 
         o = self.config.loss
         if not self.config.penalty_in_reward or self.config.has_critic:
             return batch
-        penalty_R = kl_penalty(old_logprobs(batch), _reference(batch), o.kl_estimator, o.kl_cap)
+        penalty_R = kl_penalty(old_full_logprobs(batch), _reference(batch), o.kl_estimator, o.kl_cap)
         to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)
         return replace(batch, advantages_R=batch.advantages_R - o.kl_coefficient * to_go_R)
 

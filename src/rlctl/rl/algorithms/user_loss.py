@@ -90,19 +90,22 @@ def trial(
         return (values_R + 0.1 * torch.randn(tokens, generator=generator)).clamp(max=-0.01)
 
     logprobs_R = near(torch.full((tokens,), -2.0))
+    trained_R, old_R = logprobs_R.clone().requires_grad_(), near(logprobs_R)
     batch = TokenBatch(
-        logprobs_R=logprobs_R.clone().requires_grad_(),
+        logprobs_R=trained_R,
         entropy_R=torch.ones(tokens),
         rollout_logprobs_R=near(logprobs_R),
         advantages_R=torch.tensor([1.0] * 4 + [-1.0] * 3),
         token_weights_R=torch.full((tokens,), 1 / tokens),
         counted_R=torch.ones(tokens, dtype=torch.bool),
         rollout_R=torch.tensor([0] * 4 + [1] * 3),
-        old_logprobs_R=near(logprobs_R) if "old_logprobs" in needs else None,
+        old_logprobs_R=old_R if "old_logprobs" in needs else None,
         reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,
         teacher_logprobs_R=near(logprobs_R) if "teacher_logprobs" in needs else None,
         teacher_top_RK=torch.full((tokens, top), -math.log(top + 1)) if top else None,
         top_logprobs_RK=torch.full((tokens, top), -math.log(top + 2)).requires_grad_() if top else None,
+        full_logprobs_R=trained_R,
+        old_full_logprobs_R=old_R if "old_logprobs" in needs else None,
     )
     try:
         loss_R, values = loss(batch, options)
