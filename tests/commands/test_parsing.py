@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rlctl import cli
 from rlctl.commands import options
 from rlctl.commands.output import message
 from rlctl.commands.parsing import ALIASES, PANELS, SIMILAR
+from rlctl.config.algorithm_settings import OWN_COMMANDS
 from rlctl.config.keys import field
 from rlctl.telemetry import terminal
 from support.commands import rlctl
@@ -134,6 +136,19 @@ def test_a_long_help_has_headings_and_each_option_in_one_line_with_its_default(
     assert re.search(r"--temperature.*\[default: 1\.0\]", text)
     assert re.search(r"--prompt-field.*\[default: prompt\]", text)
     assert "Other options" not in asked("presets", "cp", "-h")[1]
+
+
+@pytest.mark.parametrize("command", OWN_COMMANDS)
+def test_help_of_a_training_method_shows_the_defaults_that_its_run_has(
+    command: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = asked("train", command, "-h")[1]
+    shown = dict(re.findall(r"^ +(--[a-z-]+).*\[default: (.*)\]$", text, re.MULTILINE))
+    config = options.resolve_config(command=command).config
+    keys = {options.flag(name): key for name, key in options.KEYS.items() if options.flag(name) in shown}
+    assert {name: str(attrgetter(keys[name])(config)) for name in shown} == shown
+    assert float(shown["--lr"]) == {"dpo": 1e-6, "kto": 1e-6}.get(command, 1e-5)
 
 
 def test_every_name_leads_to_a_flag_or_key_that_exists() -> None:

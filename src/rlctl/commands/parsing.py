@@ -127,14 +127,18 @@ class Command(TyperCommand):
 
 
 def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
-    """Return an option as the help shows it, with the default of the key that it sets."""
+    """Return an option as the help shows it, with the default of the key that it sets. A command of `train` that is an
+    algorithm shows the value that the algorithm sets."""
     from rlctl.commands.options import KEYS, LORA
+    from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
     from rlctl.config.keys import field
 
     record = param.get_help_record(ctx)
     sets = param.name in KEYS and param.param_type_name == "option" and LORA not in param.opts
     found = field(KEYS[param.name]) if sets else None
     default = None if found is None else found.default
+    if found is not None and ctx.parent is not None and ctx.parent.info_name == "train":
+        default = ALGORITHM_SETTINGS.get(ctx.info_name, {}).get(KEYS[param.name], default)
     if record is None or not isinstance(default, str | int | float) or isinstance(default, bool) or default == "":
         return record
     return record[0], f"{record[1]}  [default: {default}]"
