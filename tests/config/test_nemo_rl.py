@@ -893,6 +893,38 @@ def test_positions_that_a_recipe_gives_its_model_are_the_model_s(tmp_path: Path)
     assert published_facts(resolve(files=[texts], environment={}).config.model).max_length == 16384
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("policy.generation.vllm_kwargs.speculative_config.method=ngram", "vllm.speculative_config.method"),
+        ("policy.generation.vllm_kwargs.compilation_config.mode=0", "vllm.compilation_config.mode"),
+        ("policy.generation.vllm_kwargs.kernel_config.moe_backend=triton", "vllm.kernel_config.moe_backend"),
+        ("policy.generation.vllm_cfg.attention_config.use_trtllm_attention=false",
+         "vllm.attention_config.use_trtllm_attention"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_keys_inside_of_a_field_of_vllm_can_be_overridden(prefix: str, key: str, ours: str) -> None:
+    assert ours in import_recipe(None, [Override.parse(f"{prefix}{key}")]).values
+
+
+def test_drafts_with_weights_are_refused_where_the_command_line_asks_for_them(tmp_path: Path) -> None:
+    section = "policy.generation.vllm_kwargs.speculative_config"
+    asked = [Override.parse(f"++{section}.{one}") for one in ("method=eagle3", "model=a/b", "num_speculative_tokens=3")]
+    assert "the draft needs weights" in " ".join(import_recipe(None, asked).unsupported)
+    (off,) = [Override.parse(f"++{section}={{method: eagle3, num_speculative_tokens: 0}}")]
+    assert not import_recipe(None, [off]).unsupported
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_async_engine_may_stand_where_the_announcement_of_version_0_3_has_it(tmp_path: Path, prefix: str) -> None:
+    short, long = (import_recipe(None, [Override.parse(f"{prefix}policy.generation.{key}=True")])
+                   for key in ("async_engine", "vllm_cfg.async_engine"))  # fmt: skip
+    assert (short.values, short.unsupported) == (long.values, [])
+    assert {entry.note for entry in long.entries} < {entry.note for entry in short.entries}
+    assert not recipe(tmp_path, policy__generation__async_engine=True).of("not known")
+
+
 def test_what_drafts_tokens_is_left_out_where_the_policy_does_not_depend_on_it(tmp_path: Path) -> None:
     speculative = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}}
     heads = {"mtp_num_layers": 5, "mtp_loss_scaling_factor": 0.3}

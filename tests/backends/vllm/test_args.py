@@ -107,3 +107,22 @@ def test_families_whose_activations_overflow_are_refused_in_float16(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"activations of gemma3 overflow in it, and vLLM refuses it"):
         args.refuse_unsupported(config, facts, "cuda")
     args.refuse_unsupported(RlctlConfig.model_validate({"model": {"dtype": "bfloat16"}}), facts, "cuda")
+
+
+@pytest.mark.parametrize("drafts", [{"method": "eagle3", "model": "a/b"}, {"method": "mtp"}, {"model": "a/b"}])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_drafts_that_would_have_random_weights_are_refused(tiny_llama: Path, drafts: dict, device: Any) -> None:
+    config = RlctlConfig.model_validate({"vllm": {"speculative_config": {**drafts, "num_speculative_tokens": 3}}})
+    method = drafts.get("method")
+    with pytest.raises(ConfigError, match=rf"vllm\.speculative_config\.method = {method}: the draft needs weights"):
+        args.refuse_unsupported(config, facts_in(tiny_llama), device)
+
+
+def test_drafts_without_weights_are_for_gpus(tiny_llama: Path) -> None:
+    """On a CPU the log-probs of accepted tokens are wrong (vLLM 0.32)."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    config = RlctlConfig.model_validate({"vllm": {"speculative_config": drafts}})
+    with pytest.raises(ConfigError, match=r"speculative_config\.method = ngram: on a CPU vLLM reports wrong log-probs"):
+        args.refuse_unsupported(config, facts_in(tiny_llama), "cpu")
+    made = args.engine_spec(config, facts_in(tiny_llama), tiny_llama, device="cuda")
+    assert made.arguments["speculative_config"] == drafts

@@ -5,6 +5,7 @@ One function serves CPUs and GPUs; what differs between them is in `_cpu_argumen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from rlctl.models.matrices import Role
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
 PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that draft from the tokens so far, without weights."""
 
 # vLLM's CPU attention takes multiples of 32; the smallest lets the samples of a prompt share more of its prefill
 # (the default of 128 shares nothing of a prompt shorter than that).
@@ -110,6 +113,7 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
             f"model.dtype = float16: activations of {facts.family} overflow in it, and vLLM refuses it.",
             "Set model.dtype=bfloat16.",
         )
+    _refuse_drafts(config.vllm.passed.get("speculative_config"), device)
     if device != "cpu":
         return
     if ep > 1 and not cpu_experts_spread():
@@ -136,6 +140,29 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
             f"model.name: {config.model.name} has attention heads of size {facts.head_dim}, and on a CPU this vLLM has "
             f"attention for heads of size {', '.join(map(str, sizes))} alone.",
             "Take another model, or run it on GPUs.",
+        )
+
+
+def _refuse_drafts(drafts: Any, device: Device) -> None:
+    """Raise ConfigError for speculative decoding that would draft with random weights or tell wrong log-probs.
+
+    On a CPU vLLM 0.32 reports log-probs of accepted tokens that are NaN or wrong by several units under sampling, with
+    the drafts of n-grams and of a copy of the model alike.
+    """
+    if drafts is None:
+        return
+    method = drafts.get("method") if isinstance(drafts, Mapping) else None
+    if method not in WITHOUT_WEIGHTS:
+        raise ConfigError(
+            f"vllm.speculative_config.method = {method}: the draft needs weights, but engines start with empty weights "
+            "and a refit sends those of the policy alone.",
+            "Set vllm.speculative_config.method to ngram or suffix, or remove vllm.speculative_config.",
+        )
+    if device == "cpu":
+        raise ConfigError(
+            f"vllm.speculative_config.method = {method}: on a CPU vLLM reports wrong log-probs of the tokens that it "
+            "accepts from a draft.",
+            "Remove vllm.speculative_config, or generate on GPUs.",
         )
 
 

@@ -770,12 +770,18 @@ def prediction_heads(found: Found) -> None:
 
 
 def drafting(found: Found) -> None:
-    """Hand on the settings of speculative decoding that need no weights; engines get none but the policy's."""
-    if found.get("policy.generation.vllm_kwargs.speculative_config.method") in ("ngram", "suffix"):
+    """Map speculative decoding. A draft with weights is left out, since engines get the policy's weights alone; asked
+    for on the command line it is refused."""
+    section = "policy.generation.vllm_kwargs.speculative_config"
+    why = "the draft needs weights, and engines get those of the policy alone"
+    if found.get(f"{section}.num_speculative_tokens") == 0:
+        found.skip("0 speculative tokens turn speculative decoding off")
+    elif found.get(f"{section}.method") in ("ngram", "ngram_gpu", "suffix"):
         passes()(found)
+    elif found.name in found.result.overridden:
+        found.say("not yet", f"{why}: methods without weights are ngram, ngram_gpu and suffix")
     else:
-        why = "engines have the policy's weights alone, and so no model that drafts; samples have the same distribution"
-        found.say("changed", why)
+        found.say("changed", f"{why}; tokens are sampled without drafts, from the same distribution")
 
 
 def engine_precision(found: Found) -> None:

@@ -29,6 +29,7 @@ RENAMED = {
     "policy.dtensor_config": DTENSOR,
     f"{DDP}.use_custom_fsdp": f"{DDP}.use_megatron_fsdp",
     "policy.megatron_config": MEGATRON,
+    "policy.generation.async_engine": f"{VLLM}.async_engine",
 }
 """Former and alternative names of keys and sections."""
 

@@ -36,6 +36,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     disagreement,
     foreign_kind,
     in_epochs,
+    is_field,
     left_out,
     not_read,
     of_other_backend,
@@ -165,7 +166,8 @@ def knows(key: str) -> bool:
     """Return whether NeMo-RL has a key or a section of this name, or hands it on to Megatron or vLLM, which has it."""
     key = renamed(key)
     names = names_around(key)
-    return key in names or not OPEN.isdisjoint(key.split(".")[:-1]) or any(n.startswith(f"{key}.") for n in names)
+    section = any(name.startswith(f"{key}.") for name in names)
+    return key in names or section or not OPEN.isdisjoint(key.split(".")[:-1]) or is_field(key)
 
 
 def closest(key: str, cutoff: float, present: Sequence[str] = ()) -> str | None:
@@ -201,7 +203,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     result.overridden = frozenset(map(renamed, given))
     for key in found:
         if (now := renamed(key)) != key and not key.startswith("ppo."):
-            result.entries.append(Entry(key, found[key], "mapped", f"read as {now}, its name today"))
+            result.entries.append(Entry(key, found[key], "mapped", f"read as {now}"))
     leaves = {renamed(key): value for key, value in found.items()}
     known = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
     result.foreign, algorithm = foreign_kind(known)
