@@ -908,6 +908,30 @@ def test_keys_inside_of_a_field_of_vllm_can_be_overridden(prefix: str, key: str,
     assert ours in import_recipe(None, [Override.parse(f"{prefix}{key}")]).values
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("use_custom_fsdp", True, "refit and checkpoints need the whole parameters"),
+        ("use_megatron_fsdp", True, "the DTensor backend shards weights"),
+        ("data_parallel_sharding_strategy", "optim_grads", "it belongs to Megatron-FSDP"),
+        ("data_parallel_sharding_strategy", "no_shard", "it belongs to Megatron-FSDP"),
+        ("data_parallel_sharding_strategy", "optim_grads_params", None),
+        ("use_custom_fsdp", False, None),
+    ],
+)
+def test_megatrons_own_sharding_is_refused_with_the_reason(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    ddp = {key: value}
+    result = recipe(tmp_path, policy__megatron_cfg__distributed_data_parallel_config=ddp)
+    assert (said or "") in " ".join(result.unsupported)
+    assert bool(result.unsupported) == bool(said)
+
+
+def test_losses_of_routers_are_read_from_recipes(tmp_path: Path) -> None:
+    given = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3, "moe_router_load_balancing_type": "aux_loss"}
+    result = recipe(tmp_path, policy__megatron_cfg=given)
+    assert {key: result.values[f"megatron.{key}"] for key in given} == given
+
+
 def test_drafts_with_weights_are_refused_where_the_command_line_asks_for_them(tmp_path: Path) -> None:
     section = "policy.generation.vllm_kwargs.speculative_config"
     asked = [Override.parse(f"++{section}.{one}") for one in ("method=eagle3", "model=a/b", "num_speculative_tokens=3")]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from rlctl.backends.megatron import backend
 from rlctl.config import installed, passthrough
 from rlctl.config.keys import field, known_keys
 from rlctl.config.load import Resolved, resolve
+from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS
 from rlctl.errors import ConfigError
 
@@ -26,6 +31,24 @@ def refusal(*sets: str) -> str:
     with pytest.raises(ConfigError) as error:
         given(*sets)
     return error.value.message
+
+
+def test_the_page_has_every_field_that_is_not_forwarded() -> None:
+    """Fields of the model, fields that rlctl sets, and those that the backend refuses, in `docs/training.md`."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table, _, of_model = page.partition("### Fields of Megatron-Core\n")[2].partition("### Fields of the model\n")
+    listed = of_model.partition("\n## ")[0]
+    assert re.findall(r"`(\w+)`", listed) == NAMES["megatron"]["of_the_model"]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)]
+    sections = ("megatron", "ddp", "optimizer")
+    apart = {key.partition(".")[2] for key in MANAGED.keys() | ALIASES.keys() if key.partition(".")[0] in sections}
+    source = inspect.getsource(backend)
+    quoted = set(re.findall(r'"(\w+)"', source))
+    refused = quoted & {name for one in sections for name in TARGETS[one].fields() or {}}
+    missing = (apart | refused) - {*NAMES["megatron"]["of_the_model"], *sections}
+    assert [name for name in sorted(missing) if not any(fnmatch(name, one) for one in named)] == []
+    gone = {name for one in sections for name in TARGETS[one].fields() or {}} | apart | quoted
+    assert [one for one in named if not any(fnmatch(name, one) for name in gone)] == []
 
 
 def test_fields_are_read_without_importing_the_package() -> None:

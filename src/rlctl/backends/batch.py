@@ -216,6 +216,18 @@ class Rounded:
 
 
 @dataclass(frozen=True)
+class RouterLoad:
+    """How evenly routers used their experts in a mini-batch, means over the layers with experts."""
+
+    balance_loss: float
+    """The load-balance loss without its coefficient: 1 where all experts are used alike."""
+    z_loss: float
+    """The z-loss without its coefficient."""
+    busiest: float
+    """Tokens of the busiest expert of any layer, over the mean of its layer."""
+
+
+@dataclass(frozen=True)
 class MinibatchResult:
     """One optimizer step, summed over all ranks."""
 
@@ -230,6 +242,8 @@ class MinibatchResult:
     """The factor of the loss, in float16."""
     rounded: Rounded | None = None
     """None: all is float32, or adapters are trained."""
+    routers: RouterLoad | None = None
+    """None: routers have no auxiliary loss."""
 
 
 @dataclass(frozen=True)

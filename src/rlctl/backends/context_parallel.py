@@ -115,6 +115,7 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
         targets_R=row.targets_R[index_R],
         columns_R={"index": index_R, "rollout": row.columns_R["rollout"][index_R]},
         routing_TLK=None if row.routing_TLK is None else row.routing_TLK[mine],
+        filler_T=None if row.filler_T is None else row.filler_T[mine],
         media=row.media,
         media_T=None if row.media_T is None else row.media_T[mine],
         further_RK=None if row.further_RK is None else row.further_RK[index_R],

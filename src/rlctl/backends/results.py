@@ -16,6 +16,7 @@ from rlctl.backends.batch import (
     LossOutput,
     MinibatchResult,
     Rounded,
+    RouterLoad,
     equal_up_to_rounding,
 )
 from rlctl.backends.rows import PackedRow
@@ -32,6 +33,7 @@ class StepOutcome:
     loss_scale: float | None = None
     """The factor of the loss, in float16."""
     rounded: Rounded | None = None
+    routers: RouterLoad | None = None
 
 
 class LossScale:
@@ -129,6 +131,7 @@ def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> Min
         skipped=outcome.skipped,
         loss_scale=outcome.loss_scale,
         rounded=outcome.rounded,
+        routers=outcome.routers,
     )
 
 

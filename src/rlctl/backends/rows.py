@@ -109,6 +109,8 @@ class PackedRow:
     """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
     projection: VocabProjection | None = None
     """Not None: the further tokens are of a teacher's vocabulary, into which this turns the policy's distribution."""
+    filler_T: torch.Tensor | None = None
+    """bool: the tokens of padding. None: there is none."""
     media: tuple[MediaPart, ...] = ()
     """The parts of the row that are not text, in order."""
     media_T: torch.Tensor | None = None
@@ -187,6 +189,7 @@ def build_row(
         name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
     }
     start = padding = 0
+    fillers: list[slice] = []
     width = max((rollout.tokens for rollout in micro_batch), default=0) if rectangular else 0
     for index, rollouts in units_of(micro_batch, share):
         prompt, parts = _unit_parts(rollouts, columns[rollouts[0].position], share)
@@ -208,6 +211,7 @@ def build_row(
         tokens += [prompt, *(part[0] for part in parts)]
         if (short := width - (offset - start)) > 0:  # behind the rollout, where causal attention never looks
             tokens.append(np.full(short, FILLER))
+            fillers.append(slice(offset, offset + short))
             offset, padding = offset + short, padding + short
         lengths = tuple(len(part[0]) for part in parts)
         units.append(RowUnit(start, len(prompt), lengths) if share else RowUnit(start, offset - start))
@@ -216,9 +220,13 @@ def build_row(
     if short := max(multiple, -(-start // multiple) * multiple) - start:
         units.append(RowUnit(start, short))
         tokens.append(np.full(short, FILLER))
+        fillers.append(slice(start, start + short))
     positions_kT, media = _placed(micro_batch, columns, share, units, positions)
     row = _to_device(tokens, positions_kT, units, sources, chosen, used, device)
     row.media, row.media_T = media, _media_tokens(media, row)
+    row.filler_T = torch.zeros_like(row.tokens_T, dtype=torch.bool)
+    for place in fillers:
+        row.filler_T[place] = True
     row.extra_R = _extra_columns(micro_batch, columns, row)
     if LOSS_WEIGHTS in row.extra_R:
         row.columns_R["token_weights"] *= row.extra_R.pop(LOSS_WEIGHTS)

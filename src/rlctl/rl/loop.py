@@ -409,4 +409,5 @@ def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
         "optimizer_steps": len(results),
         **({"loss_scale": results[-1].loss_scale} if results[-1].loss_scale is not None else {}),
         **({"rounding": asdict(taken[-1].rounded)} if taken[-1].rounded is not None else {}),
+        **({"routers": asdict(taken[-1].routers)} if taken[-1].routers is not None else {}),
     }

@@ -27,8 +27,13 @@ def spec(parallel: ParallelSpec, device: str = "cpu", **megatron: object) -> Pol
     [
         (ParallelSpec(), "cross_entropy_loss_fusion", True),
         (ParallelSpec(), "attention_dropout", 0.1),
+        (ParallelSpec(), "hidden_dropout", 0.1),
+        (ParallelSpec(), "moe_input_jitter_eps", 1e-2),
+        (ParallelSpec(), "moe_expert_capacity_factor", 1.0),
+        (ParallelSpec(), "moe_router_force_load_balancing", True),
         (ParallelSpec(), "moe_aux_loss_coeff", [0.0, 0.01]),
-        (ParallelSpec(), "moe_z_loss_coeff", 1e-3),
+        (ParallelSpec(), "moe_aux_loss_coeff", -0.01),
+        (ParallelSpec(), "moe_z_loss_coeff", -1e-3),
         (ParallelSpec(), "fp8", "hybrid"),
         (ParallelSpec(), "fp8_param", True),
         (ParallelSpec(), "fp8_recipe", "blockwise"),
@@ -51,6 +56,21 @@ def test_what_is_right_elsewhere_is_not_refused_there() -> None:
     refuse_wrong_numbers(spec(ParallelSpec(pp=2), "cuda", deallocate_pipeline_outputs=True))
     refuse_wrong_numbers(spec(ParallelSpec(), deallocate_pipeline_outputs=True))
     refuse_wrong_numbers(spec(ParallelSpec(pp=2, vpp=2), overlap_p2p_comm=True, moe_aux_loss_coeff=0.0))
+
+
+@pytest.mark.parametrize("kind", ["none", "sinkhorn", "seq_aux_loss", "global_aux_loss", ["aux_loss", "seq_aux_loss"]])
+def test_a_load_balance_loss_needs_its_type_and_routers_that_learn(kind: object) -> None:
+    moe = lookup("Qwen/Qwen3-30B-A3B")
+    assert moe is not None
+    given = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3}
+    for accepted in ({}, {"moe_router_load_balancing_type": "aux_loss"}):
+        refuse_wrong_numbers(PolicySpec(moe, megatron=given | accepted))
+    refuse_wrong_numbers(PolicySpec(moe, megatron={"moe_router_load_balancing_type": "none"}, freeze_router=True))
+    with pytest.raises(ConfigError, match=r"megatron\.moe_router_load_balancing_type .*set it to aux_loss"):
+        refuse_wrong_numbers(PolicySpec(moe, megatron=given | {"moe_router_load_balancing_type": kind}))
+    for one in given:
+        with pytest.raises(ConfigError, match=rf"megatron\.{one} .*training\.freeze_router"):
+            refuse_wrong_numbers(PolicySpec(moe, megatron={one: 0.01}, freeze_router=True))
 
 
 def test_router_replay_is_refused_where_no_router_would_ask() -> None:

@@ -9,6 +9,7 @@ The user's `megatron`, `ddp` and `optimizer` sections go on top of these values.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +17,16 @@ from rlctl.backends.base import PolicySpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
+
+AUXILIARY = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Coefficients of the auxiliary losses of routers."""
+
+
+def auxiliary_losses(given: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the coefficients of the load-balance loss and of the z-loss."""
+    values = (given.get(key) for key in AUXILIARY)
+    balance, z = (float(value[0] if isinstance(value, list | tuple) else value or 0.0) for value in values)
+    return balance, z
 
 
 def has_transformer_engine(spec: PolicySpec) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import replace
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import PolicyBackend, SectionArguments
 from rlctl.backends.megatron.args import (
+    AUXILIARY,
+    auxiliary_losses,
     ddp_values,
     groups_experts,
     has_transformer_engine,
@@ -93,17 +95,11 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "cross_entropy_loss_fusion", "it changes gradients by 2e-4"
     for key in ("hidden_dropout", "attention_dropout"):
         if given.get(key):
-            yield key, "log-probs under dropout are not those of the policy that sampled"
-    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        values = given[key] if isinstance(given.get(key), list | tuple) else [given.get(key)]
-        if any(isinstance(value, int | float) and value > 0 for value in values):
-            yield (
-                key,
-                (
-                    "Megatron multiplies this loss by the tokens of a micro-batch, to divide all by the tokens of the "
-                    "batch later; here the policy's loss carries its own weights and nothing is divided"
-                ),
-            )
+            yield key, DROPOUT
+    for key, why in OTHER_EXPERTS.items():
+        if given.get(key):
+            yield key, why
+    yield from _wrong_balance(spec)
     if spec.device == "cpu":
         freed = "gloo still reads what a stage has sent when it is freed or overwritten"
         if spec.parallel.pp > 1 and given.get("deallocate_pipeline_outputs"):
@@ -112,6 +108,43 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield "overlap_p2p_comm", f"with virtual stages, {freed}"
         if spec.parallel.vpp > 1 and given.get("batch_p2p_comm"):
             yield "batch_p2p_comm", f"with virtual stages, {freed}"
+
+
+DROPOUT = (
+    "log-probs under dropout are not those of the policy that sampled, and checkpoints hold no state of random "
+    "numbers, so that a resumed run would not repeat its steps"
+)
+"""Why there is no dropout."""
+
+
+OTHER_EXPERTS = {
+    "moe_input_jitter_eps": "noise in front of the routers gives other log-probs than the engine's",
+    "moe_expert_capacity_factor": "engines drop no tokens, so log-probs would not be theirs",
+    "moe_router_force_load_balancing": "it replaces the routers by random choices, for benchmarks",
+}
+"""Fields that have tokens go to other experts than in the engine."""
+
+
+def _wrong_balance(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    """Auxiliary losses of routers that cannot be what was asked for."""
+    given, kind = spec.megatron, spec.megatron.get("moe_router_load_balancing_type", "aux_loss")
+    for key in AUXILIARY:
+        value = given.get(key)
+        if isinstance(value, list | tuple) and len(value) != 1:
+            yield key, "rlctl has one load-balance loss, aux_loss, and its coefficient is a number"
+        elif any(number < 0 for number in auxiliary_losses({key: value})):
+            yield key, "a coefficient is at least 0"
+    kinds = list(kind) if isinstance(kind, list | tuple) else [kind]
+    balance, z = auxiliary_losses(given)
+    if balance and kinds != ["aux_loss"]:
+        why = "a packed row holds several sequences" if "seq_aux_loss" in kinds else (
+            "it needs the load of micro-batches that come later" if "global_aux_loss" in kinds else
+            "it has no loss for moe_aux_loss_coeff"
+        )  # fmt: skip
+        yield "moe_router_load_balancing_type", f"{why}: set it to aux_loss"
+    if (balance or z) and spec.freeze_router:
+        key = AUXILIARY[0] if balance else AUXILIARY[1]
+        yield key, "training.freeze_router keeps the routers that this loss is to change"
 
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from rlctl.backends.base import PolicySpec, Teaching
 from rlctl.backends.context_parallel import JoinContext
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
-from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
+from rlctl.backends.megatron.args import AUXILIARY, has_transformer_engine, transformer_values
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
+from rlctl.backends.megatron.balance import Balance
 from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
 from rlctl.backends.megatron.lora import adapt
 from rlctl.backends.megatron.modules import (
@@ -240,9 +241,11 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     refuse_wrong_numbers(spec)
     values = transformer_values(spec, has_transformer_engine(spec))
     values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
-    config = make_config(
-        TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"
-    )
+    ours = set(AUXILIARY)  # `balance.py` has these
+    if spec.megatron.get("moe_router_load_balancing_type") != "sinkhorn":
+        ours.add("moe_router_load_balancing_type")
+    passed = {key: value for key, value in spec.megatron.items() if key not in ours}
+    config = make_config(TransformerConfig if facts.mla is None else MLATransformerConfig, values, passed, "megatron")
     # YaRN multiplies cosines and sines by a factor, which Megatron reads from an attribute that is not a field, as
     # 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
     if (factor := facts.rope.attention_factor) > 1:
@@ -251,12 +254,13 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
 
 
 def forward_step(
-    loss_of: LossOf, replays: Mapping[int, list[Replay]]
+    loss_of: LossOf, replays: Mapping[int, list[Replay]], balances: Mapping[int, list[Balance]]
 ) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
     """A forward step for `get_forward_backward_func`: (row iterator, model) -> (output, its loss function).
 
     `loss_of` gets the row and the model's output; the second value that it returns is collected.
-    `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`.
+    `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`. `balances`: with
+    auxiliary losses, the `Balance` of each.
     """
 
     def step(rows: Iterator[PackedRow], model: Any) -> tuple[Tensor, Callable]:
@@ -266,6 +270,10 @@ def forward_step(
         assert params.part is not None
         if own := replays.get(id(model)):
             hand_out(own, params.part.routing_TLK, get_model_config(model))
+        if own := balances.get(id(model)):
+            filler_T = params.part.filler_T
+            counted_T = torch.ones_like(params.part.tokens_T, dtype=torch.bool) if filler_T is None else ~filler_T
+            hand_out(own, counted_T, get_model_config(model))
         output = model(params.part.tokens_T[None], None, None, packed_seq_params=params)
 
         def loss_function(out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

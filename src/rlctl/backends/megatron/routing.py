@@ -10,7 +10,7 @@ Suffixes: T tokens of a row, L layers of the model, K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,40 +19,27 @@ from torch import Tensor, nn
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-class Replay:
-    """The experts that one router has to choose."""
+class OfMicroBatch:
+    """A tensor of each micro-batch for one router, also where its layer is computed again in the backward pass."""
 
-    def __init__(self, layer: int) -> None:
-        """`layer` counts from 0 over the whole model."""
-        self.layer = layer
+    def __init__(self) -> None:
         self._given: Tensor | None = None
         self._waiting: list[Tensor | None] = []
-        """Choices of the micro-batches whose layer is computed again in the backward pass, in their order."""
-        self._training = False
+        """Tensors of the micro-batches whose layer is computed again in the backward pass, in their order."""
+        self.training = False
 
     def begin(self, *, training: bool) -> None:
         """A schedule starts."""
-        self._given, self._waiting, self._training = None, [], training
+        self._given, self._waiting, self.training = None, [], training
 
-    def give(self, chosen_TLK: Tensor | None) -> None:
-        """The choice of the micro-batch whose forward pass comes next; None, or -1 for a token: the router's own."""
-        self._given = None if chosen_TLK is None else chosen_TLK[:, self.layer].long()
+    def give(self, value: Tensor | None) -> None:
+        """The tensor of the micro-batch whose forward pass comes next."""
+        self._given = value
 
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
-    ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) of each token, both [T, K]; Megatron's router calls it in place of its top-k."""
-        own_values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        given = self._next()
-        if given is None:
-            return own_values, own
-        chosen = torch.where(given >= 0, given, own)
-        return scores.gather(1, chosen), chosen
-
-    def _next(self) -> Tensor | None:
-        """The choice for this call. A checkpointed layer runs without gradients first, and again with them in the
+    def take(self) -> Tensor | None:
+        """The tensor for this call. A checkpointed layer runs without gradients first, and again with them in the
         backward pass, where micro-batches come in the order of their forward passes."""
-        if not self._training:
+        if not self.training:
             return self._given
         if not torch.is_grad_enabled():
             self._waiting.append(self._given)
@@ -60,22 +47,51 @@ class Replay:
         return self._waiting.pop(0) if self._waiting else self._given
 
 
-def install(chunk: nn.Module) -> list[Replay]:
-    """Give every router of a model chunk its `Replay`."""
+class Replay(OfMicroBatch):
+    """The experts that one router has to choose."""
+
+    def __init__(self, layer: int) -> None:
+        """`layer` counts from 0 over the whole model."""
+        super().__init__()
+        self.layer = layer
+
+    def give(self, value: Tensor | None) -> None:
+        """Take the choices [T, L, K] of all layers; None, or -1 for a token: the router's own."""
+        super().give(None if value is None else value[:, self.layer].long())
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, experts) of each token, both [T, K]; Megatron's router calls it in place of its top-k."""
+        own_values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        given = self.take()
+        if given is None:
+            return own_values, own
+        chosen = torch.where(given >= 0, given, own)
+        return scores.gather(1, chosen), chosen
+
+
+def routers_of(chunk: nn.Module) -> list[Any]:
+    """Return the routers of a model chunk."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    routers: list[Any] = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    for router in routers:
+    return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def install(chunk: nn.Module) -> list[Replay]:
+    """Give every router of a model chunk its `Replay`."""
+    for router in routers_of(chunk):
         router.router_replay = Replay(router.layer_number - 1)
-    return [router.router_replay for router in routers]
+    return [router.router_replay for router in routers_of(chunk)]
 
 
-def hand_out(replays: list[Replay], chosen_TLK: Tensor | None, config: Any) -> None:
-    """Give the routers of a chunk their part of a micro-batch's row, already that of this context-parallel rank."""
+def hand_out(receivers: Sequence[OfMicroBatch], value: Tensor | None, config: Any) -> None:
+    """Give the routers of a chunk their part of a micro-batch's tensor [T, ...], already that of this context-parallel
+    rank."""
     from megatron.core import parallel_state
 
-    if chosen_TLK is not None and config.sequence_parallel:
+    if value is not None and config.sequence_parallel:
         size = parallel_state.get_tensor_model_parallel_world_size()
-        chosen_TLK = chosen_TLK.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
-    for replay in replays:
-        replay.give(chosen_TLK)
+        value = value.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    for receiver in receivers:
+        receiver.give(value)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlctl.backends.host_memory import Offloaded
 from rlctl.backends.lora import Adapter, is_adapter
 from rlctl.backends.megatron import compat, cpu
-from rlctl.backends.megatron.args import has_transformer_engine
+from rlctl.backends.megatron.args import auxiliary_losses, has_transformer_engine
 from rlctl.backends.megatron.backend import layouts
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
@@ -25,6 +25,7 @@ from rlctl.checkpoints.rounding import narrow_into
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
+    from rlctl.backends.megatron.balance import Balance
     from rlctl.backends.megatron.lora import AdaptedParallel
 
 HEAD = "output_layer.weight"
@@ -63,7 +64,7 @@ class MegatronWorker(PolicyRank):
         torch.manual_seed(spec.seed)
 
     def build_model(self) -> None:
-        from rlctl.backends.megatron import model, optimizer, routing
+        from rlctl.backends.megatron import balance, model, optimizer, routing
 
         spec = self.spec
         self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
@@ -82,6 +83,10 @@ class MegatronWorker(PolicyRank):
                 inner.movement = self.movement
         self.grid = self.new_grid(self.layouts().layout(self.rank))
         self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
+        self._balances: dict[int, list[Balance]] = {}
+        if spec.teaches is None and (weights := balance.Coefficients(*auxiliary_losses(spec.megatron))):
+            scale = self.optimizer.scale_loss
+            self._balances = {id(chunk): balance.install(chunk, weights, scale) for chunk in self.chunks}
         cpu.install()  # covers the modules that building has imported
         compat.write_checkpoints_in_this_process()
 
@@ -223,9 +228,15 @@ class MegatronWorker(PolicyRank):
         self.optimizer.zero_grad()
 
     def take_step(self, lr: float, weight_decay: float | None) -> StepOutcome:
+        from rlctl.backends.megatron.balance import router_load
         from rlctl.backends.megatron.optimizer import take_step
 
-        return take_step(self.optimizer, lr, weight_decay)
+        outcome = take_step(self.optimizer, lr, weight_decay)
+        if not self._balances:
+            return outcome
+        facts, own = self.spec.facts, [one for chunk in self._balances.values() for one in chunk]
+        assert facts.moe is not None  # others have no routers
+        return replace(outcome, routers=router_load(own, facts.layers, facts.moe.experts, self.device))
 
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
         """Megatron's schedule; the last pipeline stage has the output."""
@@ -239,11 +250,16 @@ class MegatronWorker(PolicyRank):
             # Without a backward pass nothing is recomputed: it costs time, and under delayed float8 scaling it would
             # leave copies of scales that the next recomputation takes for its own.
             chunk.train(not forward_only)
-        for replay in (one for own in self._replays.values() for one in own):
-            replay.begin(training=not forward_only)
+        for receiver in (one for table in (self._replays, self._balances) for own in table.values() for one in own):
+            receiver.begin(training=not forward_only)
+        if self._balances and not forward_only:
+            tokens = torch.tensor(float(sum(row.tokens for row in rows)), dtype=torch.float64, device=self.device)
+            torch.distributed.all_reduce(tokens, group=self.data_group)
+            for own in (one for chunk in self._balances.values() for one in chunk):
+                own.begin_batch(float(tokens))
         iterators = [self.counted(rows), *(iter(rows) for _ in self.chunks[1:])]
         return get_forward_backward_func()(
-            forward_step_func=forward_step(loss_of, self._replays),
+            forward_step_func=forward_step(loss_of, self._replays, self._balances),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(rows),

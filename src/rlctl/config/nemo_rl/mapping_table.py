@@ -57,7 +57,8 @@ KERNELS = without("rlctl chooses kernels by itself; results are the same")
 ENGINE_CALLS = without("results do not depend on how an engine is called")
 UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
 ADAMW = ("torch.optim.AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam")
-NO_BALANCING = only(None, 0, 0.0, why="routers are trained by the policy's loss alone")
+WHOLE_WEIGHTS = "refit and checkpoints need the whole parameters of each tensor-parallel rank"
+NO_BALANCING = only(None, 0, 0.0, why="routers have an auxiliary loss on Megatron alone (moe_aux_loss_coeff)")
 REPLACED = without("an engine that fails is replaced, and its rollouts are begun again")
 BOUNDED = without("rollouts.max_staleness bounds what is begun")
 KV_CACHE = differs(None, True, why="caches that older weights have filled are always computed again")
@@ -448,8 +449,14 @@ _MEGATRON: dict[str, Rule] = {
     "distributed_data_parallel_config.average_in_collective": without(
         "gradients are summed, since the loss carries its normalization; Megatron refuses both together"
     ),
-    "distributed_data_parallel_config.use_megatron_fsdp": only(None, False, why="weights are not sharded"),
-    "distributed_data_parallel_config.data_parallel_sharding_strategy": without("for Megatron-FSDP"),
+    "distributed_data_parallel_config.use_megatron_fsdp": only(
+        None, False, why=f"{WHOLE_WEIGHTS}; the DTensor backend shards weights (FSDP2)"
+    ),
+    "distributed_data_parallel_config.data_parallel_sharding_strategy": when(
+        lambda found: found.value in (None, "optim_grads_params", "optim"),
+        without("read with use_megatron_fsdp; the optimizer's states are sharded in any case"),
+        only(why=f"it belongs to Megatron-FSDP, which rlctl does not run: {WHOLE_WEIGHTS}"),
+    ),
     "distributed_data_parallel_config.use_distributed_optimizer": without("the optimizer is always distributed"),
     "distributed_data_parallel_config.*": passes(),
 }  # fmt: skip
