@@ -54,6 +54,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.parametrize("variable", ["NRL_MEGATRON_CHECKPOINT_DIR", None])
+def test_a_conversion_by_nemo_rl_is_named_and_not_taken(
+    tiny_llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    """Where `get_megatron_checkpoint_dir` and `validate_model_paths` of NeMo-RL put a local model."""
+    folder = home / "nemo_rl"
+    if variable:
+        folder = home / "own"
+        monkeypatch.setenv(variable, str(folder))
+    place = folder / f"model_{str(tiny_llama).replace('/', '_')}"
+    (place / "iter_0000000").mkdir(parents=True)
+    said: list[str] = []
+    prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append)
+    assert said[0].startswith(f"{place} holds NeMo-RL's conversion of this model, which is not used")
+    said.clear()
+    prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append)
+    assert said == []
+
+
 def test_a_model_is_converted_once(tiny_llama: Path, home: Path) -> None:
     source = resolve_model(str(tiny_llama))
     said: list[str] = []
