@@ -88,7 +88,7 @@ class Balance(OfMicroBatch):
         best_TE, scores_TE = compute_routing_scores_for_aux_loss(logits_TE, chosen, self._router.score_function)
         mask_T1 = counted_T[:, None]
         counts = torch.cat([(best_TE.bool() & mask_T1).sum(0), counted_T.sum()[None]]).to(logits_TE.dtype)
-        group = parallel_state.get_tensor_and_context_parallel_group()
+        group: Any = parallel_state.get_tensor_and_context_parallel_group()
         if group.size() > 1:
             torch.distributed.all_reduce(counts, group=group)
         counts_E, tokens = counts[:-1], counts[-1].clamp(min=1)

@@ -241,7 +241,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     refuse_wrong_numbers(spec)
     values = transformer_values(spec, has_transformer_engine(spec))
     values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
-    ours = set(AUXILIARY)  # `balance.py` has these
+    ours: set[str] = {*AUXILIARY}  # `balance.py` has these
     if spec.megatron.get("moe_router_load_balancing_type") != "sinkhorn":
         ours.add("moe_router_load_balancing_type")
     passed = {key: value for key, value in spec.megatron.items() if key not in ours}
