@@ -72,6 +72,9 @@ class Recorder:
     def add_logprobs(self, column: str) -> None:
         self.asked.append(("logprobs", column))
 
+    def estimate(self, estimate: object) -> None:
+        self.asked.append(("estimate", type(estimate).__name__))
+
     def train(self, minibatches: int, loss: RunLoss, lr: float, decay: float) -> list[MinibatchResult]:
         self.asked.append(("train", minibatches))
         sums = {"tokens": 8.0, "entropy": 16.0, "logprob_diff/mean": 8 * self.difference}
@@ -177,6 +180,14 @@ def test_a_batch_is_trained_on_several_times_with_the_log_probs_of_before() -> N
     assert [what for what, _ in recorder.asked if what in ("load", "train")] == ["load", "train", "train", "train"]
     assert recorder.logged[0]["optimizer_steps"] == 3
     assert RlctlConfig.model_validate({"batch": {"epochs": 3}}).logprobs_needed == {"old_logprobs"}
+
+
+def test_whitened_penalties_are_made_once_before_the_steps_on_a_batch() -> None:
+    recorder = Recorder([[1.0, 0.0]])
+    options = {"loss": {"kl_coefficient": 0.1, "kl_in": "reward"}, "advantage": {"whiten": True}}
+    run(recorder, 1, batch={"epochs": 2}, **options)
+    done = [what for what, _ in recorder.asked if what in ("load", "logprobs", "estimate", "train")]
+    assert done == ["load", "logprobs", "logprobs", "estimate", "train", "train"]
 
 
 def test_one_rollout_of_a_prompt_is_no_group_without_a_signal() -> None:

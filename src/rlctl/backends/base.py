@@ -230,6 +230,10 @@ class PolicyWorker(Protocol):
         """Add a teacher's log-probs to the loaded batch; not collective. `handles` has, for each group of
         the shard, those of its `GroupLogprobs`."""
 
+    def estimate(self, estimate: AdvantageEstimate) -> None:
+        """Put the advantages of tokens in place of what the driver gave the rollouts of the loaded batch. With a critic
+        add its values and returns too."""
+
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
@@ -293,13 +297,11 @@ class CriticWorker(Protocol):
     saves are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
 
     def critic_begin(self) -> None:
-        """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""
+        """Let the critic compute from here to `critic_end`: only `train_critic` and `PolicyWorker.estimate` may be
+        called between."""
 
     def critic_end(self) -> None:
         """Let the policy compute again."""
-
-    def estimate(self, estimate: AdvantageEstimate) -> None:
-        """Add values and returns to the loaded batch, and put the advantages of tokens in place of the rewards."""
 
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None

@@ -151,8 +151,8 @@ class ValueBatch:
     """The columns of one micro-batch that advantages and the loss of a critic are computed from, one element for each
     response token."""
 
-    values_R: torch.Tensor  # float32, of the critic's current weights; with gradient where it is trained
-    rewards_R: torch.Tensor  # float32, the reward of the token's rollout, which it has as a whole
+    values_R: torch.Tensor  # float32, of the critic's current weights; with gradient where it is trained; 0 without one
+    rewards_R: torch.Tensor  # float32, the reward of the token's rollout, which it has as a whole, or its advantage
     token_weights_R: torch.Tensor
     counted_R: torch.Tensor
     rollout_R: torch.Tensor  # these three as in TokenBatch
@@ -191,15 +191,25 @@ class ValueLoss(Protocol):
 
 
 class AdvantageEstimate(Protocol):
-    """Makes returns and advantages of a critic's values; pickled to the workers."""
+    """Makes the advantages of tokens, and with a critic its returns; pickled to the workers."""
+
+    @property
+    def column(self) -> str:
+        """A column that it computes with, which the ranks have that have the model's output."""
+        ...
 
     @property
     def whitens(self) -> bool:
         """Whether the advantages of all tokens of the batch are given the mean 0 and the standard deviation 1."""
         ...
 
-    def __call__(self, batch: ValueBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the return and the advantage of each token of a micro-batch [R]."""
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """The least and the largest advantage, at which they are cut afterwards; None: any."""
+        ...
+
+    def __call__(self, batch: ValueBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the return, if there is a critic, and the advantage of each token of a micro-batch [R]."""
         ...
 
 

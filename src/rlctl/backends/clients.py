@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from rlctl.backends.base import EpisodeWorker, PolicySpec, PolicyWorker
 from rlctl.backends.batch import (
+    AdvantageEstimate,
     BatchShard,
     LogprobColumn,
     LogprobStats,
@@ -112,6 +113,10 @@ class PolicyClient(Generic[W_co]):
             for position, handle in zip(shard.columns, own, strict=False):  # ranks that do not report have none
                 found.setdefault(position, []).append(handle)
         return found
+
+    def estimate(self, estimate: AdvantageEstimate) -> None:
+        """Have the ranks make the advantages of the loaded batch's tokens."""
+        self.group.call(PolicyWorker.estimate, estimate)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats:
         return only_result(self.group.call(PolicyWorker.logprob_difference, column))

@@ -429,6 +429,13 @@ class PolicyRank(ABC):
             return None
         return self._result(logprob_stats([row.columns_R for row in rows], column, self.data_group))
 
+    def estimate(self, estimate: AdvantageEstimate) -> None:
+        if self.critic is not None:
+            self.critic.add_columns({"values": 0})
+        rows = self._all_rows()
+        if all(estimate.column in row.columns_R for row in rows):  # the last pipeline stage alone has it
+            add_advantages(rows, estimate, self.data_group)
+
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
@@ -543,12 +550,6 @@ class PolicyRank(ABC):
     def _require_critic(self) -> Self:
         assert self.critic is not None  # the driver asks where there is one
         return self.critic
-
-    def estimate(self, estimate: AdvantageEstimate) -> None:
-        self._require_critic().add_columns({"values": 0})
-        rows = self._all_rows()
-        if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
-            add_advantages(rows, estimate, self.data_group)
 
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None

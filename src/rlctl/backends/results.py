@@ -81,15 +81,21 @@ def micro_batch_loss(
 
 
 def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: Any) -> None:
-    """Add the returns to rows that have values, and put the advantages of tokens where the rewards of rollouts were;
-    these become a column of their own. Collective over the data-parallel ranks (`group`)."""
+    """Put the advantages of tokens where the rewards or advantages of rollouts were, which become a column of their
+    own, and add the returns. Collective over the data-parallel ranks (`group`)."""
     for row in rows:
         columns = row.columns_R
-        found = row.value_batch(columns["values"][None])
+        found = row.value_batch(columns.get("values", torch.zeros_like(columns["advantages"]))[None])
         columns["rewards"] = found.rewards_R
-        columns["returns"], columns["advantages"] = estimate(found)
+        returns_R, columns["advantages"] = estimate(found)
+        if returns_R is not None:
+            columns["returns"] = returns_R
     if estimate.whitens:
         _whiten(rows, group)
+    low, high = estimate.bounds
+    if not low is high is None:
+        for row in rows:
+            row.columns_R["advantages"] = row.columns_R["advantages"].clamp(low, high)
 
 
 def _whiten(rows: list[PackedRow], group: Any) -> None:

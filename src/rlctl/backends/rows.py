@@ -99,7 +99,8 @@ class PackedRow:
     targets_R: torch.Tensor  # int64: the chosen tokens
     columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
     """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs; with
-    truncated sampling old_full_logprobs; with a critic values, rewards and returns; with a teacher teacher_logprobs and
+    truncated sampling old_full_logprobs; rewards where the ranks made the advantages; with a critic values and returns;
+    with a teacher teacher_logprobs and
     teacher_top."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""

@@ -462,7 +462,7 @@ class LossConfig(Section):
     """Largest KL penalty of one token, before its weight; unset: no limit."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL penalty: a term of the loss, or of the reward, where the advantage of a token loses the penalty
-    of that token and of all that follow it."""
+    of that token and of all that follow it. `advantage.whiten` whitens what is left (REINFORCE++)."""
     kl_weight: Literal["off", "policy", "importance"] = "off"
     """With `kl_in=loss`, the weight of each token's penalty, which has a gradient: the probability of the token under
     the policy, divided by itself without gradient (`policy`: the value stays, and the token is held to account for its
@@ -1237,6 +1237,22 @@ class RlctlConfig(Section):
         )
 
     @model_validator(mode="after")
+    def validate_whitened_penalties(self) -> RlctlConfig:
+        if not self.whitens_penalties:
+            return self
+        if self.advantage.whiten_over == "rollouts":
+            raise ValueError(
+                "advantage.whiten_over = rollouts compares an advantage of each rollout, and loss.kl_in = reward gives "
+                "each token one of its own: set it to tokens, or loss.kl_in to loss"
+            )
+        if self.loss.needs is not None and not {"old_logprobs", "reference_logprobs"} <= {*self.loss.needs}:
+            raise ValueError(
+                "advantage.whiten = true with loss.kl_in = reward needs old_logprobs and reference_logprobs: add them "
+                "to loss.needs"
+            )
+        return self
+
+    @model_validator(mode="after")
     def validate_critic(self) -> RlctlConfig:
         if not self.has_critic:
             if self.critic != CriticConfig():
@@ -1272,6 +1288,13 @@ class RlctlConfig(Section):
     def penalty_in_reward(self) -> bool:
         """Whether the KL penalty is a part of each token's reward."""
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
+
+    @property
+    def whitens_penalties(self) -> bool:
+        """Whether the ranks whiten the advantages of tokens, which have lost their KL penalties by then; a critic's
+        advantages are made there anyway. The advantages of distillation are whitened before a teacher adds to them."""
+        penalized = self.penalty_in_reward and self.run.algorithm != "distillation"
+        return penalized and self.advantage.whiten and not self.has_critic
 
     @property
     def makes_rollouts(self) -> bool:
@@ -1324,7 +1347,7 @@ class RlctlConfig(Section):
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
         optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
-        a critic's returns hold penalties that must be known before."""
+        a critic's returns, and advantages that are whitened, hold penalties that must be known before."""
         if self.data.rows == "pairs" and not self.preference.holds_reference:
             return frozenset(self.loss.needs or ()) - {"reference_logprobs"}
         if self.loss.needs is not None:
@@ -1332,7 +1355,7 @@ class RlctlConfig(Section):
         old, penalty = self.batch.optimizer_steps * self.batch.epochs > 1, self.loss.kl_coefficient > 0
         if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
             old &= self.penalty_in_reward or self.loss.sequence_mask is not None or self.run.algorithm == "distillation"
-        old = old or (self.has_critic and self.penalty_in_reward)
+        old = old or self.whitens_penalties or (self.has_critic and self.penalty_in_reward)
         columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
                                               "teacher_logprobs": self.teacher.model is not None}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)

@@ -43,7 +43,7 @@ class Critic:
 
     def __init__(self, config: RlctlConfig, policy: PolicyClient[Any]) -> None:
         """`policy`: its ranks have the critic next to it."""
-        self._config, self._ranks = config, cast(WorkerGroup[CriticWorker], policy.group)
+        self._config, self._policy, self._ranks = config, policy, cast(WorkerGroup[CriticWorker], policy.group)
 
     def alone(self, step: int) -> bool:
         """Return whether the critic warms up in `step` (from 0), in which the policy is not trained."""
@@ -56,7 +56,7 @@ class Critic:
         decay = weight_decay(step, steps, options.weight_decay, options.scheduler)
         loss, ranks = ClippedValueLoss(options.value_clip, options.loss_weight), self._ranks
         ranks.call(CriticWorker.critic_begin)
-        ranks.call(CriticWorker.estimate, TokenAdvantages(self._config))
+        self._policy.estimate(TokenAdvantages(self._config))
         results = [
             only_result(ranks.call(CriticWorker.train_critic, index, loss, lr, decay))
             for _ in range(self._config.batch.epochs)
@@ -71,6 +71,8 @@ class TokenAdvantages:
     """From values to returns and advantages on the ranks: their `AdvantageEstimate`."""
 
     config: RlctlConfig
+    column: str = "values"
+    bounds: tuple[None, None] = (None, None)
 
     @property
     def whitens(self) -> bool:

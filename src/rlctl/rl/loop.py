@@ -32,6 +32,7 @@ from rlctl.refit.sync import WeightSync
 from rlctl.rl.advantages import nearly_equal
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.algorithms.policy_gradient import PenalizedAdvantages
 from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.saving import Saver
@@ -169,6 +170,8 @@ class Loop:
         with timer(Phase.LOGPROBS):
             for column in sorted(algorithm.needs):
                 policy.add_logprobs(column)
+            if config.whitens_penalties:
+                policy.estimate(PenalizedAdvantages(config))
         critic, results = self.parts.critic, list[MinibatchResult]()
         if critic is not None:
             with timer(Phase.CRITIC):

@@ -36,7 +36,7 @@ from typing import Literal
 
 import torch
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batch import TokenBatch, ValueBatch
 from rlctl.config.schema import LossConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -139,6 +139,20 @@ def kl_penalty(
     if weights_R is not None:
         penalty_R = weights_R * penalty_R
     return penalty_R if cap is None else penalty_R.clamp(-cap, cap)
+
+
+def penalized(
+    advantages_R: torch.Tensor,
+    logprobs_R: torch.Tensor,
+    reference_logprobs_R: torch.Tensor,
+    batch: TokenBatch | ValueBatch,
+    options: LossConfig,
+) -> torch.Tensor:
+    """Return advantages [R] less the KL penalties of each token and of those that follow it, of the policy that sampled
+    (`logprobs_R`)."""
+    penalty_R = kl_penalty(logprobs_R, reference_logprobs_R, options.kl_estimator, options.kl_cap)
+    to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)
+    return advantages_R - options.kl_coefficient * to_go_R
 
 
 def score_term(

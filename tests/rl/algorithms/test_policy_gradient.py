@@ -7,6 +7,8 @@ come out of the rows that the driver makes.
 from __future__ import annotations
 
 import math
+import pickle
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,10 +16,14 @@ import pytest
 import torch
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.backends.results import add_advantages
+from rlctl.backends.rows import PackedRow
 from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config
+from rlctl.rl.algorithms.policy_gradient import PenalizedAdvantages
 from rlctl.rl.loop import make_batch
 from support.groups import group
 from support.token_batches import token_batch
@@ -336,6 +342,60 @@ def test_with_truncated_sampling_whole_distributions_are_compared_with_the_refer
     assert math.isclose(loss.item(), token_mean(losses), rel_tol=1e-10)
     (gradient,) = torch.autograd.grad(loss, full_R, allow_unused=True)
     assert (gradient is not None and bool(gradient.any())) == (place == "loss")
+
+
+class Alone:
+    """A group of one rank."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+
+@pytest.mark.parametrize("bound", [None, 0.75])
+def test_a_penalty_in_the_reward_is_whitened_with_the_reward(bound: float | None) -> None:
+    """REINFORCE++ (2501.03262) as verl's `reinforce_plus_plus` has it: the reward stands at the last token, each token
+    loses beta k1, the sums to go are whitened over all tokens of the batch. Then NeMo-RL's bounds of advantages."""
+    bounds = () if bound is None else (f"advantage.clip_low={-bound}", f"advantage.clip_high={bound}")
+    algorithm = named("reinforce++", "loss.kl_coefficient=0.3", *bounds)
+    batch, rewards = micro_batch(algorithm), [one.reward for of in GROUPS for one in of.rollouts]
+    rollouts = [Rollout(batch, number, batch.logprobs_R.tolist(), 0.0) for number in range(len(LENGTHS))]
+    to_go = []
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        given = [-0.3 * (old - reference) for old, reference in zip(rollout.old, rollout.reference, strict=True)]
+        given[-1] += reward
+        to_go.append([sum(given[t:]) for t in range(len(given))])
+    every = [value for one in to_go for value in one]
+    mean, std = statistics.fmean(every), statistics.pstdev(every)
+    losses = []
+    for rollout, own in zip(rollouts, to_go, strict=True):
+        white = [(value - mean) / (std + 1e-6) for value in own]
+        white = white if bound is None else [min(max(value, -bound), bound) for value in white]
+        triples = zip(rollout.weights, rollout.ratios, white, strict=True)
+        losses.append([-weight * clipped(ratio, value, 0.2, 0.2) for weight, ratio, value in triples])
+
+    def row(first: int, last: int) -> tuple[PackedRow, torch.Tensor]:
+        own_R = (batch.rollout_R >= first) & (batch.rollout_R < last)
+        names = ("advantages", "token_weights", "rollout_logprobs", "old_logprobs", "reference_logprobs")
+        columns = {name: getattr(batch, f"{name}_R")[own_R] for name in names}
+        nothing, columns["rollout"] = torch.zeros(0), batch.rollout_R[own_R] - first
+        return PackedRow(nothing, nothing, (), 0, nothing, nothing, nothing, columns), batch.logprobs_R[own_R]
+
+    rows = [row(0, 2), row(2, len(LENGTHS))]
+    estimate = pickle.loads(pickle.dumps(PenalizedAdvantages(algorithm.config)))
+    add_advantages([one for one, _ in rows], estimate, Alone())
+    loss = sum(RunLoss(algorithm)(one.token_batch(logprobs_R[None])).loss.item() for one, logprobs_R in rows)
+    assert math.isclose(loss, token_mean(losses), rel_tol=1e-6)
+
+
+def test_log_probs_that_whitened_penalties_need_are_computed_first() -> None:
+    config = resolve(flags={"run.algorithm": "reinforce++"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
+    assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}
+    for odd in ("advantage.whiten_over=rollouts", "loss.needs=[reference_logprobs]"):
+        with pytest.raises(ConfigError, match=odd.split("=")[0]):
+            resolve(
+                flags={"run.algorithm": "reinforce++"}, sets=["loss.kl_coefficient=0.1", odd], environment={}
+            ).require_supported()
 
 
 def test_the_entropy_bonus_is_part_of_the_loss_with_its_gradient() -> None:

@@ -138,6 +138,8 @@ class Algorithm(ABC):
             np.sum([weight * among_applying(values_G) for weight, values_G in self.compared(group)], axis=0)
             for group in groups
         ]
+        if self.config.whitens_penalties:
+            return found  # the ranks subtract the penalties of tokens, whiten and clip
         if not self.config.advantage.whiten or self.config.has_critic or not groups:
             return self._clipped(found)  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])

@@ -8,7 +8,7 @@
 | dr-grpo (arXiv 2503.20783) | A = r - mean(r); sums of tokens divided by one constant, not by their number |
 | dapo (arXiv 2503.14476) | clip_high 0.28; average over tokens; groups without signal replaced; overlong penalty |
 | rloo (arXiv 2402.14740) | A = r - mean of the others' r; sums of tokens |
-| reinforce++ (arXiv 2501.03262) | A = r, whitened over the batch; a KL penalty would be in the reward, by k1 |
+| reinforce++ (arXiv 2501.03262) | A = r, whitened over the batch; a KL penalty would be in r, by k1 |
 | reinforce++-baseline (the same) | A = r - mean(r), whitened over the batch; a KL penalty would be in the loss, by k2 |
 
 `config/algorithm_settings.py` has the settings of each name.

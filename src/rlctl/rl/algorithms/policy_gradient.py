@@ -7,21 +7,21 @@ is that of the policy to pi_old, the policy before the batch's first optimizer s
 the clipping bounds what this batch does (the decoupled objective of arXiv 2110.00641, with pi_old as its proximal
 policy; arXiv 2505.24298, section 5.2). With `loss.importance_correction=ratio` there is no w, and the ratio is to the
 engine's distribution itself. With `loss.kl_in=reward` the KL divergence is in A instead: each token loses the penalties
-of itself and of the tokens that follow. A critic's advantages (`rl/critic.py`) are those of tokens, and hold these
-penalties already. Neither penalty nor entropy bonus is weighted by w: they are to hold the policy also on tokens that a
-correction masks.
+of itself and of the tokens that follow, before `advantage.whiten` acts. A critic's advantages (`rl/critic.py`) are
+those of tokens, and hold these penalties already. Neither penalty nor entropy bonus is weighted by w: they are to hold
+the policy also on tokens that a correction masks.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batch import TokenBatch, ValueBatch
 from rlctl.config.schema import RlctlConfig
 from rlctl.rl.advantages import group_advantages
 from rlctl.rl.algorithms.algorithm import Algorithm
@@ -124,17 +124,38 @@ class PolicyGradient(Algorithm):
         }
 
     def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with the KL divergence of the policy that sampled in its advantages, where it is there."""
-        import torch
+        """Return the batch with the KL divergence of the policy that sampled in its advantages, where it is to be there
+        and `PenalizedAdvantages` have not put it there."""
+        from rlctl.rl.losses import old_full_logprobs, penalized
 
-        from rlctl.rl.losses import kl_penalty, old_full_logprobs, sums_to_go
-
-        o = self.config.loss
-        if not self.config.penalty_in_reward or self.config.has_critic:
+        config = self.config
+        if not config.penalty_in_reward or config.has_critic or config.whitens_penalties:
             return batch
-        penalty_R = kl_penalty(old_full_logprobs(batch), _reference(batch), o.kl_estimator, o.kl_cap)
-        to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)
-        return replace(batch, advantages_R=batch.advantages_R - o.kl_coefficient * to_go_R)
+        advantages_R = penalized(batch.advantages_R, old_full_logprobs(batch), _reference(batch), batch, config.loss)
+        return replace(batch, advantages_R=advantages_R)
+
+
+@dataclass(frozen=True)
+class PenalizedAdvantages:
+    """From the advantages of rollouts to those of tokens on the ranks, where these are whitened with the KL penalty in
+    them: REINFORCE++ (arXiv 2501.03262) normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
+
+    config: RlctlConfig
+    column: str = "reference_logprobs"
+    whitens: bool = True
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.config.advantage.clip_low, self.config.advantage.clip_high
+
+    def __call__(self, batch: ValueBatch) -> tuple[None, torch.Tensor]:
+        """Return the advantage of each token of a micro-batch [R], before it is whitened."""
+        from rlctl.rl.losses import penalized
+
+        old_R, reference_R = batch.old_logprobs_R, batch.reference_logprobs_R
+        assert old_R is not None  # `logprobs_needed` has both
+        assert reference_R is not None
+        return None, penalized(batch.rewards_R, old_R, reference_R, batch, self.config.loss)
 
 
 def _reference(batch: TokenBatch) -> torch.Tensor:
