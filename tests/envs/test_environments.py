@@ -64,6 +64,54 @@ def test_text_in_and_a_mapping_out_are_accepted() -> None:
     assert (first.messages, first.reward) == (({"role": "user", "content": "turn 1"},), 1.0)
 
 
+@pytest.mark.parametrize("form", ["text", "message", "messages"])
+def test_a_class_of_gymnasium_is_an_environment(form: str) -> None:
+    """reset(seed, options) -> (observation, info); step -> (observation, reward, terminated, truncated, info)."""
+    with hosting("Gymnasium", params={"form": form}) as host:
+        opening, first, last, _ = asyncio.run(asked(host, *episode("a", "b", seed=7)))
+    assert opening.messages == ({"role": "user", "content": "What? 7"},)
+    assert (first.messages, first.reward, first.done) == (({"role": "user", "content": "a again"},), 0.5, False)
+    assert (last.reward, last.done) == (0.5, True)  # truncated
+
+
+@pytest.mark.parametrize(
+    ("what", "reward", "done"),
+    [
+        ("observation", 1.0, True), ("obs", 1.0, True), ("older tuple", 1.0, True),
+        ("text", 0.0, False), ("message", 0.0, False), ("messages", 0.0, False),
+    ],
+)  # fmt: skip
+def test_a_step_may_be_returned_in_several_forms(what: str, reward: float, done: bool) -> None:
+    with hosting("Returning", params={"what": what}) as host:
+        _, found, _ = asyncio.run(asked(host, *episode("a")))
+    assert (found.messages, found.reward, found.done) == (({"role": "user", "content": "more"},), reward, done)
+    if what != "older tuple":
+        with hosting("Returning", params={"what": what, "method": "reset"}) as host:
+            opening, *_ = asyncio.run(asked(host, ("reset", ROW, 1)))
+        assert opening.messages == ({"role": "user", "content": "more"},)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (
+            "nothing",
+            r"step returned None, and has to return a Step, .*messages, reward, done, stop, metrics, ask.*Gymnasium",
+        ),
+        (
+            "unknown",
+            r"with the field 'rewards'. Its fields are messages, reward, done, .*observation, obs, .*terminated",
+        ),
+        ("both", "with both 'messages' and 'observation', which are the same field"),
+        ("number", "3 is neither a text nor messages"),
+        ("pair", r"step returned \('more', 1.0\), and has to return"),
+    ],
+)
+def test_what_no_step_is_names_the_forms_that_are(what: str, why: str) -> None:
+    with hosting("Returning", params={"what": what}) as host, pytest.raises(EpisodeFailedError, match=why):
+        asyncio.run(asked(host, *episode("a")))
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [

@@ -154,3 +154,56 @@ class Calling:
         about = {"name": "find", "description": "F", "parameters": {"type": "object", "properties": {}}}
         ask = Ask(list(self.said), known, tools=[{"type": "function", "function": about}])
         return Step(reward=0.25 * bool(known), ask=ask)
+
+
+class Gymnasium:
+    """Has Gymnasium's methods, and an observation of the form that `form` names."""
+
+    def __init__(self, form: str = "text") -> None:
+        self.form = form
+
+    def _said(self, text: str) -> Any:
+        message = {"role": "user", "content": text}
+        return {"text": text, "message": message, "messages": [message], "number": 3}[self.form]
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.turn = 0
+        return self._said(f"{(options or {})['prompt']} {seed}"), {"seen": 1}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        return self._said(f"{action} again"), 0.5, self.turn == 3, self.turn == 2, {"seen": 1}
+
+
+RETURNED: dict[str, Any] = {
+    "observation": {"observation": "more", "reward": 1.0, "done": True},
+    "obs": {
+        "obs": [{"role": "user", "content": "more"}],
+        "reward": 1,
+        "terminated": False,
+        "truncated": True,
+        "info": {},
+    },
+    "older tuple": ("more", 1.0, True, {}),
+    "text": "more",
+    "message": {"role": "user", "content": "more"},
+    "messages": [{"role": "user", "content": "more"}],
+    "nothing": None,
+    "unknown": {"observation": "more", "rewards": 1.0},
+    "both": {"observation": "more", "messages": "more"},
+    "number": {"observation": 3},
+    "pair": ("more", 1.0),
+}
+
+
+class Returning:
+    """Returns what `RETURNED` has under a name, from a method."""
+
+    def __init__(self, what: str, method: str = "step") -> None:
+        self.what, self.method = what, method
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        return RETURNED[self.what] if self.method == "reset" else "begin"
+
+    def step(self, text: str) -> Any:
+        return RETURNED[self.what]

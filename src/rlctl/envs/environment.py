@@ -22,7 +22,11 @@ or written differently:
 - `reset(self, row)` and `reset(self, **columns)` work too. `reset` returns the messages behind the prompt of the row,
   or one text of the user's, or nothing where the row says it all. The rollouts of a group get the same row and seed.
 - `step(self, text)` gets the text alone, since its argument is not called `message`. It may return a mapping with the
-  fields of `Step`.
+  fields of `Step`, where `observation`, `observations` and `obs` are other names of `messages`, and `terminated` and
+  `truncated` of `done`; or messages alone, after which the episode goes on.
+- A class of Gymnasium works as it is, where observations are texts or messages: `reset(self, *, seed, options)` gets
+  the columns of the row as `options` and returns an observation and a mapping, and `step` returns (observation, reward,
+  terminated, truncated, info), or the older tuple of four. `info` is not read.
 - `tools` names methods that the model may call. Their calls are made and answered before `step` hears of the message,
   and it hears of none that holds a call. A class with tools needs no `step`: the first message without a call ends the
   episode. A class that has neither `step` nor `tools` offers all its public methods.

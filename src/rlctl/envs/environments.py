@@ -157,13 +157,13 @@ class RunningEpisode:
         """Begin. The messages are those behind the row's prompt."""
         columns = {**row.fields, "prompt": row.prompt, "answer": row.answer}
         parameters = inspect.signature(self._made.reset).parameters
-        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # as TRL calls it
+        if {"seed", "options"} <= parameters.keys():  # as Gymnasium calls it
+            found = await _called(self._made.reset, seed=seed, options=columns)
+        elif any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # as TRL calls it
             found = await _called(self._made.reset, **columns)
         else:
             found = await _called(self._made.reset, columns, *([seed] if len(parameters) > 1 else []))
-        if isinstance(found, Step):
-            return self._reply(found)
-        return Reply(_messages(found), stop=self._stop)
+        return self._reply(_begun(found))
 
     async def step(self, answer: Answer) -> Reply:
         """Answer what the model wrote."""
@@ -243,26 +243,65 @@ async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -
     return await found if inspect.isawaitable(found) else found
 
 
-def _step(found: Any) -> Step:
-    """Return what a method `step` returned as a Step. Raises TypeError for anything else."""
+OBSERVED = ("observations", "observation", "obs")
+"""Further names of the messages that an environment returns: SkyRL-gym's, Gymnasium's and its short form."""
+ENDED = ("terminated", "truncated")
+UNREAD = ("info", "metadata")
+
+
+def _step(found: Any, method: str = "step") -> Step:
+    """Return what a method returned as a Step: one, a mapping with its fields, Gymnasium's tuple of an observation, the
+    reward, whether it has terminated, whether it was truncated, and further information (or the older one of four), or
+    messages alone. Raises TypeError for anything else."""
     if isinstance(found, Step):
         return found
-    known = {one.name for one in fields(Step)}
-    if isinstance(found, Mapping) and found.keys() <= {*known, "observations", "metadata"}:
-        values = {name: value for name, value in found.items() if name in known}
-        if "observations" in found:  # as SkyRL-gym names them
-            values["messages"] = found["observations"]
-        return Step(**values)
-    raise TypeError(f"step returned {found!r:.80}, which is neither a Step nor a mapping with its fields")
+    if isinstance(found, tuple) and len(found) in (4, 5) and not _is_message(found[-1]):
+        observation, reward, *ended, _ = found
+        return Step(observation, reward, any(map(bool, ended)))
+    if isinstance(found, str | list) or _is_message(found):
+        return Step(found)
+    known = [one.name for one in fields(Step)]
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{method} returned {found!r:.80}, and has to return a Step, a mapping with its fields "
+            f"({', '.join(known)}), messages, or Gymnasium's (observation, reward, terminated, truncated, info)"
+        )
+    if odd := [str(name) for name in found if name not in (*known, *OBSERVED, *ENDED, *UNREAD)]:
+        raise TypeError(
+            f"{method} returned a mapping with the field {odd[0]!r}. Its fields are {', '.join(known)}; for messages "
+            f"also {', '.join(OBSERVED)}, for done also {' and '.join(ENDED)}; {' and '.join(UNREAD)} are not read"
+        )
+    if len(said := [name for name in ("messages", *OBSERVED) if name in found]) > 1:
+        raise TypeError(f"{method} returned a mapping with both {said[0]!r} and {said[1]!r}, which are the same field")
+    values = {name: value for name, value in found.items() if name in known}
+    if said:
+        values["messages"] = found[said[0]]
+    if ended := [found[name] for name in ENDED if name in found]:
+        values["done"] = any(map(bool, (*ended, found.get("done", False))))
+    return Step(**values)
+
+
+def _begun(found: Any) -> Step:
+    """Return what `reset` returned as a Step: as `_step`, and Gymnasium's (observation, information). Raises
+    TypeError for anything else."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) and not _is_message(found[1]):
+        found = found[0]
+    return _step(found, "reset") if isinstance(found, Step | Mapping) else Step(found)
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, Mapping) and {"role", "content"} <= found.keys()
 
 
 def _messages(found: Any) -> tuple[Message, ...]:
     """Return messages as they were given, or as one text. Raises TypeError for anything else."""
     if not found:
         return ()
-    listed = [{"role": "user", "content": found}] if isinstance(found, str) else found
+    listed = (
+        [{"role": "user", "content": found}] if isinstance(found, str) else [found] if _is_message(found) else found
+    )
     if not isinstance(listed, Iterable) or isinstance(listed, Mapping | bytes):
-        raise TypeError(f"{found!r:.80} is neither a text nor a list of messages")
+        raise TypeError(f"{found!r:.80} is neither a text nor messages")
     listed = list(listed)
     for one in listed:
         if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
