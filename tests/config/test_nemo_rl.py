@@ -214,6 +214,16 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
          {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.5}, {}),
         (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0.999},
          {"loss.importance_correction": "untruncated", "loss.sequence_mask": [0.999, 1.002]}, {}),
+        (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.0},
+         {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.0}, {}),
+        *((CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": cap}, {"loss.importance_cap": cap}, {})
+          for cap in (1.0, 0.5)),
+        (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 1.0, f"{CAPPED}_ratio_min": 0.5},
+         {"loss.importance_cap": 1.0, "loss.importance_floor": 0.5}, {}),
+        (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0},
+         {"loss.sequence_mask": [0, 1.002]}, {}),
+        ({"loss_fn__positive_example_nll_weight": 0.1}, {"loss.positive_nll_weight": ABSENT},
+         {"loss_fn.positive_example_nll_weight": "not applicable"}),
         # Data, which take what they do not say from the defaults of all
         ({"data": RESPONSES | {"train_data_path": "x.jsonl"}},
          {"data.name": "x.jsonl", "data.prompt_field": "q", "data.answer_field": "a"}, {}),
@@ -317,7 +327,18 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
         ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
         ({"env__math__math_verify_impl": "dapo_math_verify",
           "grpo__reward_scaling": {"enabled": True, "target_min": -1.0}},
-         {"reward.terms": [{"name": "dapo-math", "weight": 2.0}]}, {"grpo.reward_scaling.enabled": "changed"}),
+         {"reward.terms": [{"name": "dapo-math", "weight": 2.0}], "reward.shift": -1.0},
+         {"grpo.reward_scaling.enabled": "mapped"}),
+        *(({"grpo__reward_scaling": {"enabled": True, **ends}},
+           {"reward.shift": shift, "reward.terms": [{"name": "math-verify"} | weight]},
+           {"grpo.reward_scaling.enabled": told})
+          for ends, shift, weight, told in [
+              ({}, ABSENT, {}, "mapped"),
+              ({"target_min": -0.5, "target_max": 0.5}, -0.5, {}, "mapped"),
+              ({"source_max": 0.5, "target_max": 3.0}, ABSENT, {"weight": 3.0}, "mapped"),  # 1 is clamped to 0.5
+              ({"source_max": 0.0}, ABSENT, {}, "not yet"),
+              ({"target_min": 1.0, "target_max": 0.0}, ABSENT, {}, "not yet"),
+          ]),
     ],
 )  # fmt: skip
 def test_keys_become_rlctls_with_these_values(
@@ -579,7 +600,7 @@ PPO: dict[str, Any] = {
         },
     },
     "policy": {"train_global_batch_size": 16},
-    "loss_fn": {"use_kl_in_reward": False, "reference_policy_kl_penalty": 0.0},
+    "loss_fn": {"use_kl_in_reward": False, "reference_policy_kl_penalty": 0.0, "positive_example_nll_weight": 0.1},
 }  # fmt: skip
 
 
@@ -597,6 +618,7 @@ def test_a_recipe_of_ppo_trains_with_a_critic_of_its_own(tmp_path: Path) -> None
     assert (critic.lr, critic.weight_decay, critic.clip_grad, critic.warmup_steps) == (2e-5, 0.1, 0.5, 3)
     assert critic.scheduler.warmup_steps == 2  # 6 passes, 4 a step
     assert (config.loss.kl_in, config.advantage.whiten) == ("loss", True)
+    assert config.loss.positive_nll_weight == 0.1
     assert any("critic.scheduler.warmup_steps is 2" in note for note in resolved.notes)
     assert status(import_recipe(path), "ppo.ppo_epochs") == "mapped"
 
@@ -1365,7 +1387,8 @@ def test_dapo_of_a_recipe_is_dynamic_sampling_and_its_penalty(tmp_path: Path) ->
     config = resolved.config
     assert (config.filter.groups, config.filter.max_rounds, config.filter.truncated) == ("replace", 7, "mask")
     assert status(result, "grpo.batch_multiplier") == "changed"
-    assert status(result, "grpo.reward_scaling.enabled") == "changed"
+    assert status(result, "grpo.reward_scaling.enabled") == "mapped"
+    assert config.reward.shift == -1.0
     assert [(term.name, term.weight) for term in config.reward.terms] == [("math-verify", 2.0)]
     lengths = np.array([600, 640, 641, 700, 768, 896])
     ours = overlong_penalty(lengths, 896, config.reward.overlong_buffer, config.reward.overlong_factor)

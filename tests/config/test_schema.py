@@ -21,7 +21,7 @@ def test_ppo_needs_no_group_and_only_the_log_probs_that_its_returns_hold() -> No
     config = resolve(flags={"run.algorithm": "ppo"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
     assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}
     config = resolve(flags={"run.algorithm": "reinforce++"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
-    assert config.logprobs_needed == {"reference_logprobs"}
+    assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}  # they are whitened with the rewards
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,38 @@ def test_rewards_of_cut_completions_have_a_factor_and_advantages_have_bounds():
         RlctlConfig.model_validate({"advantage": {"baseline": "critic", "clip_high": 1.0}})
 
 
+def test_rewards_that_are_stretched_and_shifted_are_scaled_where_a_limit_ended_them() -> None:
+    """NeMo-RL: `scale_rewards` to [-1, 1] and then `stop_properly_penalty_coef` times the result, so that a wrong
+    answer that was cut off has -0.25: more than one that has ended."""
+    coefficient, raw, cut = 0.25, [1.0, 0.0, 1.0, 0.0], [True, True, False, False]
+    scaled = [-1.0 + reward * 2.0 for reward in raw]
+    shaped = [value * coefficient if was_cut else value for value, was_cut in zip(scaled, cut, strict=True)]
+    one = group(0, [2.0 * reward for reward in raw], [3] * 4)  # the weight of the term is 2
+    rollouts = [replace(r, stop_reason="length" if c else "stop") for r, c in zip(one.rollouts, cut, strict=True)]
+    one = replace(one, rollouts=tuple(rollouts))
+    algorithm = grpo(reward={"truncated_factor": coefficient, "shift": -1.0}, advantage={"normalize_std": False})
+    mean = sum(shaped) / 4
+    np.testing.assert_allclose(algorithm.batch_advantages([one])[0], [value - mean for value in shaped], rtol=1e-12)
+    critic = grpo(reward={"shift": -1.0}, advantage={"baseline": "critic", "normalize_std": False})
+    assert critic.batch_advantages([group(0, [2.0, 0.0], [3, 3])])[0].tolist() == [1.0, -1.0]
+    with pytest.raises(ValidationError, match=r"reward\.shift = -1 is added to the sum of the terms"):
+        grpo(reward={"shift": -1.0}, advantage={"per_term": True})
+
+
+def test_right_rollouts_are_imitated_by_the_mean_over_their_tokens() -> None:
+    """VAPO (2504.05118): mu times the mean of -log pi over all tokens of the positive rollouts of an optimizer step."""
+    groups = [group(0, [1.0, -1.0, 1.0], [3, 5, 2]), group(1, [0.0, -1.0, 1.0], [4, 1, 7])]
+    first = groups[0].rollouts
+    groups[0] = replace(groups[0], rollouts=(*first[:2], replace(first[2], stop_reason="length")))
+    algorithm = grpo(loss={"positive_nll_weight": 0.1}, filter={"truncated": "mask"}, advantage={"baseline": "none"})
+    one, two = make_batch(groups, algorithm, 2).minibatches
+    assert [row.nll_weight for row in one] == [0.1 / 3, 0.0]  # the third is masked
+    assert [row.nll_weight for row in two] == [0.0, 0.0, 0.1 / 7]
+    equal = make_batch([group(0, [1.0, 1.0], [3, 5])], algorithm, 1)
+    assert [row.nll_weight for row in equal.minibatches[0]] == [0.1 / 8] * 2  # though nothing compares them
+    assert not any(row.nll_weight for row in make_batch(groups, grpo(), 1).minibatches[0])
+
+
 def test_an_algorithm_can_compare_rollouts_of_the_whole_batch():
     class Batch(Grpo):
         def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import LossConfig
@@ -40,6 +41,18 @@ def corrected(batch: TokenBatch | None = None, **options: Any) -> Correction:
             {"importance_correction": "masked", "importance_cap": 5.0, "importance_floor": 0.5},
             [ratio if 0.5 <= ratio <= 5.0 else 0.0 for ratio in RATIOS],
         ),
+        (
+            {"importance_correction": "masked", "importance_cap": 5.0, "importance_floor": 0.0},
+            [ratio if ratio <= 5.0 else 0.0 for ratio in RATIOS],
+        ),
+        *(
+            ({"importance_correction": "truncated", "importance_cap": cap}, [min(ratio, cap) for ratio in RATIOS])
+            for cap in (1.0, 0.5)
+        ),
+        (
+            {"importance_correction": "masked", "importance_cap": 0.9, "importance_floor": 0.4},
+            [ratio if 0.4 <= ratio <= 0.9 else 0.0 for ratio in RATIOS],
+        ),
     ],
 )
 def test_weights_of_tokens(options: dict[str, Any], expected: list[float]) -> None:
@@ -50,6 +63,19 @@ def test_weights_of_tokens(options: dict[str, Any], expected: list[float]) -> No
     bounded = options["importance_correction"] in ("truncated", "masked")
     moved = [bounded and weight != ratio for weight, ratio in zip(expected, RATIOS, strict=True)]
     assert got.limited_R.tolist() == moved
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"importance_cap": 2.0, "importance_floor": 3.0}, "importance_floor = 3 is above loss.importance_cap = 2"),
+        ({"importance_correction": "masked", "importance_cap": 1.0}, "set loss.importance_floor"),
+        ({"importance_cap": 0.0}, "greater than 0"),
+    ],
+)
+def test_bounds_that_leave_no_weight_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        LossConfig(**options)
 
 
 def sequences(batch: TokenBatch, values: list[float]) -> list[list[float]]:

@@ -12,7 +12,7 @@ import torch
 from rlctl.backends.batch import MinibatchResult, ValueBatch
 from rlctl.backends.results import add_advantages
 from rlctl.backends.rows import PackedRow
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import CriticConfig, RlctlConfig
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages, critic_metrics
 
 LENGTHS = [5, 1, 0, 8, 3]
@@ -71,6 +71,15 @@ def by_definition(values: ValueBatch, coefficient: float) -> list[float]:
         ]
         start += length
     return found
+
+
+def test_without_discount_each_token_has_its_own_reward() -> None:
+    """gamma 0: A_t = r_t - V_t (1506.02438, equation 16)."""
+    values = batch()
+    zero = config().model_copy(update={"critic": CriticConfig(gamma=0.0, gae_lambda=LAMBDA)})
+    rewards = [r for n, reward in zip(LENGTHS, REWARDS, strict=True) for r in [0.0] * (n - 1) + [reward] * (n > 0)]
+    _, advantages_R = TokenAdvantages(zero)(values)
+    torch.testing.assert_close(advantages_R, torch.tensor(rewards, dtype=torch.float64) - values.values_R)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.2])

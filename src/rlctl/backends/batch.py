@@ -68,6 +68,8 @@ class WeightedRollout:
     gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
     begin: int = 0
     """Where it begins among the tokens of its sample: an episode of several contexts is a rollout for each of them."""
+    nll_weight: float = 0.0
+    """Weight of the negative log-likelihood of each of its response tokens, which is added to the loss."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -136,6 +138,7 @@ class TokenBatch:
     top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
     """Where the teacher reads with another tokenizer, `teacher_top_RK` has the means of each token's chunk, and this
     the policy's probabilities in the teacher's vocabulary."""
+    nll_weights_R: torch.Tensor | None = None  # float32, see WeightedRollout.nll_weight; None: all are 0
     extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float32: further columns of the rollouts by their names (`RolloutColumns.extra_T`), 0 where a rollout of the
     micro-batch has none. A loss may treat each token by what stands there."""

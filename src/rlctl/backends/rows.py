@@ -98,10 +98,9 @@ class PackedRow:
     inverse_R: torch.Tensor  # int64: index into U of the position that predicts the token
     targets_R: torch.Tensor  # int64: the chosen tokens
     columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
-    """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs; with
-    truncated sampling old_full_logprobs; rewards where the ranks made the advantages; with a critic values and returns;
-    with a teacher teacher_logprobs and
-    teacher_top."""
+    """rollout, rollout_logprobs, advantages, token_weights; nll_weights where one is not 0; once computed old_logprobs
+    and reference_logprobs; with truncated sampling old_full_logprobs; rewards where the ranks made the advantages; with
+    a critic values and returns; with a teacher teacher_logprobs and teacher_top."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
     extra_R: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -135,6 +134,7 @@ class PackedRow:
             teacher_logprobs_R=columns.get("teacher_logprobs"),
             teacher_top_RK=columns.get("teacher_top"),
             top_logprobs_RK=out[2 : 2 + further].T if further else None,
+            nll_weights_R=columns.get("nll_weights"),
             extra_R=self.extra_R,
             full_logprobs_R=out[-1] if len(out) > 2 + further else out[0],
             old_full_logprobs_R=columns.get("old_full_logprobs", columns.get("old_logprobs")),
@@ -187,7 +187,7 @@ def build_row(
     units: list[RowUnit] = []
     sources: list[np.ndarray] = []
     chosen: dict[str, list[np.ndarray]] = {
-        name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
+        name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights", "nll_weights")
     }
     start = padding = 0
     fillers: list[slice] = []
@@ -206,6 +206,7 @@ def build_row(
                 ("rollout", index + number),
                 ("advantages", rollout.advantage),
                 ("weights", rollout.token_weight),
+                ("nll_weights", rollout.nll_weight),
             ):
                 chosen[name].append(np.full(len(where), value, np.int64 if name == "rollout" else np.float32))
             offset += len(completion)
@@ -442,6 +443,7 @@ def _to_device(
         return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
     sources_U, inverse_R = torch.unique(tensor(sources, torch.int64), return_inverse=True)
+    nll_weights = chosen["nll_weights"]
     return PackedRow(
         tokens_T=tensor(tokens, torch.int64),
         positions_kT=tensor([positions_kT], torch.int64),
@@ -455,5 +457,6 @@ def _to_device(
             "rollout_logprobs": tensor(chosen["logprobs"], torch.float32),
             "advantages": tensor(chosen["advantages"], torch.float32),
             "token_weights": tensor(chosen["weights"], torch.float32),
+            **({"nll_weights": tensor(nll_weights, torch.float32)} if any(one.any() for one in nll_weights) else {}),
         },
     )

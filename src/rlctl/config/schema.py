@@ -206,6 +206,9 @@ class RewardConfig(SourceReward):
     """Reaction to a function or an environment of yours that fails on a rollout. stop: the run ends; zero: that score
     is 0; drop: the rollout is left out, but the run ends in its first batch, and later where more than 5% of ten
     batches fail."""
+    shift: float = 0.0
+    """Number that is added to the reward of each rollout before `truncated_factor` and the cost of its length. It is
+    learned from, and is not in `reward_mean`. NeMo-RL's `reward_scaling` is this and the weight of a term."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
     penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`. Of an episode it is
@@ -484,11 +487,11 @@ class LossConfig(Section):
     `ratio` they have no weight, and the clipped ratio is that of the policy to the engine's log-probs."""
     importance_level: Literal["token", "sequence"] = "token"
     """Unit of that ratio: each token, or the product over the tokens of a rollout, which all of them then have."""
-    importance_cap: Annotated[float, Field(gt=1)] = 2.0
+    importance_cap: PositiveNumber = 2.0
     """Upper bound of the importance weight."""
-    importance_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    importance_floor: NonNegativeNumber | None = None
     """Lower bound of the importance weight; unset: with `masked` 1 / importance_cap, with `truncated` none."""
-    sequence_mask: tuple[PositiveNumber, PositiveNumber] | None = None
+    sequence_mask: tuple[NonNegativeNumber, PositiveNumber] | None = None
     """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
     outside of them is not learned from. Unset: off."""
     error_mask: Annotated[float, Field(gt=1)] | None = None
@@ -503,6 +506,21 @@ class LossConfig(Section):
     """Temperature of sapo's gate where the advantage is positive."""
     sapo_temperature_negative: PositiveNumber = 1.05
     """Temperature of sapo's gate where the advantage is negative."""
+    positive_nll_weight: NonNegativeNumber = 0.0
+    """Weight of the negative log-likelihood of rollouts with a positive reward, which is added: its mean over all their
+    tokens (VAPO). NeMo-RL has it as `positive_example_nll_weight`."""
+
+    @model_validator(mode="after")
+    def validate_bounds_of_importance(self) -> LossConfig:
+        floor, cap = self.importance_floor, self.importance_cap
+        if floor is not None and floor > cap:
+            raise ValueError(f"loss.importance_floor = {floor:g} is above loss.importance_cap = {cap:g}")
+        if floor is None and self.importance_correction == "masked" and cap <= 1:
+            raise ValueError(
+                f"loss.importance_cap = {cap:g} leaves no weight where loss.importance_floor is unset, which is 1 / "
+                "importance_cap then: set loss.importance_floor"
+            )
+        return self
 
     @model_validator(mode="after")
     def validate_bounds_of_the_sequence_mask(self) -> LossConfig:
@@ -916,7 +934,7 @@ class CriticConfig(Section):
     """Learning rate and weight decay of the critic over the steps, with the keys of the section `scheduler`."""
     warmup_steps: NonNegative = 0
     """Number of steps at the start of a run in which the critic alone is trained."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of a reward for each token that lies between."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of generalized advantage estimation: 1 learns from whole rollouts, 0 from the value of the next token."""
@@ -1322,6 +1340,15 @@ class RlctlConfig(Section):
     def compares_rewards(self) -> bool:
         """Whether nothing is learned from a prompt whose rollouts all have the same reward."""
         return self.advantage.compares and self.learns_from_rewards
+
+    @model_validator(mode="after")
+    def validate_shift_of_a_sum(self) -> RlctlConfig:
+        if self.reward.shift and self.advantage.per_term:
+            raise ValueError(
+                f"reward.shift = {self.reward.shift:g} is added to the sum of the terms, and advantage.per_term = true "
+                "compares each term by itself: leave out one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def validate_filter_has_rewards(self) -> RlctlConfig:

@@ -255,14 +255,14 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     Rollouts without a gradient are taken out of them afterwards, unless `filter.skip` is off.
     """
     kept = [group for group in groups if algorithm.trains_on(group)]
-    pairs = [
-        (rollout, float(advantage))
+    learned = [
+        (rollout, float(advantage), bool(imitated))
         for group, advantages_G in zip(kept, algorithm.batch_advantages(kept), strict=True)
-        for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
+        for rollout, advantage, imitated in zip(group.rollouts, advantages_G, algorithm.imitated(group), strict=True)
     ]
     whole = 2 if algorithm.rows in ("pairs", "labels") else 1  # the texts of a row are learned from together
-    parts = np.array_split(np.arange(len(pairs)).reshape(-1, whole), optimizer_steps)
-    minibatches = [_minibatch([pairs[i] for i in part.flat], algorithm) for part in parts if len(part)]
+    parts = np.array_split(np.arange(len(learned)).reshape(-1, whole), optimizer_steps)
+    minibatches = [_minibatch([learned[i] for i in part.flat], algorithm) for part in parts if len(part)]
 
     def skips(rollout: WeightedRollout) -> bool:
         without = rollout.advantage == 0 and not algorithm.learns_without_advantage
@@ -287,13 +287,19 @@ def _as_teacher_reads(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout
     return replace(ours, sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
 
 
-def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
-    weights_N = algorithm.token_weights(np.array([algorithm.learned_tokens(rollout) for rollout, _ in pairs]))
+def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
+    """Return the rollouts of an optimizer step from (rollout, advantage, whether it is imitated)."""
+    tokens_N = np.array([algorithm.learned_tokens(rollout) for rollout, _, _ in learned])
+    weights_N, imitated_N = algorithm.token_weights(tokens_N), np.array([imitated for _, _, imitated in learned])
+    nll_weight = algorithm.config.loss.positive_nll_weight / max(1, int(tokens_N[imitated_N].sum()))
     return tuple(
-        WeightedRollout(r.position, r.sample, r.prompt_tokens, tokens, advantage, float(weight), begin)
-        for (r, advantage), weight in zip(pairs, weights_N, strict=True)
+        WeightedRollout(
+            r.position, r.sample, r.prompt_tokens, tokens, advantage, float(weight), begin,
+            nll_weight if imitated and weight else 0.0,
+        )
+        for (r, advantage, imitated), weight in zip(learned, weights_N, strict=True)
         for begin, tokens in r.contexts()
-    )
+    )  # fmt: skip
 
 
 def filtered(options: FilterConfig) -> tuple[Metric, ...]:

@@ -209,9 +209,10 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
             weights_R = torch.ones_like(weights_R)
         case "truncated":
             floor = options.importance_floor or 0.0
-            weights_R, limited_R = weights_R.clamp(floor, cap), (weights_R >= cap) | (weights_R < floor)
+            weights_R, limited_R = weights_R.clamp(floor, cap), (weights_R > cap) | (weights_R < floor)
         case "masked":
-            limited_R = (weights_R < (options.importance_floor or 1 / cap)) | (weights_R > cap)
+            floor = 1 / cap if options.importance_floor is None else options.importance_floor
+            limited_R = (weights_R < floor) | (weights_R > cap)
             weights_R = torch.where(limited_R, 0.0, weights_R)
     kept_R = torch.ones_like(batch.counted_R)
     if bounds := options.sequence_mask:

@@ -409,6 +409,58 @@ def test_the_entropy_bonus_is_part_of_the_loss_with_its_gradient() -> None:
     torch.testing.assert_close(bonus, plain - 0.1 * (batch.token_weights_R * batch.entropy_R).sum())
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("loss.kl_coefficient=0.1",),
+        ("loss.kl_coefficient=0.1", "loss.kl_score_term=true", "loss.kl_estimator=k1"),
+        ("loss.kl_coefficient=0.1", "loss.kl_weight=importance", "loss.kl_estimator=k2"),
+        ("loss.importance_level=sequence", "loss.entropy_coefficient=0.1"),
+        ("loss.importance_correction=ratio", "loss.positive_nll_weight=0.1"),
+    ],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_infinite_log_probs_of_left_out_tokens_have_no_gradient(name: str, sets: tuple[str, ...]) -> None:
+    """0 times their infinite derivative would be NaN, in the gradient of all weights."""
+    algorithm = named(name, *sets)
+    batch = micro_batch(algorithm)
+    left_out_R = batch.rollout_R == 2
+    plain = replace(batch, counted_R=~left_out_R, token_weights_R=torch.where(left_out_R, 0.0, batch.token_weights_R))
+    assert batch.old_logprobs_R is not None
+    plain = replace(
+        plain, full_logprobs_R=batch.logprobs_R - 0.1, old_full_logprobs_R=batch.old_logprobs_R - 0.1
+    )  # as with truncated sampling
+    trained = ("logprobs_R", "entropy_R", "full_logprobs_R")
+    columns = (*trained, "rollout_logprobs_R", "old_logprobs_R", "old_full_logprobs_R", "reference_logprobs_R")
+    values = {column: getattr(plain, column).detach() for column in columns}
+    gradients = []
+    for odd in (None, -math.inf, math.inf, math.nan):
+        given = values if odd is None else {k: v.masked_fill(left_out_R, odd) for k, v in values.items()}
+        one = replace(plain, **{k: v.clone().requires_grad_(k in trained) for k, v in given.items()})
+        loss = RunLoss(algorithm)(one).loss
+        assert loss.isfinite()
+        found = torch.autograd.grad(loss, [getattr(one, name) for name in trained], allow_unused=True)
+        gradients.append([torch.zeros_like(left_out_R) if g is None else g for g in found])
+    for own in gradients[1:]:
+        torch.testing.assert_close(own, gradients[0])
+    assert gradients[0][0].abs().max() > 0
+
+
+def test_the_likelihood_of_right_rollouts_is_part_of_the_loss() -> None:
+    """VAPO (2504.05118): L + mu L_NLL, the mean of -log pi over the tokens of positive rollouts; with its gradient."""
+    batch = micro_batch(named("grpo"))
+    right = [True, False, True, False, True, True]
+    count = sum(n for n, one in zip(LENGTHS, right, strict=True) if one)
+    nll_weights = [0.1 / count * one for n, one in zip(LENGTHS, right, strict=True) for _ in range(n)]
+    with_nll = replace(batch, nll_weights_R=torch.tensor(nll_weights, dtype=torch.float64))
+    plain, loss = (RunLoss(named("grpo"))(one).loss for one in (batch, with_nll))
+    likelihoods = [batch.logprobs_R[i].item() for i, own in enumerate(batch.rollout_R.tolist()) if right[own]]
+    assert math.isclose(loss.item(), plain.item() - 0.1 * statistics.fmean(likelihoods), rel_tol=1e-10)
+    (gradient,) = torch.autograd.grad(loss - plain, batch.logprobs_R)
+    torch.testing.assert_close(gradient, -with_nll.nll_weights_R)
+
+
 def test_left_out_tokens_with_any_values_change_no_sum_over_a_rollout() -> None:
     for sets in (("loss.kl_in=reward",), ("loss.kl_score_term=true",), ("loss.importance_level=sequence",)):
         algorithm = named("gspo", "loss.kl_coefficient=0.1", *sets)

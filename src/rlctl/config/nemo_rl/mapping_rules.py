@@ -598,21 +598,28 @@ def multi_reward(found: Found) -> None:
 
 
 def reward_scaling(found: Found) -> None:
-    """Give the factor by which a recipe stretches rewards to the scorer, as its weight."""
+    """Map how a recipe stretches and shifts rewards of 0 and 1: shift + weight r. NeMo-RL clamps them to the source
+    range first."""
     ends = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
     given = {name: found.get(f"grpo.reward_scaling.{name}") for name in ends}
     at = ends | {name: value for name, value in given.items() if value is not None}
-    scale = (at["target_max"] - at["target_min"]) / (at["source_max"] - at["source_min"])
-    if environment_used(found.leaves) != "math" or scale <= 0:
+    low, width = at["source_min"], at["source_max"] - at["source_min"]
+    if width <= 0:
+        found.say("not yet", "source_max has to be above source_min", "reward.terms")
+        return
+    wrong, right = (
+        at["target_min"] + (min(max(reward, low), low + width) - low) / width * (at["target_max"] - at["target_min"])
+        for reward in (0.0, 1.0)
+    )
+    if environment_used(found.leaves) != "math" or right <= wrong:
         found.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
         return
-    if scale != 1:
-        found.set("reward.terms", [{"name": math_scorer(found.leaves), "weight": scale}])
-    is_ppo = found.result.values.get("run.algorithm") == "ppo"
-    shift = "it is not shifted, which advantages do not depend on" if not is_ppo else (
-        "it is not shifted, which a critic would have to learn first"
-    )  # fmt: skip
-    found.say("changed", f"the reward has the weight {scale:g} (reward.terms); {shift}")
+    if right - wrong != 1:
+        found.set("reward.terms", [{"name": math_scorer(found.leaves), "weight": right - wrong}])
+    if wrong:
+        found.set("reward.shift", wrong)
+    found.say("mapped", f"the reward has the weight {right - wrong:g} (reward.terms) and the shift {wrong:g} "
+                        "(reward.shift); reward_mean is without the shift")  # fmt: skip
 
 
 def reward_shaping(found: Found) -> None:
@@ -940,16 +947,27 @@ def correction(found: Found) -> None:
         found.map("loss.importance_correction", "off")
     elif cap is None:
         found.map_all({"loss.importance_cap": NO_CAP, "loss.importance_correction": "truncated"})
-    elif kind == "seq-mask-tis" and least:
+    elif kind == "seq-mask-tis" and least is not None:
         found.map_all({"loss.sequence_mask": [least, cap], "loss.importance_correction": "untruncated"})
     elif kind == "tis":
         floor = {"loss.importance_floor": least} if least else {}
         found.map_all({"loss.importance_cap": cap, **floor, "loss.importance_correction": "truncated"})
-    elif kind == "icepop" and least:
+    elif kind == "icepop" and least is not None:
         bounds = {"loss.importance_cap": cap, "loss.importance_floor": least}
         found.map_all({**bounds, "loss.importance_correction": "masked"})
     else:
         found.say("not yet", f"{kind}, {least} to {cap}, is not known", "loss.importance_correction")
+
+
+def positive_nll(found: Found) -> None:
+    """Map the weight of the likelihood of right answers, which NeMo-RL computes in PPO alone: its batches of GRPO hold
+    no rewards."""
+    if not found.value:
+        found.skip("there is none")
+    elif found.result.values.get("run.algorithm") == "ppo":
+        found.map("loss.positive_nll_weight", found.value)
+    else:
+        found.skip("NeMo-RL has it in PPO alone")
 
 
 def error_mask(found: Found) -> None:

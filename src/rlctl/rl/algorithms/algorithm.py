@@ -152,15 +152,21 @@ class Algorithm(ABC):
         return advantages_P_G if low is high is None else [np.clip(one, low, high) for one in advantages_P_G]
 
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
-        """Return what the rollouts of a group are compared by, as (weight, values [G]): their `scores` with the factor
-        of cut rollouts and with what their lengths cost, which with `advantage.per_term` is compared by itself."""
+        """Return what the rollouts of a group are compared by, as (weight, values [G]): their `scores` with shift, with
+        the factor of cut rollouts, and with what lengths cost, which `advantage.per_term` compares by itself."""
         penalties_G = self.length_penalties(group)
         factor_G = np.where([one.truncated for one in group.rollouts], self.config.reward.truncated_factor, 1.0)
-        found = [(weight, factor_G * values_G) for weight, values_G in self.scores(group)]
         if not self._by_term(group):
-            ((weight, values_G),) = found
-            return [(weight, values_G + penalties_G)]
+            return [(1.0, factor_G * (group.rewards_G + self.config.reward.shift) + penalties_G)]
+        found = [(weight, factor_G * values_G) for weight, values_G in self.scores(group)]
         return [*found, (1.0, penalties_G)] if penalties_G.any() else found
+
+    def imitated(self, group: RolloutGroup) -> np.ndarray:
+        """Return which rollouts of a group have a positive reward, whose likelihood `loss.positive_nll_weight` makes
+        larger; bool [G]."""
+        if not self.config.loss.positive_nll_weight:
+            return np.zeros(len(group.rollouts), bool)
+        return np.sum([weight * np.nan_to_num(values_G) for weight, values_G in self.compared(group)], axis=0) > 0
 
     def _by_term(self, group: RolloutGroup) -> bool:
         return self.config.advantage.per_term and bool(group.rollouts[0].terms)
@@ -253,11 +259,13 @@ class RunLoss:
         import torch
 
         algorithm, own = self.algorithm, self.algorithm.user_loss
-        batch = _judged(batch, algorithm.config.advantage)
+        batch = _judged(_finite(batch), algorithm.config.advantage)
         found = algorithm.token_loss(batch) if own is None else own(batch, algorithm.config.loss)
         loss_R, measured = found if isinstance(found, tuple) else (found, None)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
+        if batch.nll_weights_R is not None:
+            loss = loss - (batch.nll_weights_R * batch.logprobs_R).sum()
         with torch.no_grad():
             measured = algorithm.measure(batch) if measured is None else measured
             values = {**_measured_always(batch, algorithm.config), **measured}
@@ -302,6 +310,19 @@ class RunLoss:
             if metric.flat:
                 flat[metric.name] = found.pop(metric.name)
         return nested(found) | flat
+
+
+def _finite(batch: TokenBatch) -> TokenBatch:
+    """Return the batch with 0 in place of what is not finite in the columns of tokens that are left out: an infinite
+    log-prob of theirs has no part in the loss, but 0 times its gradient would be NaN."""
+    columns = ("logprobs_R", "full_logprobs_R", "entropy_R", "rollout_logprobs_R", "old_logprobs_R",
+               "old_full_logprobs_R", "reference_logprobs_R", "teacher_logprobs_R", "teacher_top_RK",
+               "top_logprobs_RK")  # fmt: skip
+    given = {name: getattr(batch, name) for name in columns}
+    odd = {name: ~values.isfinite() for name, values in given.items() if values is not None}
+    left_out = {name: odd_R & ~(batch.counted_R if odd_R.ndim == 1 else batch.counted_R[:, None])
+                for name, odd_R in odd.items()}  # fmt: skip
+    return replace(batch, **{name: given[name].masked_fill(here, 0.0) for name, here in left_out.items()})
 
 
 def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:

@@ -56,7 +56,8 @@ class PolicyGradient(Algorithm):
         own_loss = self.user_loss is not None or type(self).token_loss is not PolicyGradient.token_loss
         if own_loss or self.config.has_critic or self.config.advantage.judges_turns:
             return True  # with a critic, the driver has rewards, which the critic may have expected or not
-        return self.config.loss.kl_coefficient > 0 or self.config.loss.entropy_coefficient > 0
+        loss = self.config.loss
+        return loss.kl_coefficient > 0 or loss.entropy_coefficient > 0 or loss.positive_nll_weight > 0
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return the rewards compared with those of the group."""
