@@ -179,6 +179,47 @@ def test_a_dry_run_shows_the_first_prompt_and_what_the_rewards_give(files, tiny_
     assert "--completion is for --dry-run" in capsys.readouterr().err
 
 
+CATALOG = ["train", "grpo", "--preset", "1node", "--model", "Qwen/Qwen3-8B", "--dry-run"]
+"""A model that is not on this machine, and whose plan is made from the catalog."""
+
+
+def test_a_dry_run_without_the_model_says_first_what_it_did_not_check(files, capsys):
+    mine = ["--data", "sums.jsonl", "--reward", "exact-match", "--completion", "5"]
+    assert run([*CATALOG, *mine]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("not checked: tokenizer, chat template and lengths of prompts: model Qwen/Qwen3-8B: no")
+    assert "data: sums.jsonl (8 rows)" in shown
+    assert "reward        1 for '1' (exact-match 1)\n  reward        0 for '5' (exact-match 0)" in shown
+    assert run([*CATALOG, "--data", "some/where", "--reward", "exact-match", "--json"]) == 0
+    unchecked = json.loads(capsys.readouterr().out)["unchecked"]
+    assert unchecked[1] == "rows of some/where and their rewards: the dataset is not on this machine"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data", "nowhere.jsonl", "--reward", "exact-match"], "nowhere.jsonl does not exist"),
+        (["--data", "empty.jsonl", "--reward", "exact-match"], "empty.jsonl has no rows"),
+        (["--data", "questions.jsonl", "--reward", "exact-match"], "prompt"),
+        (["--data", "sums.jsonl", "--reward", "exact-match", "--val-data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--set", "data.sources=[{name: some/where}, {name: nowhere.jsonl}]", "--reward", "exact-match"], "nowhere"),
+        (["--data", "sums.jsonl", "--reward", "broken.py:raises"], "raised ZeroDivisionError"),
+        (["--data", "sums.jsonl", "--reward", "broken.py:words"], "'good'"),
+        (["--data", "sums.jsonl", "--reward", "ifeval"], "instruction_id_list"),
+        (["--data", "some/where", "--reward", "broken.py:other"], "has no function 'other'"),
+        (["--data", "some/where", "--reward", "task"], "some/where is none"),
+        (["--data", "some/where"], "No reward"),
+        (["--env", "broken.py:other"], "has no function 'other'"),
+        (["--env", "broken.py:words"], "is not a class"),
+    ],
+)
+def test_a_dry_run_without_the_model_refuses_what_needs_no_hub(files, capsys, more, said):
+    assert run([*CATALOG, *more]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "Traceback" not in shown.err
+
+
 def test_a_dry_run_imports_no_engine_and_starts_no_process(files, tiny_llama):
     looks = [
         *train(tiny_llama, "--data", "reasoning-gym:chain_sum", "--dry-run"),

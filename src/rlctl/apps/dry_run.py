@@ -14,6 +14,7 @@ from rlctl.apps.open_model import NamedModel, find_model, published_facts, publi
 from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
 from rlctl.apps.run_workers import planned_teacher, planned_workers
+from rlctl.apps.without_model import check_without_model
 from rlctl.backends.lookup import POLICY
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
@@ -50,6 +51,10 @@ class DryRun:
     notes: tuple[str, ...]
     first_look: FirstLook | None = None
     """None: no data was opened."""
+    unchecked: tuple[str, ...] = ()
+    """Parts of the run that were not checked, and why."""
+    trials: tuple[Trial, ...] = ()
+    """Scores of the first reference answers, where there is no `first_look` to have them."""
 
     @classmethod
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
@@ -59,22 +64,27 @@ class DryRun:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "unchecked": list(self.unchecked),
             "config": self.resolved.to_json(),
             "plan": plan_json(self.plan),
             "arguments": self.arguments.to_json(),
             "pinned": self.arguments.pinned(self.resolved),
             "notes": list(self.notes),
             "first_look": asdict(self.first_look) if self.first_look else None,
+            "trials": [asdict(trial) for trial in self.trials],
         }
 
     def text(self, explain: bool) -> str:
-        """Return the plan, what was set and what to know; with `explain` also the rule behind each value, every value
-        with its origin, and the engines' arguments."""
-        lines = [plan_text(self.plan, self.resolved.config.model.name or "", reasons=explain), ""]
+        """Return what was not checked, the plan, what was set and what to know; with `explain` also the rule behind
+        each value, every value with its origin, and the engines' arguments."""
+        lines = [line for text in self.unchecked for line in wrapped(text, "not checked: ", " " * 13)]
+        lines += [""] if lines else []
+        lines += [plan_text(self.plan, self.resolved.config.model.name or "", reasons=explain), ""]
         lines += ["  values" if explain else "  set", *self._values(explain), ""]
         if explain:
             lines += [*self.arguments.text(), ""]
         lines += [*self.first_look.text(), ""] if self.first_look else []
+        lines += [*(line for trial in self.trials for line in _given(trial)), ""] if self.trials else []
         notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]
         lines += [
             "  to know",
@@ -196,12 +206,14 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         facts, teacher = published_facts(model), published_teacher(resolved.config)
         resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
         resolved = resolved.with_values(plan.config_values())
-        unchecked = "Tokenizer, data and rewards were not checked: the plan is made from the catalog."
-        notes = [*told, error.message, unchecked]
+        checks = check_without_model(resolved.config, completion)
+        unchecked = (f"tokenizer, chat template and lengths of prompts: {error.message}", *checks.skipped)
         workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None)
         if teacher is not None:
             workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan))
-        return DryRun(resolved, plan, BackendArguments.of(workers), (*notes, *_assumed(resolved, plan)))
+        notes = (*told, *checks.passed, *_assumed(resolved, plan))
+        arguments = BackendArguments.of(workers)
+        return DryRun(resolved, plan, arguments, notes, unchecked=unchecked, trials=checks.trials)
     return DryRun.of(job, told)
 
 

@@ -30,6 +30,17 @@ def prepare_rewards(
     `completion` is tried too. `apart`: a reward model is computed by the training engine, and is not tried. Raises
     InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
     """
+    terms = _checked_terms(reward, source)
+    names = [term.name for term in terms]
+    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
+    # What decides accuracy: the first term that compares with the reference answer, if there is one.
+    accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
+    plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
+    own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
+    return replace(tried(replace(plan, terms=own), source[0], completion) if own else plan, terms=terms)
+
+
+def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTerm, ...]:
     terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
     if not terms:
         raise InputError(
@@ -40,12 +51,20 @@ def prepare_rewards(
     names = [term.name for term in terms]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"Reward {twice!r} is given twice.", "Give it once, with the sum of the weights.")
-    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    # What decides accuracy: the first term that compares with the reference answer, if there is one.
-    accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
-    plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
-    own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
-    return replace(tried(replace(plan, terms=own), source[0], completion) if own else plan, terms=terms)
+    return terms
+
+
+def require_usable(reward: RewardConfig, label: str) -> str:
+    """Return the names of the scorers of a source whose rows are not on this machine. Raises InputError for a scorer
+    that no rows could bring, or that cannot be loaded."""
+    terms = _checked_terms(
+        reward, PromptSource(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
+    )
+    own = tuple(term for term in terms if not term.name.startswith(MODEL))
+    plan = RewardPlan(own, "full", None, None, None, reward.timeout_s)
+    with contextlib.closing(ScoringProcess(plan)) as process:
+        process.start()
+    return ", ".join(term.name for term in terms)
 
 
 def mixed_rewards(
@@ -93,7 +112,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
     if name == "task" and source.task is None:
         why = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
         raise InputError(why, "Use exact-match, math-verify or path/to/file.py:function.")
-    if name == "ifeval" and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
+    if name == "ifeval" and len(source) and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
         why = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
         raise InputError(why, "Use data with the fields of google/IFEval.")
     if name in ("task", "ifeval", *OF_FORM):
