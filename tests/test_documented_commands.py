@@ -77,6 +77,8 @@ RECIPE = """
 policy: { model_name: Qwen/Qwen3-1.7B, max_total_sequence_length: 1024 }
 grpo: { num_prompts_per_step: 4 }
 cluster: { num_nodes: 1, gpus_per_node: 8 }
+data: { train: { dataset_name: ResponseDataset, data_path: gsm8k.jsonl, input_key: question, output_key: answer } }
+env: { math: { num_workers: 1 } }
 """
 LOSSES = "def clipped(batch, options):\n    return -batch.logprobs_R * batch.advantages_R\n"
 

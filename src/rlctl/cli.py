@@ -28,7 +28,7 @@ from rlctl.telemetry.terminal import Unbreakable
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("rlctl.commands.init", "Write a configuration, data and a reward to begin with."),
-    "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
+    "train": ("rlctl.commands.train", "Train with reinforcement learning, or on texts or preferences."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "rollout": ("rlctl.commands.rollout", "Play a few episodes of an environment, to look at."),
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
