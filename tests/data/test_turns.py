@@ -117,6 +117,12 @@ def test_a_template_for_tools_is_taken_where_there_are_some(tiny_llama: Path) ->
     assert (shown.template, knows) == (WITH_TOOLS, True)
 
 
+def test_a_template_may_have_the_name_of_smollm3_for_tools(tiny_llama: Path) -> None:
+    turns = encoder(tiny_llama, TOOLS.replace("tools", "xml_tools") + PLAIN, tools=True)
+    assert '"name": "add"' in turns.encoder.render(USER)
+    assert turns.encoder.system_prompt is None
+
+
 def test_a_role_that_the_template_leaves_out_is_refused(tiny_llama: Path) -> None:
     turns = encoder(tiny_llama, DROPS_TOOLS)
     with pytest.raises(InputError, match="of the role 'tool' behind an answer: it leaves out"):

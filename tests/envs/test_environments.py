@@ -161,6 +161,7 @@ def test_methods_are_tools_and_a_broken_call_is_told_to_the_model() -> None:
         CALL.format("divide", '{"a": 1, "b": 0}'),
         CALL.format("multiply", "{}"),
         '<tool_call>\n{"name": "add", ',
+        CALL.format("add", '{"a": 2, "b": 3}') + CALL.format("add", '{"a": 1'),
         "Done.",
     )
     with hosting("Sums") as host:
@@ -174,7 +175,8 @@ def test_methods_are_tools_and_a_broken_call_is_told_to_the_model() -> None:
     assert said[2] == ["Error: ZeroDivisionError: division by zero"]
     assert said[3] == ["Error: there is no function 'multiply'; the functions are add, divide."]
     assert said[4][0].startswith("Error: the call cannot be read:")
-    assert [(one.calls, one.broken) for one in replies] == [(1, 0), (1, 1), (1, 0), (0, 1), (0, 1), (0, 0)]
+    assert said[5][0].startswith("5\n\nError: the call cannot be read:")
+    assert [(one.calls, one.broken) for one in replies] == [(1, 0), (1, 1), (1, 0), (0, 1), (0, 1), (1, 1), (0, 0)]
     assert replies[-1].done
     assert closed.reward == 5.0
 

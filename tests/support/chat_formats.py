@@ -116,3 +116,91 @@ def write_of_formats(directory: Path, special: tuple[str, ...] = SPECIAL) -> Pat
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def calling(written: str, between: str = "", before: str = "", after: str = "") -> str:
+    """A template whose answers call tools; `written`: one call `c`, with its function `f`."""
+    loop = "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + written
+    loop += "{% if not loop.last %}" + between + "{% endif %}{% endfor %}"
+    calls = "{% if m.tool_calls %}" + before + loop + after + "{% endif %}"
+    return chat(**CHATML, assistant="<|im_start|>assistant\n" + SAID + calls + "<|im_end|>\n")
+
+
+JSON_CALL = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+FILLED = "{% for key, value in f.arguments.items() %}{% set shown = value if value is string else value | tojson %}"
+IN_PYTHON = "{% for key, value in f.arguments.items() %}{% set shown = value %}"
+DSML = BAR + "DSML" + BAR
+CALLS = {
+    "hermes": calling("\n<tool_call>\n" + JSON_CALL + "\n</tool_call>"),
+    "llama": calling('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "; "),
+    "mistral": calling("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"),
+    "mistral of lists": calling(JSON_CALL, ", ", "[TOOL_CALLS][", "]"),
+    "deepseek": calling(
+        f"<{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>"
+        "{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```"
+        f"<{BAR}tool▁call▁end{BAR}>",
+        before=f"<{BAR}tool▁calls▁begin{BAR}>",
+        after=f"<{BAR}tool▁calls▁end{BAR}>",
+    ),
+    "deepseek-v3.2": calling(
+        f'<{DSML}invoke name="' + '{{ f.name }}">\n' + FILLED + f'<{DSML}parameter name="'
+        '{{ key }}" string="{{ (value is string) | tojson }}">{{ shown }}' + f"</{DSML}parameter>\n"
+        "{% endfor %}" + f"</{DSML}invoke>\n",
+        before=f"\n\n<{DSML}function_calls>\n",
+        after=f"</{DSML}function_calls>",
+    ),
+    "gpt-oss": calling(
+        "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+        "{{ f.arguments | tojson }}<|call|>"
+    ),
+    "qwen3-coder": calling(
+        "\n<tool_call>\n<function={{ f.name }}>\n" + IN_PYTHON + "<parameter={{ key }}>\n"
+        "{{ shown | tojson if shown is mapping or shown is sequence and shown is not string else shown }}"
+        "\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    ),
+    "glm": calling(
+        "\n<tool_call>{{ f.name }}\n" + FILLED + "<arg_key>{{ key }}</arg_key>\n<arg_value>{{ shown }}</arg_value>\n"
+        "{% endfor %}</tool_call>"
+    ),
+    "kimi-k2": calling(
+        "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+        "{{ f.arguments | tojson }}<|tool_call_end|>",
+        before="<|tool_calls_section_begin|>",
+        after="<|tool_calls_section_end|>",
+    ),
+    "minimax-m1": calling(JSON_CALL + "\n", before="<tool_calls>\n", after="</tool_calls>"),
+    "minimax-m2": calling(
+        '<invoke name="{{ f.name }}">\n' + FILLED + '<parameter name="{{ key }}">{{ shown }}</parameter>\n'
+        "{% endfor %}</invoke>\n",
+        before="\n\n<minimax:tool_call>\n",
+        after="</minimax:tool_call>",
+    ),
+    "seed-oss": calling(
+        "\n<seed:tool_call>\n<function={{ f.name }}>\n" + IN_PYTHON + "<parameter={{ key }}>{{ shown }}</parameter>\n"
+        "{% endfor %}</function>\n</seed:tool_call>"
+    ),
+    "gemma4": calling(  # of values that are not themselves objects or lists
+        "<|tool_call>call:{{ f.name }}{{ '{' }}{% for key, value in f.arguments.items() %}{{ key }}:"
+        '{% if value is string %}<|"|>{{ value }}<|"|>{% else %}{{ value | tojson }}{% endif %}'
+        "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<tool_call|>"
+    ),
+    "granite": calling(JSON_CALL, ", ", "<|tool_call|>[", "]"),
+    "phi4": calling(JSON_CALL, ", ", "functools[", "]"),
+    "phi4 with tags": calling("<|tool_call|>" + JSON_CALL + "<|/tool_call|>"),
+    "nemotron-v2": calling(JSON_CALL, ", ", "<TOOLCALL>[", "]</TOOLCALL>"),
+    "cohere": calling(
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+        ",\n",
+        "<|START_ACTION|>[\n",
+        "\n]<|END_ACTION|>",
+    ),
+    "pythonic": calling(
+        "{{ f.name }}({% for key, value in f.arguments.items() %}{{ key }}={{ value | tojson }}"
+        "{% if not loop.last %}, {% endif %}{% endfor %})",
+        ", ",
+        "<|python_start|>[",
+        "]<|python_end|>",
+    ),
+}
+"""Templates that write calls in each format that published models have, by its name; a word behind it tells two ways of
+one format apart."""

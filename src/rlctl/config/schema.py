@@ -232,8 +232,9 @@ class EnvironmentConfig(Section):
     tools: tuple[str, ...] = ()
     """Functions that the model may call, each as `path/to/file.py:function`."""
     tool_format: Literal[
-        "auto", "hermes", "llama", "mistral", "deepseek", "gpt-oss", "qwen3-coder", "glm", "gemma4", "pythonic"
-    ] = "auto"
+        "auto", "hermes", "llama", "mistral", "deepseek", "deepseek-v3.2", "gpt-oss", "qwen3-coder", "glm", "gemma4",
+        "kimi-k2", "minimax-m1", "minimax-m2", "seed-oss", "granite", "phi4", "nemotron-v2", "cohere", "pythonic"
+    ] = "auto"  # fmt: skip
     """The format in which the model writes calls; auto finds that of its chat template."""
     append: Literal["template", "raw"] = "template"
     """How the answers of the environment are written: as messages of the chat template, or as they are."""

@@ -32,6 +32,8 @@ PLAIN_NOTE = (
     "The tokenizer has no chat template: prompts are written as `Question: ...` and `Answer:`, and a completion ends "
     "at the next `Question:`. Give another with --chat-template."
 )
+XML_TOOLS = "xml_tools"
+"""The name of the tools in SmolLM3's template."""
 _MARKER = "rlctl-end-of-turn"
 
 
@@ -171,10 +173,11 @@ class PromptEncoder:
         the last one. Texts of control tokens in them are hidden, for `encode_text`."""
         messages, variables = self.hidden(messages), self.variables
         if variables.get(TOOLS):
-            variables = {**variables, TOOLS: self.hidden(variables[TOOLS])}
+            names = [TOOLS, *([XML_TOOLS] if XML_TOOLS in (self.template or "") else [])]
+            variables = {**variables, **dict.fromkeys(names, self.hidden(variables[TOOLS]))}
         if self.template is None:  # lines that end where the answer begins; a system message goes first as it is
-            names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
-            lines = [names.get(one["role"], "") + one["content"] for one in messages if one["content"]]
+            labels = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
+            lines = [labels.get(one["role"], "") + one["content"] for one in messages if one["content"]]
             return "\n".join([*lines, "Answer:"])
         from jinja2 import TemplateError
 

@@ -18,7 +18,7 @@ from rlctl.data.prompt_rows import PromptRow, checked_messages
 from rlctl.data.rollouts import REWARD_PART
 from rlctl.envs.builtin import BUILT_IN
 from rlctl.envs.environment import Ask, Environment, Message, Step
-from rlctl.envs.tools import BrokenCallError, Call, as_text, read_calls, refusal, schema_of
+from rlctl.envs.tools import Call, as_text, read_calls, refusal, schema_of, typed
 from rlctl.envs.user_function import LARGEST_REWARD, UserCode, is_reference
 from rlctl.errors import InputError, first_line, suggest
 
@@ -168,11 +168,8 @@ class RunningEpisode:
     async def step(self, answer: Answer) -> Reply:
         """Answer what the model wrote."""
         text = answer.text
-        try:
-            calls = read_calls(text, self._loaded.plan.form) if self._tools else []
-        except BrokenCallError as error:
-            return self._told([f"Error: the call cannot be read: {error}."], 0, 1)
-        if calls:
+        written = read_calls(text, self._loaded.plan.form) if self._tools else []
+        if calls := [typed(call, self._schemas) for call in written]:
             answers, broken = [], 0
             for call in calls:
                 if why := refusal(call, self._schemas):
@@ -183,7 +180,7 @@ class RunningEpisode:
                     answers.append(as_text(await _called(self._tools[call.name], **call.arguments)))
                 except Exception as error:  # noqa: BLE001 - the model may read what it has done wrong
                     answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
-            return self._told(answers, len(calls) - broken, broken, [call.name for call in calls])
+            return self._told(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])
         if not self._loaded.steps:
             return Reply((), done=True)
         if next(iter(inspect.signature(self._made.step).parameters), "") != "message":
@@ -197,7 +194,7 @@ class RunningEpisode:
                     "type": "function",
                     "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
                 }
-                for number, one in enumerate(readable_calls(text, self._loaded.plan.form))
+                for number, one in enumerate(readable_calls(text, self._loaded.plan.form, self._asked.tools))
             ]
         return self._reply(_step(await _called(self._made.step, message)))
 
@@ -230,12 +227,11 @@ class RunningEpisode:
         return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._asked)
 
 
-def readable_calls(text: str, form: str) -> list[Call]:
-    """Return the calls in a text; none where they cannot be read."""
-    try:
-        return read_calls(text, form)
-    except BrokenCallError:
-        return []
+def readable_calls(text: str, form: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+    """Return the calls of some tools in a text; none where one of them cannot be read, as a server of models."""
+    calls = read_calls(text, form)
+    schemas = {one["function"]["name"]: one["function"] for one in tools}
+    return [] if any(one.broken for one in calls) else [typed(one, schemas) for one in calls]
 
 
 async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

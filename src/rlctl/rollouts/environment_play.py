@@ -290,7 +290,7 @@ class Player:
         reply = await session.ask("step", answer, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
         opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
-        called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form))
+        called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form, asked.tools))
         found_faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
         spoken = without_call(text, self._play.plan.form) if called else text
         episode.said.append(Said(text, spoken, opened, called, found_faults))
