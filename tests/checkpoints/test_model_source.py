@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from rlctl.checkpoints.hf.hf_files import copy_companions
+from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import converted_directory
-from rlctl.checkpoints.model_source import resolve_model, stored_parameters
+from rlctl.checkpoints.model_source import CONFIG_FILES, IGNORED_FILES, resolve_model, stored_parameters
 from rlctl.errors import InputError, RlctlError
 
 
@@ -148,3 +151,32 @@ def test_converted_models_go_where_the_environment_says(monkeypatch: pytest.Monk
         assert converted_directory() == Path(f"/{name.lower()}/rlctl")
         monkeypatch.delenv(name)
     assert converted_directory() == Path.home() / ".cache" / "huggingface" / "rlctl"
+
+
+def test_named_chat_templates_and_all_files_of_tokenizers_are_fetched_and_copied(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+    from transformers import AutoTokenizer, utils
+
+    source = Path(shutil.copytree(tiny_llama, tmp_path / "source"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    templates = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    read = (utils.PROCESSOR_NAME, utils.VIDEO_PROCESSOR_NAME, utils.IMAGE_PROCESSOR_NAME, "vocab.json", "tekken.json")
+    for name in (*read, "model.safetensors.index.json", "hf_quant_config.json"):
+        (source / name).write_text("{}")
+    copy_companions(source, copied := tmp_path / "copied")
+    assert AutoTokenizer.from_pretrained(copied).chat_template == templates
+    assert {*read} <= {path.name for path in copied.iterdir()}
+    assert not (copied / "model.safetensors.index.json").exists()
+    assert not (copied / "hf_quant_config.json").exists()
+    assert source_identity(source) != source_identity(tiny_llama)
+
+    files = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
+    other = ["original/params.json", "onnx/config.json", "added/x.json", "additional_chat_templates_old/x.jinja"]
+    patterns = [*CONFIG_FILES, "*.safetensors"]
+    kept = filter_repo_objects([*files, *other], allow_patterns=patterns, ignore_patterns=IGNORED_FILES)
+    assert {*files} - {*kept} == set()
+    assert {*filter_repo_objects(other, allow_patterns=patterns, ignore_patterns=IGNORED_FILES)} <= {other[-1]}

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import xxhash
 
-from rlctl.checkpoints.hf.hf_files import COMPANIONS
+from rlctl.checkpoints.hf.hf_files import COMPANIONS, NAMED_TEMPLATES
 
 # Read whole. Weights are read in part: enough to tell two models apart, and quick for hundreds of gigabytes.
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer*", "chat_template*", f"{NAMED_TEMPLATES}/*.jinja",
+    "special_tokens_map.json",
+)  # fmt: skip
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 READ_BYTES = 1 << 22
 
@@ -74,7 +77,7 @@ def source_identity(directory: Path) -> str:
 
 def _add_small_files(digest: hashlib._Hash, directory: Path, patterns: Sequence[str] = SMALL_FILES) -> None:
     for path in sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}):
-        _add(digest, path.name, path.read_bytes())
+        _add(digest, str(path.relative_to(directory)), path.read_bytes())
 
 
 def _add(digest: hashlib._Hash, name: str, content: bytes) -> None:

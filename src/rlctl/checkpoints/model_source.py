@@ -9,17 +9,20 @@ from math import prod
 from pathlib import Path
 from typing import cast
 
-from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.config.files import user_path
 from rlctl.errors import AbsentError, InputError, RlctlError
 
-CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
-# Copies of the same weights in other formats, which some repositories carry next to the published ones.
-IGNORED_FILES = ["original/*", "consolidated*", "*/*"]
+CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.codes", "*.spm")
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+# Copies of the same weights in other formats, which some repositories carry next to the published ones, and all folders
+# but one: the patterns match names that differ from its name in one letter, and no pattern says "all but".
+IGNORED_FILES = [
+    "consolidated*", *(f"{NAMED_TEMPLATES[:at]}[!{letter}]*/*" for at, letter in enumerate(NAMED_TEMPLATES))
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

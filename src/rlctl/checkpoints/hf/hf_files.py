@@ -11,9 +11,13 @@ from typing import Any
 
 from rlctl.errors import InputError
 
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that a tokenizer names besides its own."""
 COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-    "merges.txt", "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "*.py",
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
+    "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "tekken.json", "*.model", "*.spm",
+    "*.tiktoken", "chat_template*", f"{NAMED_TEMPLATES}/*.jinja", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "*.py",
 )  # fmt: skip
 WEIGHTS = (
     "*.safetensors", "consolidated*", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack",
@@ -80,6 +84,8 @@ def copy_companions(source: Path, destination: Path, drop_from_config: tuple[str
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, destination / path.name)
+                copy = destination / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
     values = {k: v for k, v in read_config(destination).items() if k not in drop_from_config} | config
     (destination / "config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -44,7 +44,7 @@ OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Keys that may stand around the text section, and mean the text."""
 NO_TEXT = ("id2label", "label2id", "_name_or_path", "transformers_version")
 """Keys that say nothing of the text model, or nothing that stays when another version takes the text part out again."""
-OTHER_FILES = ("preprocessor_config.json",)
+OTHER_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Companions that speak of the other senses."""
 TEMPLATES = ("chat_template.json", "processor_config.json")
 """Files of a processor that may hold the chat template, the first one first."""
