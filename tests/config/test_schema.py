@@ -84,7 +84,7 @@ def test_a_bound_of_a_schedule_that_is_not_used_may_be_any() -> None:
     [
         ("grpo", ["data.train_on=all"], "data.train_on = all has no effect: data.rows = prompts"),
         ("dpo", ["data.train_on=last"], "data.train_on = last has no effect: data.rows = pairs"),
-        ("grpo", ["data.too_long=drop"], "data.too_long = drop has no effect"),
+        ("grpo", ["data.too_long=cut", "environment.name=wordle"], "too_long = cut does not go with an environment"),
         ("sft", ["preference.beta=0.3"], "preference.beta has no effect: data.rows = texts has no preferences"),
         ("sft", ["rollouts.mode=async"], "rollouts.mode = async makes rollouts"),
         ("dpo", ["filter.groups=drop"], "data.rows = pairs has none"),

@@ -78,7 +78,7 @@ def test_a_number_that_is_none_is_named_before_the_run(opened: Open, tiny_llama:
     held = HeldOutTexts.open(opened.config, stream, tiny_llama)  # type: ignore[attr-defined]
     assert held is not None
     with pytest.raises(InputError, match=rf"line \d: the field '{field}' is"):
-        held.require_fit(64)
+        held.fitted(64, 64)
     unused = opened(rows)  # neither a margin nor log-probs are read
     unused.require_fit()
 

@@ -220,6 +220,36 @@ def test_a_prompt_of_any_source_that_is_too_long_is_named_before_the_run(
         made.require_fit()
 
 
+def test_prompts_that_are_too_long_are_left_out_and_counted(tiny_llama: Path, tmp_path: Path) -> None:
+    records = [{"prompt": "long " * 99 if n in (1, 4) else f"short {n}"} for n in range(6)]
+    made = stream(tiny_llama, name=file(tmp_path, *records), too_long="drop")
+    before = made.fingerprint()
+    made.leave_out_long(60, seed=3)
+    made.limit = 60
+    made.require_fit()
+    drawn = []
+    for epoch in range(3):
+        drawn = [made.prompt_at(4 * epoch + place) for place in range(4)]
+        assert sorted(str(row.prompt) for row in drawn) == ["short 0", "short 2", "short 3", "short 5"]
+    assert [row.index for row in drawn] == rows(PromptOrder(4, seed=3), 8, 4)
+    assert len(made.notes()) == 1
+    assert made.notes()[0].startswith("2 of 6 prompts of ")
+    assert made.fingerprint() == before | {"left_out": 2}
+    with pytest.raises(InputError, match=r"Every prompt of .* is longer than 3 tokens"):
+        made.leave_out_long(3, seed=3)
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning(tiny_llama: Path, tmp_path: Path) -> None:
+    made = stream(tiny_llama, name=file(tmp_path, {"prompt": "q"}, {"prompt": "long " * 99}), too_long="cut")
+    whole = [made.tokens(made.sources[0].prompts[index]) for index in range(2)]
+    made.limit, made.room = 60, 48
+    made.require_fit()
+    assert [made.tokens(made.sources[0].prompts[index]) for index in range(2)] == [whole[0], whole[1][-48:]]
+    assert made.notes() == [
+        f"1 prompt keeps its last 48 tokens (data.too_long=cut), the first in {made.sources[0].prompts[1].where}"
+    ]
+
+
 def test_the_state_of_a_stream_is_that_of_its_pass_rate_orders(tiny_llama: Path, files: tuple[str, str]) -> None:
     sources = [{"name": files[0], "order": "pass-rate"}, {"name": files[1], "prompt_field": "question"}]
     made, again = stream(tiny_llama, sources=sources), stream(tiny_llama, sources=sources)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,7 +214,14 @@ def test_held_out_prompts_are_never_trained_on(tiny_llama: Path, tmp_path: Path)
     assert prompts.encoder.tokenizer.decode(data.tokens[0]).count("Now.") == 1
     assert data.describe(made) == ("validation: every 5 steps: 6 prompts held out of the data, 2 samples each, greedy")
     with pytest.raises(InputError, match=r"validation: the prompt of .*q.jsonl, line \d+ has"):
-        data.require_fit(3)
+        data.fitted(3, 2)
+    limit = min(map(len, data.tokens))
+    long = sum(len(tokens) > limit for tokens in data.tokens)
+    assert 0 < long < 6
+    dropped, cut = (replace(data, too_long=way).fitted(limit, 5) for way in ("drop", "cut"))
+    assert ({len(tokens) for tokens in dropped.tokens}, len(dropped.rows)) == ({limit}, 6 - long)
+    assert cut.tokens == tuple(tokens[-5:] if len(tokens) > limit else tokens for tokens in data.tokens)
+    assert dropped.describe(made).endswith(f"greedy, {long} longer ones left out")
 
 
 @pytest.mark.usefixtures("untried")

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.generate import CompletionJob, completion_job, of_run, require_room, started_engines
+from rlctl.apps.generate import CompletionJob, completion_job, of_run, started_engines, with_room
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.identity import model_fingerprint
@@ -324,9 +324,10 @@ class Encoded:
         def prompt(row: PromptRow, encoder: PromptEncoder) -> tuple[int, ...]:
             return encoder.encode(row) if play is None else tuple(play.measured(row, encoder))
 
-        prompts = {task.label: [prompt(row, encoders[task.label]) for row in task.prompts] for task in evaluation.tasks}
-        for task in evaluation.tasks:
-            require_room(job, [len(prompt) for prompt in prompts[task.label]], task.prompts)
+        prompts = {
+            task.label: with_room(job, [prompt(row, encoders[task.label]) for row in task.prompts], task.prompts, tell)
+            for task in evaluation.tasks
+        }
         weights = candidate.checkpoint
         identity = (
             hashlib.sha256(json.dumps(weights.state()["files"], sort_keys=True).encode()).hexdigest()

@@ -206,9 +206,8 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
         tell(encoder.note)
     for note in encoder.notes_on(rows):
         tell(note)
-    prompts = [encoder.encode(row) for row in rows]
+    prompts = with_room(job, [encoder.encode(row) for row in rows], rows, tell)
     sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
-    require_room(job, [len(prompt) for prompt in prompts], rows)
     plan = job.checked_plan([len(prompt) for prompt in prompts])
     job = replace(job, resolved=job.resolved.with_values(plan.config_values()))
     requests = [
@@ -221,15 +220,27 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
             yield {"prompt": row.prompt, "completions": _completions(result)}
 
 
-def require_room(job: CompletionJob, prompt_tokens: list[int], rows: Sequence[PromptRow]) -> None:
-    """Raises InputError naming the prompt that leaves no room for a token within what the model takes."""
-    limit = min(job.config.model.max_length or job.facts.max_length, job.facts.max_length)
-    longest = max(range(len(prompt_tokens)), key=lambda i: prompt_tokens[i])
-    if prompt_tokens[longest] >= limit:
+def with_room(
+    job: CompletionJob, prompts: Sequence[tuple[int, ...]], rows: Sequence[PromptRow], tell: Tell
+) -> list[tuple[int, ...]]:
+    """Return the tokens of prompts, those cut from the left that leave no room for a token within what the model takes.
+    Raises InputError naming such a prompt unless `data.too_long` cuts it."""
+    config = job.config
+    limit = min(config.model.max_length or job.facts.max_length, job.facts.max_length)
+    long = [place for place, prompt in enumerate(prompts) if len(prompt) >= limit]
+    if long and config.data.too_long != "cut":
+        longest = max(long, key=lambda place: len(prompts[place]))
         raise InputError(
-            f"The prompt of {rows[longest].where} has {prompt_tokens[longest]} tokens; the limit is {limit}.",
-            "Shorten it, or raise --max-length up to what the model takes.",
+            f"The prompt of {rows[longest].where} has {len(prompts[longest])} tokens; the limit is {limit}.",
+            "Shorten it, raise --max-length up to what the model takes, or cut its beginning with --set "
+            "data.too_long=cut. Prompts are never left out here.",
         )
+    kept = limit - config.generation.max_new_tokens
+    kept = kept if kept > 0 else limit - 1
+    if long:
+        tell(f"{len(long):,} prompts keep their last {kept:,} tokens (data.too_long=cut), the first in "
+             f"{rows[long[0]].where}")  # fmt: skip
+    return [prompt[-kept:] if len(prompt) >= limit else prompt for prompt in prompts]
 
 
 def _completions(result: GroupResult) -> list[dict[str, Any]]:

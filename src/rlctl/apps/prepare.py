@@ -266,10 +266,11 @@ def prepare_job(
         validation = ValidationSet.open(config, prompts, source.directory)
     projection = _projection(config, prompts, validation, teacher) if teacher else None
     resolved, length = _with_max_length(resolved, facts, prompts)
+    resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
     notes = prompts.notes()
     prompt_tokens, new = prompts.lengths(), _new_tokens(config)
     if validation:
-        validation.require_fit(length - 1 if new else length)
+        validation = validation.fitted(length - 1 if new else length, prompts.room)
     if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
@@ -490,6 +491,9 @@ def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStrea
         length = room_for(facts, longest, resolved.config.new_tokens if new else 0)
     if prompts:
         prompts.limit = length - 1 if new else length
+        prompts.room = length - new if length > new else prompts.limit
+        if new:
+            prompts.leave_out_long(prompts.limit, resolved.config.run.seed)
         prompts.require_fit()
     return resolved.with_values({"model.max_length": length}, "prompts"), length
 

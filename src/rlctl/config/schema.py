@@ -108,8 +108,9 @@ class DataConfig(Section):
     template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
     tokens too, and in those with a `text` all tokens."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
-    """Treatment of a text that is longer than `model.max_length`: refuse the data before the run starts, leave the text
-    out of its batch, or cut off its end, which only a plain `text` allows."""
+    """Treatment of a text that is longer than `model.max_length`, or a prompt that leaves no room for a completion:
+    refuse the data before the run starts, leave it out, or cut it. A plain `text` loses its end, and a prompt its
+    beginning, so that `generation.max_new_tokens` fit; other texts and prompts of environments cannot be cut."""
     special_tokens: Literal["text", "tokens"] = "text"
     """Treatment of texts in prompts, tools, completions and messages of environments that the tokenizer has a control
     token for, such as `<|im_end|>`: ordinary text, or the token. A row with `text` is all that the model reads: there
@@ -1135,9 +1136,13 @@ class RlctlConfig(Section):
     @model_validator(mode="after")
     def validate_keys_of_texts(self) -> RlctlConfig:
         data, plain = self.data, DataConfig()
-        for key, has_effect in (("train_on", data.rows == "texts"), ("too_long", not self.makes_rollouts)):
-            if not has_effect and getattr(data, key) != getattr(plain, key):
-                raise ValueError(f"data.{key} = {getattr(data, key)} has no effect: data.rows = {data.rows}")
+        if data.train_on != plain.train_on and data.rows != "texts":
+            raise ValueError(f"data.train_on = {data.train_on} has no effect: data.rows = {data.rows}")
+        if data.too_long == "cut" and self.makes_rollouts and self.environment.wanted:
+            raise ValueError(
+                "data.too_long = cut does not go with an environment, which writes the prompts of its episodes: drop "
+                "leaves out those that are too long"
+            )
         plain = PreferenceConfig()
         of_labels = {"beta": self.preference.beta} if data.rows == "labels" else {}
         of_labels |= {key: getattr(self.preference, key) for key in ("good_weight", "bad_weight") if of_labels}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
 
 from rlctl.config.schema import DataConfig, RlctlConfig, ValidationData
-from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.errors import ConfigError, InputError
 
@@ -25,18 +22,7 @@ def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource,
     draws = np.random.PCG64(np.random.SeedSequence((seed, len(source)))).random_raw(len(source))
     rows_H = np.sort(np.argpartition(draws, count)[:count])
     rest = np.delete(np.arange(len(source)), rows_H)
-    identity = {**source.fingerprint(), "held_out": count}
-
-    def numbered(rows: np.ndarray) -> Callable[[int], PromptRow]:
-        # An order by pass rates finds a prompt again by its number within its part, and a text the one next to it.
-        return lambda index: replace(source[int(rows[index])], index=index)
-
-    parts = ((len(rest), numbered(rest)), (count, numbered(rows_H)))
-    kept, held = (
-        replace(source, size=size, row_at=row_at, identity=identity, checked=min(size, source.checked))
-        for size, row_at in parts
-    )
-    return kept, held
+    return source.only(rest, held_out=count), source.only(rows_H, held_out=count)
 
 
 def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -116,6 +116,17 @@ class PromptSource:
         if not 0 <= index < self.size:
             raise IndexError(index)
         return self.row_at(index)
+
+    def only(self, rows: np.ndarray, **identity: Any) -> PromptSource:
+        """Return the source of some of its rows, numbered from 0: an order by pass rates finds a prompt again by its
+        number, and a text the one next to it. `identity` tells it from others."""
+        return replace(
+            self,
+            size=len(rows),
+            row_at=lambda index: replace(self[int(rows[index])], index=index),
+            identity={**self.fingerprint(), **identity},
+            checked=min(len(rows), self.checked),
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the manifest keeps, to tell on resume whether the data is still the same."""

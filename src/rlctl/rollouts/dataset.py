@@ -33,7 +33,7 @@ from rlctl.data.texts import (
 )
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
-from rlctl.rollouts.prompt_order import OpenedSource, PromptOrder, PromptStream
+from rlctl.rollouts.prompt_order import TOKENS_AROUND, OpenedSource, PromptOrder, PromptStream
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.telemetry.metrics import LOSS
@@ -76,7 +76,9 @@ class TextStream(PromptStream):
         return [*self._first(self.planned)]
 
     def require_fit(self) -> None:
-        super().require_fit()
+        for row in self._first(self.planned):
+            if self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
+                self.tokens(row)
         if self.scored or self.precomputes:
             for row in self.used:
                 self.require_numbers(row)
@@ -240,8 +242,8 @@ class HeldOutTexts:
         stream.precomputes, stream.others = texts.precomputes, texts.sources[0].prompts
         return cls(source.label, stream, rows, source.fingerprint(), wanted.answers)
 
-    def require_fit(self, limit: int) -> None:
-        """Raise InputError for a text of more than `limit` tokens, unless such texts are left out."""
+    def fitted(self, limit: int, room: int) -> HeldOutTexts:
+        """Return the texts. Raises InputError for one of more than `limit` tokens, unless such texts are left out."""
         self.stream.limit = limit
         for row in self.rows:
             self.stream.require_numbers(row)
@@ -251,6 +253,7 @@ class HeldOutTexts:
         if self.answers and all(row.answer == () for row in fitting):
             why = f"validation.answers = {self.answers}: no text that is validated on has a prompt."
             raise InputError(why, "Leave it out.")
+        return self
 
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, and when."""

@@ -63,6 +63,9 @@ class PromptStream:
         self._named = {source.label: source for source in sources}
         self.limit: int | None = None
         """Most tokens of a prompt; set once the plan is known."""
+        self.room = 0
+        """Tokens that a prompt which is cut keeps (`data.too_long`)."""
+        self._fitted: list[str] = []
 
     @classmethod
     def open(cls, config: RlctlConfig, model_dir: Path) -> Self:
@@ -129,17 +132,46 @@ class PromptStream:
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
+        tokens = self._whole(row)
+        if self.limit is None or len(tokens) <= self.limit:
+            return tokens
+        if self._named[row.source].data.too_long == "cut":
+            return tokens[-self.room :]
+        raise InputError(
+            f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",
+            "Raise --max-length, or leave such rows out with --set data.too_long=drop.",
+        )
+
+    def _whole(self, row: PromptRow) -> Sequence[int]:
         encoder = self._named[row.source].encoder
-        if self.environment is None:
-            tokens: Sequence[int] = encoder.encode(row)
-        else:
-            tokens = self.environment.measured(row, encoder)
-        if self.limit is not None and len(tokens) > self.limit:
-            raise InputError(
-                f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",
-                "Raise --max-length, or leave the row out.",
+        return encoder.encode(row) if self.environment is None else self.environment.measured(row, encoder)
+
+    def _too_long(self, row: PromptRow, limit: int) -> bool:
+        return len(self.text(row).encode()) + TOKENS_AROUND > limit and len(self._whole(row)) > limit
+
+    def leave_out_long(self, limit: int, seed: int) -> None:
+        """Leave out the prompts of more than `limit` tokens of the sources that want it. Raises InputError where none
+        is left."""
+        for number, source in enumerate(self.sources):
+            if source.data.too_long != "drop":
+                continue
+            every, label = source.prompts, source.label or source.prompts.label
+            long = np.array([self._too_long(self._row(source, index), limit) for index in range(len(every))])
+            if long.all():
+                raise InputError(
+                    f"Every prompt of {label} is longer than {limit:,} tokens, and data.too_long=drop leaves it out.",
+                    "Raise --max-length, or name other prompts.",
+                )
+            if not long.any():
+                continue
+            kept = every.only(np.flatnonzero(~long), left_out=int(long.sum()))
+            order = PromptOrder.of(kept, source.data, seed, number)
+            self._fitted.append(
+                f"{long.sum():,} of {len(every):,} prompts of {label} are left out (data.too_long=drop): they are "
+                f"longer than {limit:,} tokens"
             )
-        return tokens
+            self._named[source.label] = replace(source, prompts=kept, order=order)
+        self.sources = [self._named[source.label] for source in self.sources]
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each of the first prompts that the run will use."""
@@ -147,17 +179,24 @@ class PromptStream:
 
     def require_fit(self) -> None:
         """Raise InputError for a prompt that is too long for the run: better now than at its step."""
-        for row in self._first(self.planned):
-            if self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
-                self.tokens(row)
+        if self.limit is None:
+            return
+        long = [row for row in self._first(self.planned) if self._too_long(row, self.limit)]
+        for row in long:
+            self.tokens(row)
+        if long:
+            self._fitted.append(
+                f"{len(long):,} prompt{'s keep their' if len(long) > 1 else ' keeps its'} last {self.room:,} tokens "
+                f"(data.too_long=cut), the first in {long[0].where}"
+            )
 
     def notes(self) -> list[str]:
-        """Return notes on the rows that the run will use whose content holds control tokens. Raises InputError for one
-        that the tokenizer cannot write."""
+        """Return notes on prompts that were too long, and on rows that the run will use whose content holds control
+        tokens. Raises InputError for one that the tokenizer cannot write."""
         rows: dict[str, list[PromptRow]] = {source.label: [] for source in self.sources}
         for row in self._first(self.planned):
             rows[row.source].append(row)
-        found: list[str] = []
+        found = [*self._fitted]
         for source in self.sources:
             held = [row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")]
             for row in held:

@@ -55,6 +55,10 @@ class ValidationSet:
     fingerprint: dict[str, Any]
     encoder: PromptEncoder | None = None
     """How prompts are written for an environment; None: there is none."""
+    too_long: str = "refuse"
+    """Treatment of a prompt that is too long (`data.too_long`)."""
+    changed: str = ""
+    """Words on prompts that were too long; empty where none was."""
 
     @classmethod
     def open(cls, config: RlctlConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
@@ -90,17 +94,27 @@ class ValidationSet:
             sampling=validation_sampling(config, encoder),
             rewards=rewards,
             fingerprint=source.fingerprint(),
+            too_long=data.too_long,
         )
 
-    def require_fit(self, limit: int) -> None:
-        """Raise InputError for a prompt of more than `limit` tokens."""
-        for row, tokens in zip(self.rows, self.tokens, strict=True):
-            if len(tokens) > limit:
-                raise InputError(
-                    f"validation: the prompt of {row.where} has {len(tokens)} tokens, and {limit} leave room for a "
-                    "completion.",
-                    "Raise --max-length, or leave the row out.",
-                )
+    def fitted(self, limit: int, room: int) -> ValidationSet:
+        """Return the set with its prompts of more than `limit` tokens left out, or cut to their last `room`, as
+        `data.too_long` says. Raises InputError for the first one where it refuses them, and where none is left."""
+        long = [place for place, tokens in enumerate(self.tokens) if len(tokens) > limit]
+        if not long:
+            return self
+        if self.too_long == "cut":
+            tokens = tuple(one[-room:] if len(one) > limit else one for one in self.tokens)
+            return replace(self, tokens=tokens, changed=f", {len(long)} of them cut to their last {room} tokens")
+        kept = [place for place in range(len(self.rows)) if place not in long]
+        if self.too_long == "refuse" or not kept:
+            raise InputError(
+                f"validation: the prompt of {self.rows[long[0]].where} has {len(self.tokens[long[0]])} tokens, and "
+                f"{limit} leave room for a completion.",
+                "Raise --max-length, or leave such rows out with --set data.too_long=drop.",
+            )
+        rows, tokens = (tuple(values[place] for place in kept) for values in (self.rows, self.tokens))
+        return replace(self, rows=rows, tokens=tokens, changed=f", {len(long)} longer ones left out")
 
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, when and how."""
@@ -109,7 +123,7 @@ class ValidationSet:
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
         return (
             f"validation: {times_of(wanted)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{held}, "
-            f"{wanted.samples} sample{'s' * (wanted.samples > 1)} each, {how}"
+            f"{wanted.samples} sample{'s' * (wanted.samples > 1)} each, {how}{self.changed}"
         )
 
 
