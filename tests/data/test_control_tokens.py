@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, processors
 
-from rlctl.config.schema import DataConfig, ModelConfig
+from rlctl.config.schema import DataConfig, ModelConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.cross_tokens import read_text
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.errors import InputError
+from rlctl.rollouts.prompt_order import PromptStream
 from support.chat_formats import FORMATS, SAID, write_of_formats
 
 BAR = "\uff5c"
@@ -143,6 +144,14 @@ def test_a_key_makes_them_tokens_and_rows_are_named(model: Path) -> None:
         [note] = encoder.notes_on(rows)
         assert note.startswith(f"1 row with control tokens, which {become} (data.special_tokens=tokens")
         assert note.endswith(": d.jsonl, line 1 (<|im_end|>, <|im_start|>)")
+
+
+def test_control_tokens_in_the_configuration_are_named(model: Path, tmp_path: Path) -> None:
+    (path := tmp_path / "d.jsonl").write_text('{"prompt": "What?", "answer": "4"}')
+    data = {"name": str(path), "prompt_suffix": "<|im_end|>"}
+    settings = {"data": data, "model": {"chat_template": FORMATS["qwen2.5"]}}
+    [note] = PromptStream.open(RlctlConfig.model_validate(settings), model).notes()
+    assert "data.prompt_suffix, which stay text" in note
 
 
 def test_a_tokenizer_that_cannot_write_them_as_text_names_the_row(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,10 +211,8 @@ class PromptEncoder:
         """Return notes on the rows with control tokens."""
         found: dict[str, list[str]] = {}
         for row in rows:
-            become = "are tokens, since a `text` is all that the model reads"
-            if not (texts and row.answer == ()):
-                kept = f"are tokens ({KEY}=tokens)"
-                become = kept if self.keeps_tokens else f"stay text ({KEY}=tokens makes them tokens)"
+            whole = texts and row.answer == ()
+            become = "are tokens, since a `text` is all that the model reads" if whole else self._become
             if held := self.controls_in(row, texts=texts):
                 found.setdefault(become, []).append(f"{row.where} ({', '.join(held)})")
         return [
@@ -222,6 +220,16 @@ class PromptEncoder:
             f"{'; '.join(named[:3])}{'; ...' * (len(named) > 3)}"
             for become, named in found.items()
         ]
+
+    def notes_on_instructions(self, text: str) -> list[str]:
+        """Return a note on control tokens in the text that a configuration adds to prompts."""
+        held = dict.fromkeys(self.control.in_strings(text))
+        where = "data.system_prompt, data.prompt_template or data.prompt_suffix"
+        return [f"control tokens in {where}, which {self._become}: {', '.join(held)}"] if held else []
+
+    @property
+    def _become(self) -> str:
+        return f"are tokens ({KEY}=tokens)" if self.keeps_tokens else f"stay text ({KEY}=tokens makes them tokens)"
 
     def without_end(self, completion: str) -> str:
         """Return a completion of the plain format without the end token that it may bring: one follows anyway."""

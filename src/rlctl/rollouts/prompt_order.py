@@ -202,6 +202,7 @@ class PromptStream:
             for row in held:
                 self.tokens(row)
             found += source.encoder.notes_on(held, texts=self.kind == "text")
+            found += source.encoder.notes_on_instructions(source.prompts.instructions)
         return found
 
     def observe(self, groups: Iterable[RolloutGroup]) -> None:
