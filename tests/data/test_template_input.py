@@ -12,11 +12,12 @@ import pyarrow.parquet
 import pytest
 
 from rlctl.apps.generate import read_prompts
-from rlctl.config.schema import DataConfig, ModelConfig
+from rlctl.config.schema import DataConfig, ModelConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompts import open_prompts
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
+from rlctl.rollouts.environment_play import EnvironmentPlay
 
 TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
 TALK = (
@@ -127,3 +128,21 @@ def test_a_prompt_template_may_take_the_column_itself(tiny_llama: Path, tmp_path
     (path := tmp_path / "rows.jsonl").write_text('{"prompt": "Build it.", "tools": "a hammer"}')
     encoder = encoder_of(tiny_llama, TALK, prompt_template="With {tools}: {prompt}")
     assert "With a hammer: Build it." in encoder.text(open_prompts(DataConfig(name=str(path)))[0])
+
+
+def test_an_environment_shows_the_tools_of_a_row_that_it_has(tiny_llama: Path, tmp_path: Path) -> None:
+    functions = (f'def {name}() -> str:\n    """Do it."""\n    return ""\n' for name in ("add", "sub"))
+    (code := tmp_path / "tools.py").write_text("\n\n".join(functions))
+    rows = [{"prompt": "Hi", "tools": [tool("sub")]}, {"prompt": "Hi"}, {"prompt": "Hi", "tools": [tool("mul")]}]
+    (path := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed = [f"{code}:add", f"{code}:sub"]
+    config = RlctlConfig.model_validate({"environment": {"tools": listed, "tool_format": "hermes"}})
+    encoder, source = encoder_of(tiny_llama), open_prompts(DataConfig(name=str(path)))
+    play = EnvironmentPlay.open(config, encoder, source[1])
+    assert play is not None
+    shown = play.showing_tools(encoder)
+    texts = [str(encoder.tokenizer.decode(play.measured(source[index], shown))) for index in range(2)]
+    assert ['"sub"' in text for text in texts] == [True, True]
+    assert ['"add"' in text for text in texts] == [False, True]
+    with pytest.raises(InputError, match=r"line 3: the field `tools` names 'mul', .* are add, sub"):
+        play.measured(source[2], shown)
