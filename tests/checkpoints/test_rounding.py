@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,6 +40,26 @@ def test_the_compiled_kernel_gives_the_same_bits(dtype: torch.dtype) -> None:
     values = torch.cat([samples(1e-8, 1e-6, 1e-4, 0.02, 3e4, count=10_000), torch.tensor(SPECIAL)])
     found = rounding._compiled(dtype)(values.view(torch.int32))
     assert torch.equal(found, narrowed(values, dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("there", ["meta", "cpu"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_loop_is_given_host_memory_alone(
+    dtype: torch.dtype, there: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is not on the processor, here on torch's meta device, has an address that the loop must not use."""
+    used, memory = list[str](), rounding._memory
+
+    def watched(values: Tensor, kind: Any) -> Any:
+        used.append(values.device.type)
+        assert values.device.type == "cpu"
+        return memory(values, kind)
+
+    monkeypatch.setattr(rounding, "_memory", watched)
+    target = torch.empty(32, dtype=dtype, device=there)[::step]
+    narrow_into(target, samples(0.02, count=len(target)))
+    assert used == ["cpu", "cpu"]
 
 
 def test_several_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
