@@ -120,3 +120,61 @@ def test_vllm_says_what_it_refuses_of_several_replicas(found: dict[str, Any]) ->
     assert said["unequal parts"].startswith("NotImplementedError"), "take compat.gather_unequal_parts away"
     assert not said["fixed"].startswith("NotImplementedError")
     assert found["ranks"] == [2, 1, 1]
+
+
+SHARED = """
+import json, os
+from contextlib import nullcontext
+from dataclasses import replace
+import torch
+from vllm.utils import nccl
+from rlctl.backends.vllm.weights import write
+from rlctl.backends.vllm.weights.transfer import WorkerWeights
+from rlctl.errors import MachineError
+from rlctl.transport.rounds import Connection, Rendezvous
+from rlctl.weights.layout import Layout
+
+NAMES = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_MAX_NCHANNELS")
+seen = {}
+
+def settings():
+    return {name: os.environ.get(name) for name in NAMES}
+
+def join(name, newer, device, group):
+    # The worker's start, as init_batch_invariance of vLLM has it, and then its end of a channel.
+    os.environ.update(VLLM_BATCH_INVARIANT="1", NCCL_PROTO="LL")
+    [os.environ.pop(one, None) for one in NAMES[1:]]
+    nccl._unpinned_env, nccl._nccl_has_no_cache = None, lambda: newer
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring,tree;allreduce:tree", "NCCL_MAX_NCHANNELS": "1"})
+    worker = WorkerWeights.__new__(WorkerWeights)
+    worker.device, worker.receiver, worker._number, worker.layout = torch.device(device), None, 0, Layout(0, {}, ())
+    write.open_receiver = lambda *_: seen.update({name: settings()})
+    link = Connection("collective", 4096, ("policy rank 0",), ("engine 0 worker 0",), 30.0, group=group)
+    try:
+        worker.connect_own("engine 0", (link,))
+    except MachineError as error:
+        seen[name] = str(error)
+    seen[name + ", after"] = settings()
+
+meeting = Rendezvous("127.0.0.1", 1, "x", ("policy rank 0", "engine 0 worker 0"))
+join("communicator", True, "cuda", meeting)
+join("old NCCL", False, "cuda", meeting)
+join("old NCCL on a CPU", False, "cpu", meeting)
+join("old NCCL on one device", False, "cuda", None)
+del nccl.unpinned_nccl_env
+join("old vLLM", True, "cuda", meeting)
+print(json.dumps(seen))
+"""
+
+
+def test_a_communicator_with_the_policy_is_made_without_the_settings_of_batch_invariance() -> None:
+    """The policy's ranks have the user's own, and NCCL needs the same on both sides."""
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    users = {"NCCL_PROTO": "LL", "NCCL_ALGO": None, "NCCL_MAX_NCHANNELS": None}
+    engines = {"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring,tree;allreduce:tree", "NCCL_MAX_NCHANNELS": "1"}
+    assert seen.pop("communicator") == users
+    for name in ("old NCCL", "old vLLM"):
+        assert "VLLM_BATCH_INVARIANT=1" in seen.pop(name)
+    assert all(found == engines for found in seen.values())

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,30 @@ def check_version() -> None:
             f"vLLM {vllm.__version__} is too old: rlctl needs {OLDEST[0]}.{OLDEST[1]} or newer.",
             "Install the versions of the constraints file.",
         )
+
+
+def without_own_nccl_settings() -> AbstractContextManager[None]:
+    """A context in which communicators are made that this worker shares with processes without vLLM.
+
+    With VLLM_BATCH_INVARIANT=1 vLLM sets NCCL variables in its workers, and members of a communicator whose variables
+    differ wait for each other for ever. Raises MachineError where the variables cannot be set back.
+    """
+    from vllm import envs
+
+    if not envs.VLLM_BATCH_INVARIANT:
+        return nullcontext()
+    try:
+        from vllm.utils import nccl
+    except ImportError:  # before 0.32
+        nccl = None
+    # NCCL before 2.29.7 keeps what it read first; vLLM then has nothing to set back.
+    if nccl is None or not hasattr(nccl, "unpinned_nccl_env") or nccl._unpinned_env == {}:
+        raise MachineError(
+            "VLLM_BATCH_INVARIANT=1: vLLM sets NCCL variables in its workers, which these versions of vLLM and NCCL "
+            "cannot set back for the refit's communicator. Members whose variables differ would hang.",
+            "Install vLLM 0.32 with NCCL 2.29.7 or newer, unset VLLM_BATCH_INVARIANT, or refit with refit.mover=disk.",
+        )
+    return nccl.unpinned_nccl_env()
 
 
 def sampling_params(sampling: Sampling, seed: int) -> Any:

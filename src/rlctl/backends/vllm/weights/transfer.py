@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, Literal, cast
 
@@ -96,7 +97,10 @@ class WorkerWeights(ReceivingEnd):
         return Need(name, this_node(), place, self.assignment.routes(), self.layout, whole_only)
 
     def connect_own(self, engine: str, connections: tuple[Connection, ...]) -> None:
-        self.connect(connections[self._number], f"{engine} worker {self._number}")
+        own = connections[self._number]
+        shared = own.group is not None and self.device.type == "cuda"
+        with compat.without_own_nccl_settings() if shared else nullcontext():
+            self.connect(own, f"{engine} worker {self._number}")
 
     def begin(self) -> None:
         abandon(self.model)
