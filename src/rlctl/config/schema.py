@@ -212,8 +212,8 @@ class RewardConfig(SourceReward):
     learned from, and is not in `reward_mean`. NeMo-RL's `reward_scaling` is this and the weight of a term."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
-    penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`. Of an episode it is
-    that of the longest turn."""
+    penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`. The longest turn
+    of an episode counts."""
     truncated_factor: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Factor of the rewards of completions that a limit of length ended. They are learned from as that says, and
     `reward_mean` is without it."""
