@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -306,6 +307,10 @@ class _Start:
         return group
 
 
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables by which a user configures torch's allocator."""
+
+
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:
     """The variables of a training process; the user's own win."""
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -313,6 +318,8 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
         env["THP_MEM_ALLOC_ENABLE"] = "1"
     else:  # on Hopper torch prefers cuDNN's attention, which builds and keeps a plan for each shape of a row
         env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
+        if not ALLOCATOR.intersection((*os.environ, *training.env)):  # rows differ in length from step to step
+            env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env | training.env
 
 

@@ -116,14 +116,36 @@ def wanted(config: RlctlConfig) -> Wanted:
     named = kind not in ("auto", "cpu")
     if count is None and kind != "cpu":
         count = int(named or config.cluster.nodes is not None)
+    host_memory, no_plan = planned(config)
     return Wanted(
         gpus_per_node=count or 0,
+        host_memory=host_memory,
+        no_plan=no_plan,
         gpu=device_named(kind).name if named else kind,
         parameters=parameters(config.model.name, config.model.revision),
         run_directory=Path(config.run.dir or "runs"),
         ray_address=config.cluster.ray_address,
         model=config.model.name,
     )
+
+
+def planned(config: RlctlConfig) -> tuple[float, str]:
+    """Return the bytes of a node's memory that the plan of a run on GPUs needs, and why there is no plan; 0 where the
+    model is not known, where there are no GPUs to plan for, or where the run needs none."""
+    from rlctl.checkpoints.hf.model_facts import known_facts
+    from rlctl.errors import ConfigError, InputError, NoPlanError
+    from rlctl.planner.from_config import plan_from_config
+
+    facts = known_facts(config.model.name) if config.model.name else None
+    if facts is None:
+        return 0.0, ""
+    try:
+        plan = plan_from_config(config, facts, top=1)
+    except NoPlanError as error:
+        return 0.0, error.message
+    except (ConfigError, InputError, MachineError):  # other checks, and the run, tell of them
+        return 0.0, ""
+    return (0.0 if plan.cluster.is_cpu else plan.host_memory), ""
 
 
 def parameters(name: str | None, revision: str | None) -> int:

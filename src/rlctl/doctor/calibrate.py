@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rlctl.config.files import temporary_folder
 from rlctl.errors import MachineError, first_line
-from rlctl.planner.inputs.cluster import MachineProfile, match_device
+from rlctl.planner.inputs.cluster import MachineProfile, device_reported
 
 MIB = 1024**2
 GROUP_TIMEOUT_S = 180.0
@@ -30,10 +30,7 @@ REPEATS = 10
 def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> MachineProfile:
     """Measure this machine. The disk is the one that holds `directory`; `tell` is called before each part."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = match_device(torch.cuda.get_device_name(0)) if gpus else "cpu"
-    if name is None:
-        why = f"The planner has no figures for {torch.cuda.get_device_name(0)}."
-        raise MachineError(why, "Plan for it with the --gpu that is nearest.")
+    name = device_reported(torch.cuda.get_device_name(0)).name if gpus else "cpu"
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     tell("matmul")
     size, dtype = (8192, torch.bfloat16) if gpus else (1536, torch.float32)  # the training dtype

@@ -19,6 +19,10 @@ class Wanted:
     gpu: str = "auto"
     parameters: int = 0
     """Parameters of the model; 0 if unknown."""
+    host_memory: float = 0.0
+    """Bytes of a node's memory that the plan needs; 0 if there is none."""
+    no_plan: str = ""
+    """The reason why no plan fits this machine."""
     run_directory: Path = Path("runs")
     ray_address: str | None = None
     model: str | None = None
@@ -40,11 +44,13 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
         yield gpus.check_driver(found, versions)
         yield gpus.check_compiler()
         yield gpus.check_flashinfer(versions)
-        yield gpus.check_ecc()
+        yield gpus.check_ecc(gpus=found)
         yield gpus.check_sharing()
         yield gpus.check_other_programs()
         yield gpus.check_links(found)
-    yield host.check_memory(wanted.parameters, wanted.gpus_per_node)
+    if wanted.no_plan:
+        yield Check("plan", "fail", wanted.no_plan, "`rlctl plan` with the same flags has the arithmetic.")
+    yield host.check_memory(wanted.parameters, wanted.gpus_per_node, planned=wanted.host_memory)
     yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
     yield host.check_left_over()
     yield host.check_locked_memory(len(found))
@@ -55,7 +61,8 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     if wanted.ray_address:
         needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
         count = max(wanted.gpus_per_node, len(found))  # a plan counts on each node having as many as this one
-        yield from network.check_nodes(wanted.ray_address, converted_directory(), needed, count)
+        directory = converted_directory()
+        yield from network.check_nodes(wanted.ray_address, directory, needed, count, wanted.host_memory)
     yield network.check_hub()
     yield network.check_token(wanted.model)
     if not quick:

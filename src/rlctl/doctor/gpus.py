@@ -19,6 +19,8 @@ Ask = Callable[..., str | None]
 
 OLDEST_DRIVER = {12: 525, 13: 580}
 """The first driver for each major version of CUDA (NVIDIA's table of minor version compatibility)."""
+LEAST_CAPABILITY = 7.5
+"""The lowest compute capability that CUDA 13 compiles for (its release notes)."""
 ECC_FIELDS = "index,ecc.mode.current,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
 FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
 LEAST_FREE = 0.95
@@ -65,7 +67,7 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Check:
     """Check that this node has as many GPUs as are wanted (0: none is needed), and of the kind that is named."""
-    from rlctl.planner.inputs.cluster import match_device
+    from rlctl.planner.inputs.cluster import device_reported
 
     names = sorted({gpu.name for gpu in gpus})
     detail = "no NVIDIA GPU was found"
@@ -74,23 +76,29 @@ def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Ch
     if len(gpus) < wanted:
         fix = "Use `--preset laptop` or `--gpu cpu`, or run on a node with GPUs and a working nvidia-smi."
         return Check("gpus", "fail", f"{detail}, but each node needs {wanted}", fix)
-    kinds = {match_device(name) for name in names}
+    devices = [device_reported(name) for name in names]
+    kinds = {device.name for device in devices}
     if wanted and kind not in ("auto", "cpu") and kinds != {kind}:
         return Check("gpus", "fail", f"{detail}, but {kind} was asked for", "Pass --gpu auto to plan for these GPUs.")
     if len(names) > 1:
         return Check(
             "gpus", "warn", detail, "Plans assume that all GPUs are equal: choose some with CUDA_VISIBLE_DEVICES."
         )
+    if guessed := [device for device in devices if device.note]:
+        return Check("gpus", "warn", f"{detail}: rates unknown, so plans take those of a similar GPU", guessed[0].note)
     return Check("gpus", "ok", detail if gpus else f"{detail}: everything runs on the CPU")
 
 
-def check_ecc(ask: Ask = nvidia_smi) -> Check:
-    """Check that no memory error went uncorrected since the last start, and that bad rows could be remapped."""
+def check_ecc(ask: Ask = nvidia_smi, gpus: tuple[Gpu, ...] = ()) -> Check:
+    """Check that no memory error went uncorrected since the last start, and that bad rows could be remapped. `gpus` are
+    those of the node: GeForce parts are sold without error correction."""
     rows = [row for row in rows_of(ask, "gpu", ECC_FIELDS) if len(row) == 4]
     broken = [row[0] for row in rows if row[2] not in ("0", "[N/A]", "N/A") or row[3] in ("1", "Yes")]
     if broken:
         fix = f"Reset or replace them, and leave them out meanwhile: CUDA_VISIBLE_DEVICES without {', '.join(broken)}."
         return Check("gpu-memory-errors", "fail", f"uncorrected memory errors on GPU {', '.join(broken)}", fix)
+    if gpus and all("GeForce" in gpu.name for gpu in gpus):
+        return Check("gpu-memory-errors", "ok", "GeForce GPUs run without error correction")
     off = [row[0] for row in rows if row[1] == "Disabled"]
     if off:
         detail = f"error correction is off on GPU {', '.join(off)}: a flipped bit goes unnoticed"
@@ -173,6 +181,11 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
     offers = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", ask() or "")
     if built is None or offers is None:
         return Check("cuda", "ok", f"driver {gpus[0].driver}, torch {torch or 'not installed'}")
+    old = [row[0] for row in rows_of(ask, "gpu", "compute_cap") if row and re.fullmatch(r"\d+\.\d+", row[0])]
+    if int(built[1]) >= 13 and (below := [one for one in old if float(one) < LEAST_CAPABILITY]):
+        fix = "Install builds for CUDA 12 (docs/start_gpu_node.md), or use a newer GPU."
+        detail = f"CUDA {built[1]} has no kernels for compute capability {below[0]}, and needs {LEAST_CAPABILITY}"
+        return Check("cuda", "fail", detail, fix)
     detail = f"driver {gpus[0].driver} offers CUDA {offers[1]}.{offers[2]}, torch {torch} is built with "
     detail += f"{built[1]}.{built[2]}"
     # Within a major version, newer minor versions run on the drivers of older ones.

@@ -18,6 +18,7 @@ from rlctl.cluster.ray_session import MOST_BASE_BYTES, session_base
 from rlctl.config.files import user_path
 from rlctl.doctor.finding import GIB, Check, gib
 from rlctl.envs import sandbox
+from rlctl.planner.inputs.cluster import granted_memory
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
 LEAST_MEMORY = 6 * GIB
@@ -57,11 +58,16 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def check_memory(
-    parameters: int = 0, gpus: int = 0, available: float | None = None, total: float | None = None
+    parameters: int = 0,
+    gpus: int = 0,
+    available: float | None = None,
+    total: float | None = None,
+    planned: float = 0.0,
 ) -> Check:
-    """Check for enough free memory: for a small model, or on a CPU to train a model of `parameters`."""
+    """Check for enough free memory: for a small model, on a CPU to train a model of `parameters`, or for the bytes of a
+    node that the plan of a run needs."""
     total, free = memory_bytes() if available is None else (total or available, available)
-    needed = max(LEAST_MEMORY, 0 if gpus else parameters * TRAINING_BYTES_PER_PARAMETER)
+    needed = max(LEAST_MEMORY, planned or (0 if gpus else parameters * TRAINING_BYTES_PER_PARAMETER))
     detail = f"{gib(free)} free of {gib(total)}, about {gib(needed)} needed"
     if free < needed:
         return Check("memory", "fail", detail, "Close other programs, take a smaller model, or a larger machine.")
@@ -70,14 +76,14 @@ def check_memory(
 
 def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
     """Return the (total, free) bytes that this process may use; a control group may grant less than the machine has."""
-    memory = psutil.virtual_memory()
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+    memory, granted = psutil.virtual_memory(), granted_memory(cgroup)
+    used = cgroup / "memory.current"
+    if used.exists() and granted < memory.total:
         # Page cache counts as used, and the kernel gives it back when it is wanted.
         cached = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), re.MULTILINE)
-        free = int(text) - int(used.read_text()) + int(cached[1] if cached else 0)
-        return min(memory.total, int(text)), min(memory.available, free)
-    return memory.total, memory.available
+        free = granted - int(used.read_text()) + int(cached[1] if cached else 0)
+        return granted, min(memory.available, free)
+    return min(memory.total, granted), min(memory.available, granted)
 
 
 def check_shared_memory(weights_bytes: int = 0, directory: Path = Path("/dev/shm"), free: int | None = None) -> Check:
@@ -95,13 +101,17 @@ def check_shared_memory(weights_bytes: int = 0, directory: Path = Path("/dev/shm
     return Check("shared-memory", "ok", detail)
 
 
-def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
-    """Check the limit that pinned memory for transfers between GPUs and hosts counts against."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def check_locked_memory(gpus: int, limit: int | None = None, rdma: bool | None = None) -> Check:
+    """Check the limit of memory that RDMA between nodes locks, where there is a network card for it."""
+    rdma = any(RDMA_DEVICES.glob("*")) if rdma is None else rdma
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] if limit is None else limit
     if limit == resource.RLIM_INFINITY:
         return Check("locked-memory", "ok", "unlimited")
     detail = f"at most {gib(limit)} of memory can be locked"
-    if gpus and limit < LEAST_LOCKED:
+    if gpus and rdma and limit < LEAST_LOCKED:
         fix = "Raise it with `ulimit -l unlimited`, for a container with --ulimit memlock=-1."
         return Check("locked-memory", "warn", f"{detail}: RDMA between nodes fails", fix)
     return Check("locked-memory", "ok", detail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -22,6 +23,7 @@ from rlctl.config.files import user_path
 from rlctl.config.installed import installed_versions
 from rlctl.doctor.finding import Check, gib
 from rlctl.errors import RlctlError
+from rlctl.planner.inputs.cluster import granted_memory
 
 HUB = "https://huggingface.co"
 # Organizations whose models the hub gives only to accounts that accepted their terms.
@@ -94,12 +96,17 @@ class NodeFacts:
     """GPUs that the node offers Ray."""
     exposed: str = ""
     """Ray's token on the node, where other users can read it."""
+    memory: float = math.inf
+    """Bytes that the node grants."""
     closed_to: tuple[str, ...] = ()
     """Other nodes that this one cannot connect to at a free port."""
 
 
-def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> Iterator[Check]:
-    """Check each node of the Ray cluster: its `directory` with `needed` bytes free, its versions, clock and GPUs."""
+def check_nodes(
+    address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0, memory: float = 0.0
+) -> Iterator[Check]:
+    """Check each node of the Ray cluster: its `directory` with `needed` bytes free, its versions, clock and GPUs, and
+    its `memory`, the bytes that the plan needs."""
     import ray
 
     from rlctl.cluster.ray_session import TOKEN_ADVICE, asks_for_token, ray_session
@@ -120,6 +127,7 @@ def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: i
     else:
         yield Check("ray-token", "warn", "anyone who reaches the cluster's ports can run programs on it", TOKEN_ADVICE)
     yield from compare_nodes(directory, facts, needed, gpus_per_node)
+    yield compare_memory(facts, memory)
 
 
 def look_around(mark: str) -> NodeFacts:
@@ -130,7 +138,8 @@ def look_around(mark: str) -> NodeFacts:
     free = shutil.disk_usage(place).free
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     exposed = str(token) if token.exists() and others_read(token) else ""
-    return NodeFacts(os.path.exists(mark), free, os.access(place, os.W_OK), time.time(), versions, exposed=exposed)
+    writable, memory = os.access(place, os.W_OK), granted_memory()
+    return NodeFacts(os.path.exists(mark), free, writable, time.time(), versions, exposed=exposed, memory=memory)
 
 
 def others_read(path: Path) -> bool:
@@ -184,6 +193,15 @@ def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
         name: replace(facts, gpus=node.get("Resources", {}).get("GPU", 0.0), closed_to=addresses)
         for (name, node), facts, addresses in zip(nodes.items(), found, closed, strict=True)
     }
+
+
+def compare_memory(facts: Mapping[str, NodeFacts], needed: float) -> Check:
+    """Check that the node with the least memory has what the plan needs of each."""
+    node, least = min(((node, one.memory) for node, one in facts.items()), key=lambda item: item[1])
+    detail = f"{node} has the least memory, {gib(least)}, and a node needs {gib(needed)}"
+    if least < needed:
+        return Check("node-memory", "fail", detail, "Leave the node out of the cluster, or give the run more nodes.")
+    return Check("node-memory", "ok", detail if needed else f"{node} has the least memory, {gib(least)}")
 
 
 def compare_nodes(directory: Path, facts: Mapping[str, NodeFacts], needed: int, gpus_per_node: int) -> Iterator[Check]:

@@ -49,6 +49,9 @@ def check_python(
         return Check("python", "fail", detail, fix)
     if version not in PYTHONS:
         return Check("python", "fail", detail, "Make a virtual environment with Python 3.11 or 3.12.")
+    if gpus and version < (3, 12):
+        fix = "Make a virtual environment with Python 3.12: TransformerEngine and Megatron-Core from 0.17 on need it."
+        return Check("python", "warn", detail, fix)
     return Check("python", "ok", detail)
 
 
@@ -119,6 +122,7 @@ def check_transformer_engine(
     versions: Mapping[str, str],
     why_not: Callable[[str], str] | None = None,
     which: Callable[[str], str | None] = shutil.which,
+    python: tuple[int, int] = sys.version_info[:2],
 ) -> Check:
     """Check that TransformerEngine is there where there are GPUs, and by `why_not` that it can be imported."""
     name = "transformer-engine"
@@ -133,7 +137,8 @@ def check_transformer_engine(
     lacking += [package for package in TRANSFORMER_ENGINE_NEEDS if package not in versions]
     first = f"Install {listed(lacking)}, then" if lacking else "Build it:"
     detail = f"TransformerEngine is not installed; without it there is no {LOST_WITHOUT_TRANSFORMER_ENGINE}"
-    return Check(name, "warn", detail, f"{first} {BUILD}.")
+    where = " It needs Python 3.12." if python < (3, 12) else ""
+    return Check(name, "warn", detail, f"{first} {BUILD}.{where}")
 
 
 def why_not_imported(module: str) -> str:

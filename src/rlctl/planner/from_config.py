@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,16 @@ from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, EngineNumbers, Precision
-from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
+from rlctl.planner.inputs.cluster import (
+    ClusterFacts,
+    device_reported,
+    load_profile,
+    local_cpu,
+    make_cluster,
+    match_device,
+    measured,
+    with_profile,
+)
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import Refusal, make_plan
@@ -34,9 +44,26 @@ TEXT_TOKENS = 2048
 def local_gpus() -> list[str]:
     """Names of this machine's GPUs that `CUDA_VISIBLE_DEVICES` leaves to this process, as the driver reports them;
     empty: none. Raises MachineError where the driver does not answer."""
+    return [row[2] for row in _of_gpus("name")]
+
+
+def gpu_memory() -> float | None:
+    """Bytes of the smallest of these GPUs; None: the driver does not say, as where GPU and processor share memory."""
+    found = [float(row[3]) * 1024**2 for row in _of_gpus("name,memory.total,driver_version") if row[3].isdigit()]
+    return min(found, default=None)
+
+
+def gpu_capability() -> float | None:
+    """Compute capability of the first of these GPUs; None: the driver does not say."""
+    cell = next((row[3] for row in _of_gpus("name,compute_cap")), "")
+    return float(cell) if re.fullmatch(r"\d+\.\d+", cell) else None
+
+
+def _of_gpus(fields: str) -> list[tuple[str, ...]]:
+    """Return (index, uuid, *fields) of each GPU that is left to this process."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu=index,uuid,{fields}", "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -45,8 +72,9 @@ def local_gpus() -> list[str]:
             "Restart the driver or the machine; --gpu cpu computes without GPUs.",
         ) from error
     lines = result.stdout.splitlines() if result.returncode == 0 else []
-    rows = [tuple(part.strip() for part in line.split(",", 2)) for line in lines if line.count(",") >= 2]
-    return [name for _, _, name in visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    rows = [tuple(part.strip() for part in line.split(",")) for line in lines]
+    rows = [row for row in rows if len(row) == 2 + len(fields.split(","))]
+    return visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[str, ...]]:
@@ -65,17 +93,22 @@ def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[s
 
 
 def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:
-    """The cluster that the configuration asks for. `gpu: auto` is what this machine has; where it has no GPU but some
-    are asked for, `assume` names the type to plan with (None: raises MachineError)."""
+    """The cluster that the configuration asks for. `gpu: auto` is what this machine has, with the memory that it has;
+    where it has no GPU but some are asked for, `assume` names the type to plan with (None: raises MachineError, since
+    the run is to happen on the machine at hand)."""
     section, count = config.cluster, config.cluster.gpus_per_node
     if section.gpu not in ("cpu", "auto") and count != 0:
-        return make_cluster(section.gpu, section.nodes, count)
+        named = make_cluster(section.gpu, section.nodes, count)
+        here = {match_device(name) for name in local_gpus()} if section.ray_address is None else set()
+        # Where another kind is named, it is the nearest one to a GPU of this machine, or another machine's.
+        return measured(named, gpu_memory()) if here and (assume is None or named.device.name in here) else named
     found = local_gpus() if section.gpu == "auto" and count != 0 else []
     if found:
-        if (name := match_device(found[0])) is None:
-            why = f"The planner has no figures for this machine's {found[0]}."
-            raise MachineError(why, "Give the nearest with --gpu.")
-        return with_profile(make_cluster(name, section.nodes, count or len(found)), load_profile())
+        memory = gpu_memory()
+        known = match_device(found[0]) is not None
+        device = device_reported(found[0], memory, None if known else gpu_capability())
+        cluster = ClusterFacts(device, section.nodes or 1, count or len(found))
+        return with_profile(measured(cluster, memory), load_profile())
     if section.gpu == "cpu" or count == 0 or (count, section.nodes) == (None, None):
         return with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile())
     if assume is None:
@@ -208,6 +241,16 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
     return parallel
 
 
+def require_format(config: RlctlConfig, cluster: ClusterFacts) -> None:
+    """Raises ConfigError where the device has no units for the number format."""
+    if config.model.dtype in ("auto", "bfloat16") and not cluster.device.has_bfloat16:
+        raise ConfigError(
+            f"model.dtype = {config.model.dtype} is bfloat16 on GPUs, and {cluster.device.name.upper()} has no units "
+            "for it.",
+            "Add --set model.dtype=float16.",
+        )
+
+
 def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precision | None:
     """Return what linear layers multiply in: `fp8` where `megatron.fp8` is set, else model.dtype; None: the device's
     usual.
@@ -289,6 +332,7 @@ def plan_from_config(
         models = ("training.", "teacher.", "reward_model.")
         of_training = (*models, "generation.colocated", "generation.devices", "refit.mover")
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
+    require_format(config, cluster)
     precision, lora = precision_from_config(config, cluster), config.training.lora
     adapters = Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
     # Float32 is what rlctl gives Megatron unless the user passes something else.

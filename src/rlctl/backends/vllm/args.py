@@ -114,6 +114,12 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
             "Set model.dtype=bfloat16.",
         )
     _refuse_drafts(config.vllm.passed.get("speculative_config"), device)
+    if pp > 1 and config.training.router_replay:
+        raise ConfigError(
+            f"training.router_replay: an engine in stages (generation.pp = {pp}) does not record which experts it "
+            "chooses.",
+            "Use generation.tp instead of generation.pp, or turn it off.",
+        )
     if device != "cpu":
         return
     if ep > 1 and not cpu_experts_spread():

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,21 @@ class Device:
     host_memory: float
     """Bytes of one node."""
     fp4: float = 0.0
+    capability: float = 0.0
+    """CUDA's compute capability; 0 for a CPU."""
     cores: int = 0
     """Processor cores of a node, for a CPU."""
     source: str = ""
+    note: str = ""
+    """A sentence for plans on it, where its figures are estimates."""
 
     @property
     def is_cpu(self) -> bool:
         return self.name == "cpu"
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return self.is_cpu or self.capability >= 8.0
 
     def flops(self, precision: str) -> float:
         """Peak of a training precision: `bf16`, `fp8` (any scaling recipe), `fp4`, `float32`."""
@@ -170,24 +177,77 @@ def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None =
 
 
 def local_cpu() -> Device:
-    """This machine's processors: cores that this process may use, memory that the machine or its cgroup grants."""
-    memory, limit = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        memory = min(memory, float(text))
-    return cpu_device(len(os.sched_getaffinity(0)), memory)
+    """This machine's processors: cores that this process may use, memory that the machine or its control group
+    grants."""
+    return cpu_device(len(os.sched_getaffinity(0)), granted_memory())
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def granted_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the bytes that this process may use: those of the machine, or fewer by a control group of version 1 or 2
+    around it."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    places = [cgroups / "memory.max", cgroups / "memory" / "memory.limit_in_bytes"]
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        parts = Path(path.lstrip("/"))
+        for group in (parts, *parts.parents):
+            if not controllers:
+                places.append(cgroups / group / "memory.max")
+            elif "memory" in controllers.split(","):
+                places.append(cgroups / "memory" / group / "memory.limit_in_bytes")
+    texts = (place.read_text().strip() for place in places if place.is_file())
+    return min([memory, *(float(text) for text in texts if text.isdigit())])
 
 
 def match_device(reported: str) -> str | None:
     """The table's name for what a driver calls a GPU (`NVIDIA H100 80GB HBM3` -> `h100`); None: unknown."""
     text = reported.lower().replace(" ", "-")
+    if "laptop" in text or "max-q" in text:  # another chip under the name of a larger one
+        return None
     if "a100" in text and "40gb" in text:
         return "a100-40gb"
     if "h100-nvl" in text:
         return "h100-nvl"
     words = text.split("-")
-    said = [*words, *("".join(pair) for pair in pairwise(words))]  # RTX 4090 is two words
-    found = [name for name in DEVICES if any(re.match(rf"{name}(?!\d)", one) for one in said)]  # an L40 is not an L4
+    # RTX 4090 is two words, and RTX 6000 Ada three.
+    said = {"".join(words[first : first + count]) for count in (1, 2, 3) for first in range(len(words))}
+    # An L40 is not an L4.
+    found = [name for name in DEVICES if any(re.match(rf"{name.replace('-', '')}(?!\d)", one) for one in said)]
     return max(found, key=len, default=None)
+
+
+def device_reported(reported: str, memory: float | None = None, capability: float | None = None) -> Device:
+    """The device that a driver reports: that of the table, or one with the rates of the slowest device of the table
+    that has its compute capability, or the nearest lower one. `memory` is what the driver reports, in bytes."""
+    if (name := match_device(reported)) is not None:
+        return DEVICES[name]
+    older = [device for device in DEVICES.values() if device.capability <= (capability or 8.9)]
+    newest = max((device.capability for device in older), default=min(one.capability for one in DEVICES.values()))
+    like = min(
+        (one for one in DEVICES.values() if one.capability == newest), key=lambda one: (one.bf16, one.memory_bandwidth)
+    )
+    words = re.sub(r"[^a-z0-9]+", "-", reported.lower()).strip("-").split("-")
+    name = "-".join(word for word in words if word not in ("nvidia", "geforce", "gpu")) or "gpu"
+    note = f"{reported} is planned with the rates of {like.name.upper()}; `rlctl doctor --calibrate` measures its own."
+    return replace(
+        like, name=name, memory=memory - DRIVER_BYTES if memory else like.memory, gpus_per_node=1,
+        capability=capability or like.capability, source=note, note=note,
+    )  # fmt: skip
+
+
+DRIVER_BYTES = 0.45 * GIB
+"""Memory of a GPU that the driver counts (`memory.total`) and programs do not get."""
+
+
+def measured(cluster: ClusterFacts, memory: float | None) -> ClusterFacts:
+    """The cluster with the memory of this machine, where that is less than the table's: `memory` in bytes is the least
+    that the driver reports of its GPUs, and that of the node is what its control group grants."""
+    device = cluster.device
+    least = min(device.memory, memory - DRIVER_BYTES) if memory else device.memory
+    return replace(cluster, device=replace(device, memory=least, host_memory=min(device.host_memory, granted_memory())))
 
 
 @dataclass(frozen=True)

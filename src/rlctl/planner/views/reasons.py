@@ -34,6 +34,8 @@ def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule:
         asked = f"{request.cluster.nodes} x {request.cluster.gpus_per_node}"
         fewest = f"This part of the cluster takes the fewest GPU seconds a step; there are {asked} GPUs."
         yield "cluster", f"{cluster.nodes} x {cluster.gpus_per_node}", fewest
+    if cluster.device.note:
+        yield "device", cluster.device.name, cluster.device.note
     if training is not None:
         yield "training.backend", plan.backend, backend_rule
         yield from _training_rules(plan, training, request, rejected)
