@@ -46,6 +46,34 @@ MARKED = (
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def written(answer: str, end: str = "<|im_end|>", header: str = "", opens: str = "") -> str:
+    """A template with marks around its answers; `opens`: what its generation prompt has in addition to `header`."""
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        + header
+        + "{% generation %}"
+        + answer
+        + end
+        + "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        + opens
+        + "{% endif %}"
+    )
+
+
+SAID = "{{ m['content'] }}"
+PARTING = {
+    "nemotron-3": written("</think>" + SAID, header="<think>", opens="{{ '<think>\n' }}"),
+    "deepseek-r1": written(SAID, opens="{{ '<think>\n' }}"),
+    "deepseek-v3.2": written("</think>" + SAID, opens="<think>"),
+    "gemma4": written(SAID, opens="{{ '<|channel>thought\n<channel|>' }}"),
+    "gpt-oss": written(
+        "<|channel|>final<|message|>" + SAID, end="{{ '<|im_end|>' if loop.last else '<|endoftext|>' }}"
+    ),
+}
+"""Templates that write an answer in a conversation otherwise than they prompt for it or end it."""
 CUTTING = CHAT_TEMPLATE.replace("message['content']", "message['content'][:4]")
 
 
@@ -123,6 +151,28 @@ def test_a_plain_text_and_the_plain_format_end_with_the_end_token(tiny_llama: Pa
     assert parts(plain, text)[0] == f"A model reads tokens.{end}"
     (answered,) = trained_texts(plain, row_of(tmp_path, {"prompt": "What?", "completion": "It is 3."}))
     assert parts(plain, answered) == (f"Question: What?\nAnswer: It is 3.{end}", [f" It is 3.{end}"])
+
+
+@pytest.mark.parametrize("family", PARTING)
+def test_answers_that_are_written_otherwise_than_prompted_have_the_mask_of_the_marks(
+    tiny_llama: Path, tmp_path: Path, family: str
+) -> None:
+    encoder: Any = encoder_of(tiny_llama, PARTING[family])
+    for messages in (CHAT[:3], CHAT):
+        (text,) = trained_texts(encoder, row_of(tmp_path, {"messages": messages}))
+        marked = encoder.tokenizer.apply_chat_template(
+            messages, chat_template=PARTING[family], return_dict=True, return_assistant_tokens_mask=True
+        )
+        length = len(text.tokens_T)
+        assert text.tokens_T.tolist() == marked["input_ids"][:length]
+        assert text.mask_T.tolist() == [bool(one) for one in marked["assistant_masks"][:length]]
+        assert not any(marked["assistant_masks"][length:])
+
+
+def test_a_thought_in_an_answer_may_begin_in_the_prompt(tiny_llama: Path, tmp_path: Path) -> None:
+    encoder = encoder_of(tiny_llama, written(SAID, opens="{{ '<think>\n' }}"))
+    row = row_of(tmp_path, {"prompt": "What?", "completion": "<think>\nI add.\n</think>\nIt is 3."})
+    assert parts(encoder, trained_texts(encoder, row)[0])[1] == ["I add.\n</think>\nIt is 3.<|im_end|>"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ WEIGHT = "weight"
 """Field of a message as in OpenAI's files for fine-tuning: one of weight 0 has no loss."""
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 """Largest number that a field may hold: columns are float32."""
+THINK = "<think>"
+ANSWER_MARK = "rlctl-answer"
 _MARK = re.compile(r"\{%-?\s*generation\b")
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""
@@ -325,6 +327,7 @@ def _with_answers(
     messages = encoder.hidden([*prompt, *said[: last + 1]])
     whole = encoder.render(messages, where, answered=True)
     cuts: list[int] = []
+    ends = set(encoder.stop_token_ids)
     for place in range(len(prompt), len(messages)):
         if not _has_loss(messages[place]):
             continue
@@ -332,10 +335,14 @@ def _with_answers(
             encoder.render(messages[:place], where, answered=way) for way in ((True, False) if headed else (False,))
         )
         before = next((head for head in heads if whole.startswith(head)), None)
+        before = before or _header(encoder, messages[:place], whole, where)
         after = encoder.render(messages[: place + 1], where, answered=True)
         # What both write: a template may end a conversation with one token more.
-        shared = commonprefix([whole, after])[len(before or "") :]  # noqa: RUF071 - of texts, not of paths
+        shared = _shared(whole, after)[len(before or "") :]
         answer = _ended(encoder, shared)
+        if before is not None and not answer and (end := _other_end(encoder, whole, after)):
+            answer = whole[len(before) : end[0]]
+            ends.add(end[1])
         if before is None or not (answer or whole.startswith(after)):
             ways = [
                 *(["data.train_on=last trains on the last answer alone"] if place + 1 < len(messages) else []),
@@ -350,6 +357,8 @@ def _with_answers(
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
         said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
         said_there += [word for one in calls for word in (one["name"], *one["arguments"])]
+        if before.rstrip().endswith(THINK):  # the template has opened the thought
+            said_there = [text.lstrip().removeprefix(THINK) for text in said_there]
         if any(_squeezed(text) not in _squeezed(answer or shared) for text in said_there):
             raise InputError(
                 f"{where}: the chat template leaves out a part of message {place + 1}, which is to be trained on.",
@@ -359,7 +368,7 @@ def _with_answers(
     tokens, places = _cut(encoder, whole, cuts, where)
     mask_T, end = np.zeros(len(tokens), bool), places[-1]
     for first, after in zip(places[::2], places[1::2], strict=True):
-        if first == after or tokens[after - 1] not in encoder.stop_token_ids:
+        if first == after or tokens[after - 1] not in ends:
             raise InputError(
                 f"{where}: the chat template writes no token that ends an answer, so the model would never learn to "
                 "stop.",
@@ -367,6 +376,34 @@ def _with_answers(
             )
         mask_T[first:after] = True
     return TrainedText(np.array(tokens[:end], np.int32), mask_T[:end])
+
+
+def _shared(*texts: str) -> str:
+    return commonprefix(texts)  # noqa: RUF071 - of texts, not of paths
+
+
+def _header(encoder: PromptEncoder, before: Messages, whole: str, where: str) -> str | None:
+    """Return a conversation up to where its next answer begins, of a template whose generation prompt goes on with a
+    thought that answers need not have; None: it does not say where that is."""
+    prompt = encoder.render(before, where)
+    closed = encoder.render(before, where, answered=True)
+    answered = encoder.render([*before, {"role": ASSISTANT, "content": ANSWER_MARK}], where, answered=True)
+    header = re.sub(r"<[^<>]*\Z", "", _shared(prompt, answered))  # `<think>` and `</think>` begin alike
+    found = len(closed) < len(header) and header.startswith(closed) and whole.startswith(header)
+    return header if found and ANSWER_MARK in answered else None
+
+
+def _other_end(encoder: PromptEncoder, whole: str, alone: str) -> tuple[int, int] | None:
+    """Return the place behind the token that ends an answer in the middle of a conversation, and the token, of a
+    template that ends the last answer with another one; `alone`: the conversation up to this answer."""
+    parted = len(_shared(whole, alone))
+    stops = [str(encoder.tokenizer.decode([token])) for token in encoder.stop_token_ids]
+    for token in encoder.special:
+        text = str(encoder.tokenizer.decode([token]))
+        for place in range(max(0, parted - len(text) + 1), parted + 1):
+            if text and whole.startswith(text, place) and any(alone.startswith(stop, place) for stop in stops if stop):
+                return place + len(text), token
+    return None
 
 
 def _ended(encoder: PromptEncoder, answer: str) -> str:
