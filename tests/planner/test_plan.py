@@ -418,7 +418,7 @@ def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", "l40"),
         ("Tesla T4", None),
     ],
 )
