@@ -122,7 +122,7 @@ def root(
         bool, typer.Option("--json", callback=output.want_json, is_eager=True, help="With --version: as a JSON object.")
     ] = False,
 ) -> None:
-    """Post-train language models with reinforcement learning.
+    """Post-train language models with reinforcement learning, on texts, and on preferences.
 
     Results go to stdout and messages to stderr. Exit codes: 0 success, 1 failure at run time, 2 wrong input,
     3 the machine lacks what was asked for, 4 no plan fits, 5 verification failed, 130 interrupted.
