@@ -68,6 +68,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+EIGHT = LATENT | {"q_lora_rank": None, "head_dim": None, "n_routed_experts": 8, "routed_scaling_factor": 1.25}
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "raw-scores": ("DeepseekV3", EIGHT | {"norm_topk_prob": False}),
+    "one-expert": ("DeepseekV3", EIGHT | {"num_experts_per_tok": 1}),
+    "one-raw": ("DeepseekV3", EIGHT | {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "three-of-two-groups": ("DeepseekV3", EIGHT | {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}),
+    "two-of-three-groups": ("DeepseekV3", EIGHT | {"n_group": 4, "topk_group": 3, "norm_topk_prob": False}),
+    "all-groups": ("DeepseekV3", EIGHT | {"n_group": 4, "topk_group": 4}),
+    "one-softmax": ("Qwen3Moe", MOE | {"num_experts_per_tok": 1}),
+    "one-raw-softmax": ("Qwen3Moe", MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "one-of-mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": None}),
+}
+"""Models whose routers Megatron-Core alone does not compute, or only under some of its options."""
+
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
     "olmo2": ("Olmo2", {"pad_token_id": 0}),
@@ -326,7 +340,7 @@ def configuration(family: str, vocab: int = VOCAB, **more: Any) -> tuple[str, An
     """transformers' class of models and the configuration of a family; `more` is set in it."""
     import transformers
 
-    name, changes = (FAMILIES | OTHERS | SEPARATE)[family]
+    name, changes = (FAMILIES | ROUTERS | OTHERS | SEPARATE)[family]
     given = copy.deepcopy(BASE | changes | {"vocab_size": vocab} | more)  # a configuration may change what it is given
     text = "Text" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     values = {k: v for k, v in given.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}

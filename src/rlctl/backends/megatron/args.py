@@ -195,6 +195,7 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
 def _moe_values(facts: ModelFacts) -> dict[str, Any]:
     moe = facts.moe
     assert moe is not None
+    limited = moe.topk_groups < moe.groups  # experts of some groups alone are chosen
     return {
         "num_moe_experts": moe.experts,
         "moe_router_topk": moe.experts_per_token,
@@ -203,11 +204,12 @@ def _moe_values(facts: ModelFacts) -> dict[str, Any]:
         # A list has checkpoints name each layer on its own, even where all are alike
         "moe_layer_freq": [int(facts.is_moe_layer(i)) for i in range(facts.layers)] if moe.dense_layers else 1,
         "moe_router_score_function": moe.score,
-        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize_topk,
+        # Megatron takes a single expert in no other way; `weigh_as_published` corrects its weight
+        "moe_router_pre_softmax": moe.score == "softmax" and (not moe.normalize_topk or moe.experts_per_token == 1),
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_bias_update_rate": 0.0,  # balancing by bias is for pre-training
-        "moe_router_num_groups": moe.groups if moe.groups > 1 else None,
-        "moe_router_group_topk": moe.topk_groups if moe.groups > 1 else None,
+        "moe_router_num_groups": moe.groups if limited else None,
+        "moe_router_group_topk": moe.topk_groups if limited else None,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -91,6 +91,10 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
         if spec.router_replay and given.get(key) == value:
             yield key, "it chooses experts without regard to the engine's choice (training.router_replay)"
+    moe = spec.facts.moe
+    grouped = moe is not None and moe.topk_groups < moe.groups and moe.experts_per_token // moe.topk_groups != 2
+    if grouped and given.get("moe_router_fusion"):
+        yield "moe_router_fusion", "it does not score a group of experts by its best two"
     if given.get("cross_entropy_loss_fusion"):
         yield "cross_entropy_loss_fusion", "it changes gradients by 2e-4"
     for key in ("hidden_dropout", "attention_dropout"):

@@ -187,6 +187,22 @@ def _name_missing_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _score_groups_by_their_best_two() -> None:
+    """A group of experts has the sum of its best two scores, as in DeepSeek-V3; Megatron takes experts per chosen group
+    in place of two."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def best_two(
+        scores: torch.Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        by_group = scores.view(num_tokens, num_groups, -1)
+        chosen = by_group.topk(2, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]
+        kept = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=scores.device).scatter(1, chosen, True)
+        return torch.topk(by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1), k=topk, dim=-1)
+
+    moe_utils.group_limited_topk = best_two
+
+
 def _name_missing_mla_linears() -> None:
     """0.16 tests isinstance against a stub without TransformerEngine; 0.19 leaves `Linear` undefined."""
     from megatron.core.post_training.modelopt.layers import Linear
@@ -236,6 +252,7 @@ def _checkpoint_torch_adam() -> None:
 
 GAPS: tuple[Callable[[], None], ...] = (
     _name_missing_gemm,
+    _score_groups_by_their_best_two,
     _name_missing_mla_linears,
     _recompute_without_fp8,
     _checkpoint_torch_adam,

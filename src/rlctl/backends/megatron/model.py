@@ -35,7 +35,7 @@ from rlctl.backends.megatron.modules import (
     normed_output,
     own_angles,
 )
-from rlctl.backends.megatron.routing import Replay, hand_out
+from rlctl.backends.megatron.routing import Replay, hand_out, routers_of, weigh_as_published
 from rlctl.backends.messages import Truncation
 from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
@@ -150,6 +150,9 @@ def build_model(
     )
     _use_row_rotary(model, facts)
     _correct_experts(model, spec.parallel)
+    if (moe := facts.moe) is not None:
+        for router in routers_of(model):
+            weigh_as_published(router, moe)
     if facts.scaled_embeddings and model.pre_process:
         model.embedding.register_forward_hook(partial(_scale, facts.hidden**0.5))
     for name, param in model.named_parameters() if spec.freeze_router else ():

@@ -1,4 +1,6 @@
-"""Router replay: the experts that a generation engine chose for a token, used again when the policy computes with it.
+"""Router replay, and the weights of chosen experts where Megatron's are not the model's.
+
+Router replay: the experts that a generation engine chose for a token, used again when the policy computes with it.
 
 Engine and trainer round differently, and so now and then choose other experts for the same token, which changes its
 log-prob by far more than rounding does. With the engine's choice given, the policy's router still computes the weight
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rlctl.models.facts import MoeFacts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -95,3 +99,21 @@ def hand_out(receivers: Sequence[OfMicroBatch], value: Tensor | None, config: An
         value = value.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
     for receiver in receivers:
         receiver.give(value)
+
+
+def weigh_as_published(router: Any, moe: MoeFacts) -> None:
+    """Have a router of Megatron's give the chosen experts the weights of the published model. Megatron divides sigmoid
+    scores by their sum where there are several, whatever the model does, and no scores of a single expert."""
+    divides = moe.experts_per_token > 1 and (moe.normalize_topk or moe.score == "sigmoid")
+    if divides == moe.normalize_topk:
+        return
+    routing = router.routing
+
+    def weighed(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights_TE, chosen_TE = routing(logits, *args, **kwargs)
+        logits_TE = logits.float().view(chosen_TE.shape)
+        scores_TE = logits_TE.sigmoid() if moe.score == "sigmoid" else logits_TE.softmax(-1)
+        total_T = (scores_TE * chosen_TE).sum(-1, keepdim=True) + 1e-20
+        return (weights_TE / total_T if moe.normalize_topk else weights_TE * total_T).type_as(weights_TE), chosen_TE
+
+    router.routing = weighed
