@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import cast
 
-from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config
+from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config, refuse_adapters
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
@@ -117,6 +117,7 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
     directory = _snapshot(name, revision, patterns)
     if directory is None:
         return None
+    refuse_adapters(directory)
     try:
         read_config(directory)
         if weights:  # only that they are there: damaged ones are told, and another download would not replace them
@@ -202,5 +203,5 @@ def require_name_or_directory(name: str) -> None:
 
 def stored_parameters(directory: Path) -> int:
     """Elements of all tensors in a directory's safetensors files, read from their headers; 0 where there are none."""
-    headers = (read_header(path) for path in sorted(directory.glob("*.safetensors")))
+    headers = (read_header(path) for path in (shard_files(directory) if any(directory.glob("*.safetensors")) else ()))
     return sum(prod(tensor.shape) for header in headers for tensor in header.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,9 +89,13 @@ def test_frequencies_that_change_beyond_the_longest_length_are_the_plain_ones(tm
 def test_latent_attention_on_a_cpu_can_be_read_back(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a processor with AMX vLLM would take another attention, which packs weights."""
 
+    mla = FAMILIES["deepseek_v3"].mla
+    assert mla is not None
+    facts = replace(FAMILIES["deepseek_v3"], mla=replace(mla, kv_lora_rank=512, qk_rope_head_dim=64))
+
     def arguments(*sets: str) -> dict[str, Any]:
         config = resolve(sets=list(sets), environment={}).config
-        return args.engine_spec(config, FAMILIES["deepseek_v3"], tiny_llama, device="cpu", max_length=64).arguments
+        return args.engine_spec(config, facts, tiny_llama, device="cpu", max_length=64).arguments
 
     assert arguments()["attention_backend"] == "CPU_MLA"
     assert "attention_backend" not in spec(tiny_llama).arguments
@@ -126,3 +132,79 @@ def test_drafts_without_weights_are_for_gpus(tiny_llama: Path) -> None:
         args.refuse_unsupported(config, facts_in(tiny_llama), "cpu")
     made = args.engine_spec(config, facts_in(tiny_llama), tiny_llama, device="cuda")
     assert made.arguments["speculative_config"] == drafts
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "plain yarn": YARN,
+    "attention factor": YARN | {"attention_factor": 1.3},
+    "smaller attention factor": YARN | {"attention_factor": 0.8},
+    "mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+    "one mscale": YARN | {"mscale": 0.7},
+    "betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.1},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("given", ROPES.values(), ids=ROPES.keys())
+@pytest.mark.parametrize("latent", [False, True])
+def test_vllm_has_the_cosines_of_transformers(tmp_path: Path, latent: bool, given: dict[str, Any]) -> None:
+    import torch
+    import vllm.model_executor.layers.rotary_embedding as rotary
+    from transformers import AutoConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    if latent and given["rope_type"] == "dynamic":
+        pytest.skip("refused for DeepSeek-V3")
+    model = write_tiny_family(tmp_path, "deepseek_v3" if latent else "llama")
+    config = json.loads((model / "config.json").read_text()) | {"rope_parameters": given}
+    config.pop("rope_scaling", None)
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    if latent and "truncate" in given:
+        with pytest.raises(ConfigError, match="truncate: false"):
+            spec(model)
+        return
+    made = spec(model).arguments
+    read = AutoConfig.from_pretrained(model)
+    theirs = (DeepseekV3RotaryEmbedding if latent else LlamaRotaryEmbedding)(read)
+    cos, sin = theirs(torch.zeros(1), torch.arange(512)[None])
+    width = cos.shape[-1]
+    parameters = made.get("hf_overrides", {}).get("rope_parameters", read.rope_parameters)
+    if latent:  # as its model does
+        parameters = parameters | {"rope_type": "deepseek_yarn"}
+    rotary._ROPE_DICT.clear()
+    with set_current_vllm_config(VllmConfig()):
+        ours = rotary.get_rope(width, 512, is_neox_style=not latent, rope_parameters=parameters, dtype=torch.float32)
+    expected = torch.cat([cos[0, :, : width // 2], sin[0, :, : width // 2]], -1)
+    torch.testing.assert_close(ours.cos_sin_cache[:512].float(), expected, rtol=1e-5, atol=1e-5)
+    if "attention_factor" in parameters:  # what versions before 0.31 read in its place
+        assert (parameters["attn_factor"], parameters["apply_yarn_scaling"]) == (parameters["attention_factor"], False)
+
+
+def test_vllm_is_told_the_router_that_transformers_has(tmp_path: Path) -> None:
+    """Without these keys vLLM takes softmax scores and no correction bias, and ends in a KeyError at the bias."""
+    model = write_tiny_family(tmp_path, "deepseek_v3")
+    overrides = spec(model).arguments["hf_overrides"]
+    assert overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    config = RlctlConfig.model_validate({"vllm": {"hf_overrides": {"own": 1}}})
+    made = args.engine_spec(config, facts_in(model), model, device="cpu", threads=8)
+    assert made.arguments["hf_overrides"] == overrides | {"own": 1}
+
+
+def test_latent_attention_without_a_kernel_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    model = write_tiny_family(tmp_path, "deepseek_v3")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 256}))
+    with pytest.raises(ConfigError, match=r"latent attention of width 320 \(kv_lora_rank.*for width 576 alone"):
+        spec(model)
+    args.engine_spec(RlctlConfig(), facts_in(model), model, device="cuda")
+
+
+def test_sequences_beyond_the_positions_of_a_yarn_are_refused(tmp_path: Path) -> None:
+    model = write_tiny_family(tmp_path, "llama", rope_parameters=YARN | {"factor": 2.0}, max_position_embeddings=512)
+    with pytest.raises(ConfigError, match=r"128 positions of this model's yarn.*512 tokens"):
+        spec(model)
+    fitting = RlctlConfig.model_validate({"model": {"max_length": 128}})
+    args.engine_spec(fitting, facts_in(model), model, device="cpu", threads=8)

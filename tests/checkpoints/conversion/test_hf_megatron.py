@@ -30,6 +30,7 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError, MachineError, VerificationError
+from support.families import hf_model
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -222,6 +223,64 @@ def test_swapped_tensors_are_named(model: Path, tmp_path: Path, monkeypatch: Any
     assert not (tmp_path / "megatron").exists()
 
 
+def test_a_single_file_is_read_next_to_an_index_that_an_earlier_save_left(tmp_path: Path) -> None:
+    """`save_pretrained` leaves the index of a save in shards behind, and transformers reads the single file."""
+    made = hf_model("qwen3-moe")
+    made.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    shards = sorted((tmp_path / "model").glob("model-*.safetensors"))
+    with torch.no_grad():
+        made.model.norm.weight += 1
+    made.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    assert not any(path.exists() for path in shards)
+    hf_to_megatron(tmp_path / "model", tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    from transformers import AutoModelForCausalLM
+
+    norm = load_file(tmp_path / "back" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(norm, AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.norm.weight)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_experts_in_stacks_are_read_as_by_transformers(family: str, inputs_first: bool, tmp_path: Path) -> None:
+    """The tensors of transformers' modules as they are, and with the axes of a stack in the other order."""
+    made = hf_model(family)
+    made.save_pretrained(tmp_path / "published")
+    shutil.copytree(tmp_path / "published", tmp_path / "stacked")
+    tensors = {name: value.contiguous() for name, value in made.state_dict().items()}
+    if inputs_first:
+        tensors = {
+            name: value.transpose(1, 2).contiguous() if value.dim() == 3 else value for name, value in tensors.items()
+        }
+    save_file(tensors, tmp_path / "stacked" / "model.safetensors", metadata={"format": "pt"})
+    for name in ("published", "stacked"):
+        hf_to_megatron(tmp_path / name, tmp_path / f"{name}-megatron")
+        megatron_to_hf(tmp_path / f"{name}-megatron", tmp_path / f"{name}-back")
+    published, stacked = (
+        load_file(tmp_path / f"{name}-back" / "model.safetensors") for name in ("published", "stacked")
+    )
+    assert published.keys() == stacked.keys()
+    assert all(torch.equal(published[name], stacked[name]) for name in published)
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")])
+def test_every_key_of_the_dtype_says_what_is_stored(model: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = json.loads((model / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    (model / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "bfloat16")))
+    hf_to_megatron(model, tmp_path / "megatron", Options(dtype="bfloat16"))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options=Options(dtype="float32"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype is torch.float32
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: written.get(key) for key in ("dtype", "torch_dtype") if key in written} == dict.fromkeys(
+        keys, "float32"
+    )
+
+
 # --- bad input ---
 
 
@@ -243,18 +302,38 @@ def truncate(directory: Path) -> None:
 
 
 def index_of_absent(directory: Path) -> None:
-    weight_map = dict.fromkeys(load_file(directory / "model.safetensors"), "model-00001-of-00002.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weight_map = dict.fromkeys(load_file(directory / "model.safetensors"), "model-00002-of-00002.safetensors")
+    index_text(directory, json.dumps({"weight_map": weight_map}))
 
 
 def index_text(directory: Path, text: str) -> None:
+    """Put an index next to a shard; a single file would be read without it."""
+    shard(directory, 1, 2)
     (directory / "model.safetensors.index.json").write_text(text)
 
 
 def index_with(weight_map: Any) -> Callable[[Path], None]:
-    return lambda directory: (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": weight_map})
-    )
+    return lambda directory: index_text(directory, json.dumps({"weight_map": weight_map}))
+
+
+def shard(directory: Path, number: int, of: int) -> None:
+    """Give the single file the name of a shard."""
+    (directory / "model.safetensors").rename(directory / f"model-{number:05d}-of-{of:05d}.safetensors")
+
+
+def adapters_alone(directory: Path) -> None:
+    """Leave what PEFT writes of adapters."""
+    (directory / "config.json").unlink()
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base-7b"}))
+
+
+def two_saves(directory: Path) -> None:
+    """Shards of a save in two and of one in three, without an index."""
+    copy = (directory / "model.safetensors").read_bytes()
+    for number, of in ((1, 2), (2, 2), (1, 3)):
+        (directory / "model.safetensors").write_bytes(copy)
+        shard(directory, number, of)
 
 
 def edit_header(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -273,7 +352,10 @@ def edit_header(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]
 BAD = {
     "truncated": (truncate, "truncated.*"),
     "missing tensor": (drop("model.layers.1.mlp.down_proj.weight"), r"layers\.1\.mlp\.down_proj\.weight is missing"),
-    "absent shard": (index_of_absent, "model-00001-of-00002.safetensors"),
+    "absent shard": (index_of_absent, "model-00002-of-00002.safetensors"),
+    "one of two shards": (lambda d: shard(d, 1, 2), r"holds 1 of 2 shards, and no model\.safetensors\.index\.json"),
+    "two saves": (two_saves, r"shards of two saves \(of 2 and of 3 files\)"),
+    "adapters": (adapters_alone, "holds PEFT adapters of org/base-7b, and no model"),
     "lying header": (
         edit_header(lambda h: h["model.norm.weight"].update(shape=[64])),
         "truncated or damaged",

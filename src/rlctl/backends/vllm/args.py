@@ -5,16 +5,23 @@ One function serves CPUs and GPUs; what differs between them is in `_cpu_argumen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.backends.base import Device, Dtype, EngineSpec, resolve_dtype
-from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_has_kernel, cpu_head_sizes, packs_latent_attention
+from rlctl.backends.vllm.interfaces import (
+    cpu_experts_spread,
+    cpu_has_kernel,
+    cpu_head_sizes,
+    cpu_latent_widths,
+    packs_latent_attention,
+)
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
-from rlctl.models.facts import ModelFacts
+from rlctl.models.facts import ModelFacts, RopeFacts
 from rlctl.models.matrices import Role
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
@@ -65,13 +72,14 @@ def engine_spec(
         "dtype": resolve_dtype(dtype or config.model.dtype, device),
         "max_model_len": max_length or config.model.max_length or facts.max_length,
     }
-    if facts.rope.kind == "dynamic":  # vLLM computes frequencies for the longest length, transformers for a rollout's
-        plain = {key: value for key, value in facts.rope.scaling.items() if key != "factor"}
-        plain |= {"rope_type": "default", "rope_theta": facts.rope.theta}
-        arguments["hf_overrides"] = {"rope_parameters": plain}
+    if overrides := _config_overrides(facts):
+        arguments["hf_overrides"] = overrides
+    _refuse_beyond_yarn(facts, arguments["max_model_len"])
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
-    passed = config.vllm.passed
+    passed = dict(config.vllm.passed)
+    if isinstance(passed.get("hf_overrides"), dict):
+        passed["hf_overrides"] = arguments.get("hf_overrides", {}) | passed["hf_overrides"]
     if passed.get("attention_backend") == AMX_LATENT_ATTENTION and arguments["dtype"] == "float32":
         raise ConfigError(
             f"vllm.attention_backend = {AMX_LATENT_ATTENTION} takes no float32, in which this engine computes.",
@@ -97,6 +105,54 @@ def engine_spec(
     )
 
 
+def _config_overrides(facts: ModelFacts) -> dict[str, Any]:
+    """What vLLM would read otherwise in config.json than transformers does."""
+    found: dict[str, Any] = {}
+    if facts.family == "deepseek_v3":  # vLLM looks for these keys, transformers knows one way for this model type
+        found |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    ropes = {"full_attention": facts.rope, "sliding_attention": facts.window_rope}
+    given = {kind: _rope_parameters(rope, facts) for kind, rope in ropes.items() if rope is not None}
+    if any(different for _, different in given.values()):
+        values = {kind: parameters for kind, (parameters, _) in given.items()}
+        found["rope_parameters"] = values if len(values) > 1 else values["full_attention"]
+    return found
+
+
+def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any], bool]:
+    """Rotary parameters with which every version of vLLM computes as transformers does, and whether it needs them."""
+    plain = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
+    factor, length = rope.attention_factor, rope.scaling.get("factor", 1.0)
+    if rope.kind == "dynamic":  # vLLM computes frequencies for the longest length, transformers for a rollout's
+        return {k: v for k, v in plain.items() if k != "factor"} | {"rope_type": "default"}, True
+    if rope.kind != "yarn" or length <= 1:
+        return plain, False
+    grown = 0.1 * math.log(length)
+    if facts.mla is None:  # before 0.31 vLLM reads neither `attention_factor` nor `mscale`, but two keys of its own
+        own = {"attention_factor": factor, "attn_factor": factor, "apply_yarn_scaling": False}
+        return plain | own, abs(factor - (grown + 1)) > 1e-9
+    # latent attention: vLLM has the quotient of both in cosines and sines, and the second one in the scale of attention
+    whole = grown * rope.scaling.get("mscale_all_dim", 0.0) + 1
+    differs = "attention_factor" in plain or abs(factor - (grown * rope.scaling.get("mscale", 1.0) + 1) / whole) > 1e-9
+    plain.pop("attention_factor", None)
+    return plain | {"mscale": (factor * whole - 1) / grown}, differs
+
+
+def _refuse_beyond_yarn(facts: ModelFacts, longest: int) -> None:
+    """Raise ConfigError for sequences beyond the positions that vLLM has cosines of."""
+    for rope in (facts.rope, facts.window_rope):
+        if rope is None or rope.kind != "yarn" or longest <= (most := round(rope.scaling["factor"] * _original(rope))):
+            continue
+        raise ConfigError(
+            f"vLLM computes {most:,} positions of this model's yarn (factor x original_max_position_embeddings), and "
+            f"sequences may have {longest:,} tokens.",
+            f"Set --max-length {most} or less.",
+        )
+
+
+def _original(rope: RopeFacts) -> float:
+    return rope.scaling["original_max_position_embeddings"]
+
+
 def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:
     """Raise ConfigError for a combination that vLLM cannot run."""
     generation = config.generation
@@ -120,6 +176,11 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
             "chooses.",
             "Use generation.tp instead of generation.pp, or turn it off.",
         )
+    if facts.mla is not None and facts.rope.scaling.get("truncate", 1.0) == 0.0:
+        raise ConfigError(
+            "config.json says truncate: false, and vLLM rounds the range of yarn in latent attention.",
+            "Train on texts, without an engine, or take another model.",
+        )
     if device != "cpu":
         return
     if ep > 1 and not cpu_experts_spread():
@@ -138,6 +199,14 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
     if layers := _without_cpu_kernel(facts):
         raise ConfigError(
             f"model.name: {config.model.name} has {layers}, for which this vLLM has kernels on GPUs alone.",
+            "Take another model, or run it on GPUs.",
+        )
+    width = facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim if facts.mla is not None else 0
+    if width and width not in (widths := cpu_latent_widths()):
+        known = f"for width {', '.join(map(str, widths))} alone" if widths else "for none"
+        raise ConfigError(
+            f"model.name: {config.model.name} has latent attention of width {width} (kv_lora_rank + qk_rope_head_dim), "
+            f"and on a CPU this vLLM has a kernel {known}.",
             "Take another model, or run it on GPUs.",
         )
     sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has kernels of its own

@@ -32,6 +32,17 @@ def cpu_head_sizes() -> tuple[int, ...]:
     return tuple(map(int, found[1].split(","))) if found else ()
 
 
+def cpu_latent_widths() -> tuple[int, ...]:
+    """The widths of latent attention's cache that the CPU kernel of the installed vLLM takes; of DeepSeek's models
+    where there is no vLLM."""
+    package = installed_package()
+    if package is None:
+        return (576,)
+    text = _text(package / "v1/attention/backends/mla/cpu_mla.py")
+    found = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:(?:\s+#.*)*\s+return \[([\d, ]+)\]", text)
+    return tuple(map(int, found[1].split(","))) if found else ()
+
+
 def cpu_has_kernel(name: str) -> bool:
     """Whether the compiled part of the installed vLLM knows a kernel of that name; True where there is no vLLM."""
     package = installed_package()

@@ -319,5 +319,5 @@ def _write_under_lock(
 
 
 def _dtype_value(config: dict[str, Any], dtype: str) -> dict[str, str]:
-    """config.json's own key of the dtype (`torch_dtype` before transformers 5)."""
-    return {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    """The keys of the dtype that config.json has (`torch_dtype` before transformers 5)."""
+    return dict.fromkeys([key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"], dtype)

@@ -24,6 +24,8 @@ WEIGHTS = (
     "*.onnx",
 )  # fmt: skip
 """Weights, in any format: some repositories carry copies of them next to the published ones."""
+ADAPTERS = "adapter_config.json"
+"""What a directory of PEFT adapters has instead of config.json."""
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that Git LFS has put in place of one that was not fetched."""
 
@@ -36,8 +38,22 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return what `config.json` says. Raises InputError where there is none, or one that is damaged."""
+    """Return what `config.json` says. Raises InputError where there is none, or one that is damaged, and where the
+    directory holds adapters alone."""
+    if not (directory / "config.json").exists():
+        refuse_adapters(directory)
     return read_object(directory, "config.json", "Name a Hugging Face model directory.")
+
+
+def refuse_adapters(directory: Path) -> None:
+    """Raise InputError, with the base model, where a directory holds PEFT adapters and no model."""
+    weights = {path.name for path in directory.glob("*.safetensors")}
+    if not (directory / ADAPTERS).is_file() or weights - {"adapter_model.safetensors"}:
+        return
+    base = read_object(directory, ADAPTERS).get("base_model_name_or_path")
+    of = f"adapters of {base}" if base else f"adapters, and {ADAPTERS} does not name their base"
+    merge = "merge the adapters into it (`merge_and_unload` of PEFT) and name the merged model"
+    raise InputError(f"{directory} holds PEFT {of}, and no model.", f"Name the base model, or {merge}.")
 
 
 def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 SCALE = "_scale_inv"
+EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down|w1|w2|w3)(?:_proj)?\.weight$")
+PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
+"""Mixtral's names of an expert's matrices."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,14 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     packed: set[str] = set()
+    stacks: set[str] = set()
     for name, shape in wanted.items():
+        if piece := _unsaved_form(name, shape, files.tensors):
+            stored = files.tensors[piece.param]
+            pieces.append(piece)
+            stacks.update([stored.name] if len(stored.shape) > len(shape) else ())
+            params[stored.name] = ParamSpec(_flat(directory, stored, facts, len(shape)), stored.dtype)
+            continue
         if len(shape) == 3 and name not in files.tensors and name + BLOCKS in files.tensors:
             own, parts, used = packed_params(name, shape, files)
             params |= own
@@ -99,7 +109,41 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
             transforms = (ReadThrough(Dequantize(scale.name, size)),)
         pieces.append(whole_piece(name, stored.name, shape, transforms))
     _refuse_others(directory, facts, files, sorted(files.tensors.keys() - params.keys() - packed))
-    return HuggingFaceModel(config, facts, files, PublishedFiles(files), Layout(0, params, tuple(pieces)))
+    return HuggingFaceModel(
+        config, facts, files, PublishedFiles(files, frozenset(stacks)), Layout(0, params, tuple(pieces))
+    )
+
+
+def _flat(directory: Path, stored: StoredTensor, facts: ModelFacts, axes: int) -> Shape:
+    """The shape of a tensor, of a stack of experts as matrices one below the other. Raises InputError for a stack of
+    another number of experts than config.json says."""
+    if len(stored.shape) == axes:
+        return stored.shape
+    if facts.moe is not None and stored.shape[0] != facts.moe.experts:
+        has = f"tensor {stored.name} has {stored.shape[0]} experts, but config.json says {facts.moe.experts}"
+        raise InputError(f"{directory}: {has}.", "Download it again.")
+    return (stored.shape[0] * stored.shape[1], *stored.shape[2:])
+
+
+def in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
+    """Where a tensor of one expert lies in a stack of them all, [E, O, I] or [E, I, O]; gate and up projection lie one
+    behind the other. None: there is no stack. The shape says which of the two it is; where both sides are equal, that
+    of the layer's other stack."""
+    found = EXPERT.search(held)
+    if found is None:
+        return None
+    expert, part = int(found[1]), PARTS.get(found[2], found[2])
+    both = [f"{held[: found.start()]}.experts.{end}_proj" for end in ("gate_up", "down")]
+    stack, other = both[::-1] if part == "down" else both
+    outputs, inputs = shape if part == "down" else (2 * shape[0], shape[1])
+    first = shape[0] if part == "up" else 0
+    sizes = stored[stack].shape[1:] if stack in stored else ()
+    inputs_first = other in stored and stored[other].shape[1] == shape[0]
+    if sizes == (outputs, inputs) and not (outputs == inputs and inputs_first):
+        return Piece(name, whole(shape), stack, (Span(expert * outputs + first, shape[0]), Span(0, inputs)), (0, 1))
+    if sizes == (inputs, outputs):
+        return Piece(name, whole(shape), stack, (Span(expert * inputs, inputs), Span(first, shape[0])), (1, 0))
+    return None
 
 
 def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
@@ -107,6 +151,18 @@ def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
     first = f"model.layers.{facts.layers}."
     held = any(name.startswith((first, "mtp.")) for name in names)
     return facts if held or not facts.mtp_layers else replace(facts, mtp_layers=0)
+
+
+def _unsaved_form(name: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
+    """Where a tensor of a layer with experts lies in files that hold the tensors of transformers' modules as they are,
+    and not as `save_pretrained` writes them. None: it has its published name."""
+    held = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
+    if name in stored:
+        return None
+    if held in stored and stored[held].shape == shape:
+        return whole_piece(name, held, shape)
+    piece = in_stack(name, held, shape, stored)
+    return piece if piece and stored[piece.param].dtype in FLOATS else None
 
 
 def _stored_name(name: str, facts: ModelFacts, files: SafetensorsDirectory) -> str:
@@ -185,8 +241,9 @@ def packed_params(
 class PublishedFiles:
     """The stored tensors of a directory as a source, packed experts among them."""
 
-    def __init__(self, files: SafetensorsDirectory) -> None:
-        self.files = files
+    def __init__(self, files: SafetensorsDirectory, stacks: frozenset[str] = frozenset()) -> None:
+        """`stacks`: tensors [E, O, I] of all experts, whose params are [E x O, I]."""
+        self.files, self._stacks = files, stacks
         self._unpacked: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def read(self, param: str) -> torch.Tensor:
@@ -195,7 +252,8 @@ class PublishedFiles:
         from rlctl.checkpoints.plan_execution import unpack_mxfp4
 
         if param in self.files.tensors:
-            return self.files.read(param)
+            stored = self.files.read(param)
+            return stored.flatten(0, 1) if param in self._stacks else stored
         if param not in self._unpacked:
             name, expert = _expert(param)
             blocks, scales = (self.files.read(name + part)[expert] for part in (BLOCKS, SCALES))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_object
+from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_object, refuse_adapters
 from rlctl.checkpoints.staging import open_to_write
 from rlctl.errors import InputError, listed
 from rlctl.weights.layout import ITEM_BYTES, ParamSpec, Shape
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 MAPPED_BYTES = 64 << 20
 """A file is closed, and with it its pages are given back, when about this much of it has been read."""
 DTYPES = {
@@ -115,7 +117,8 @@ class SafetensorsDirectory:
                 if name in tensors:
                     raise InputError(f"Tensor {name} is in both {tensors[name].file.name} and {file.name}.")
                 tensors[name] = tensor
-        for name, file in _weight_map(directory).items():
+        indexed = {} if (directory / SINGLE).exists() else _weight_map(directory)
+        for name, file in indexed.items():
             if name not in tensors or tensors[name].file.name != file:
                 raise InputError(f"{directory}: the index puts tensor {name} into {file}, which does not hold it.")
         return SafetensorsDirectory(directory, tensors)
@@ -162,10 +165,13 @@ class SafetensorsDirectory:
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: those of the index, else the single file, else all `*.safetensors`.
+    """The files that hold the weights: the single file, as for transformers also next to an index that an earlier save
+    left, else those of the index, else all `*.safetensors`.
 
     Raises InputError where there are none, or some of those that the index names are missing.
     """
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
     if named := _weight_map(directory):
         files = [directory / name for name in sorted(set(named.values()))]
         absent = [file.name for file in files if not file.exists()]
@@ -173,12 +179,29 @@ def shard_files(directory: Path) -> list[Path]:
             why = f"{directory} lacks {len(absent)} shard(s) that {INDEX} names: {listed(absent, 3)}."
             raise InputError(why, "Download the missing files.")
         return files
-    files = [directory / SINGLE] if (directory / SINGLE).exists() else sorted(directory.glob("*.safetensors"))
+    refuse_adapters(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    _refuse_parts(directory, files)
     if not files:
         pickled = any(directory.glob("*.bin"))
         hint = "Its weights are pickles (*.bin): save them as safetensors first." if pickled else "Download it again."
         raise InputError(f"{directory} has no safetensors weights.", hint)
     return files
+
+
+def _refuse_parts(directory: Path, files: list[Path]) -> None:
+    """Raise InputError where shards without an index are of two saves, or not all of one."""
+    shards = [(int(found[1]), int(found[2])) for file in files if (found := SHARD.search(file.name))]
+    counts = sorted({count for _, count in shards})
+    if len(counts) > 1:
+        saves = " and of ".join(str(count) for count in counts)
+        raise InputError(
+            f"{directory} holds shards of two saves (of {saves} files), and no {INDEX} says which belong to the model.",
+            "Remove those of the earlier save.",
+        )
+    if shards and len(shards) < counts[0]:
+        why = f"{directory} holds {len(shards)} of {counts[0]} shards, and no {INDEX}."
+        raise InputError(why, "Download the missing files.")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

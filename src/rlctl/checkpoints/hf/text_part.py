@@ -9,7 +9,6 @@ import atexit
 import json
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -18,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantized
-from rlctl.checkpoints.hf.hf_model import SCALE, without_absent_mtp
+from rlctl.checkpoints.hf.hf_model import EXPERT, SCALE, in_stack, without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
-from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header, shard_files
+from rlctl.checkpoints.hf.safetensors_files import INDEX, SINGLE, SafetensorsDirectory, read_header, shard_files
 from rlctl.child import call_in_child
 from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, first_line, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import sees, weights_of
 from rlctl.models.matrices import Role
-from rlctl.weights.layout import ParamSpec, Piece, Shape, Span, view_of, whole, whole_piece
+from rlctl.weights.layout import ParamSpec, Piece, view_of, whole_piece
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +49,6 @@ TEMPLATES = ("chat_template.json", "processor_config.json")
 """Files of a processor that may hold the chat template, the first one first."""
 HEAD = "lm_head.weight"
 COMPUTED = (".rotary_emb.inv_freq",)
-EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 NEXT = "Name a text model, perhaps the one that it was made from."
 
 
@@ -65,7 +63,7 @@ def text_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a model's text part. Raises InputError where it cannot be trained alone."""
     refuse_quantized(directory)
     names: set[str] = set()  # of the stored tensors, as far as an index or headers tell
-    if (directory / INDEX).is_file():
+    if (directory / INDEX).is_file() and not (directory / SINGLE).exists():
         names = {*(read_object(directory, INDEX).get("weight_map") or ())}
     elif any(directory.glob("*.safetensors")):
         names = {name for file in shard_files(directory) for name in read_header(file)}
@@ -249,7 +247,7 @@ def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) ->
             pieces[name] = whole_piece(tensor, held, stored[held].shape, primary=tensor == name)
             if held + SCALE in stored:
                 pieces[name + SCALE] = whole_piece(name + SCALE, held + SCALE, stored[held + SCALE].shape)
-        elif piece := _in_stack(name, held, shape, stored):
+        elif piece := in_stack(name, held, shape, stored):
             pieces[name] = piece
     if absent := sorted(wanted.keys() - pieces.keys()):
         why = f"{directory}: the text part lacks {listed(absent)}."
@@ -266,21 +264,3 @@ def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) ->
         raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
     places = {name: (stored[p.param].file.name, stored[p.param].position, p.param_box) for name, p in pieces.items()}
     return TextPart(files, facts, {name: pieces[name] for name in sorted(pieces, key=places.__getitem__)})
-
-
-def _in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
-    """Where a tensor of one expert lies in a stack of them all, [E, O, I] or [E, I, O]; gate and up projection lie one
-    behind the other. None: there is no stack. As for transformers, the shape says which of the two it is."""
-    found = EXPERT.search(held)
-    if found is None:
-        return None
-    expert, part = int(found[1]), found[2]
-    stack = held[: found.start()] + (".experts.down_proj" if part == "down" else ".experts.gate_up_proj")
-    outputs, inputs = shape if part == "down" else (2 * shape[0], shape[1])
-    first = shape[0] if part == "up" else 0
-    sizes = stored[stack].shape[1:] if stack in stored else ()
-    if sizes == (outputs, inputs):
-        return Piece(name, whole(shape), stack, (Span(expert * outputs + first, shape[0]), Span(0, inputs)), (0, 1))
-    if sizes == (inputs, outputs):
-        return Piece(name, whole(shape), stack, (Span(expert * inputs, inputs), Span(first, shape[0])), (1, 0))
-    return None
