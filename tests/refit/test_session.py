@@ -252,6 +252,18 @@ def decode_with_a_copy(worker: Any) -> None:
     norm.forward = copy.deepcopy(norm).forward
 
 
+def compute_otherwise(worker: Any) -> None:
+    """Have the last norm give twice its output, as if config.json said something else to the engine."""
+    norm = worker.model_runner.get_model().model.norm
+    plain = norm.forward
+
+    def forward(*args: Any, **given: Any) -> Any:
+        found = plain(*args, **given)
+        return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
+
+    norm.forward = forward
+
+
 def decode_with_the_weight(worker: Any) -> None:
     del worker.model_runner.get_model().model.norm.forward
 
@@ -260,7 +272,7 @@ def test_an_engine_that_decodes_with_what_no_reading_sees_is_caught(
     engine: HostedEngine, make_source: MakeSource
 ) -> None:
     source = make_source(engine.model)
-    check = DecodeCheck(1e-4, vocabulary=512, max_length=256, sampling=Sampling(8, top_p=0.9, top_k=20))
+    check = DecodeCheck(1e-4, vocabulary=512, max_length=256, sampling=Sampling(8))
     with weight_sync(source, engine, decode_check=check) as sync:
         first = sync.refit(1)
         assert (first.verified, first.compared_all) == (21, True)
@@ -272,11 +284,29 @@ def test_an_engine_that_decodes_with_what_no_reading_sees_is_caught(
             sync.refit(2, verify=True)
         assert why.value.exit_code == 5
         assert "a graph or a cache that still has earlier weights" in (why.value.hint or "")
+        assert "arithmetic" not in (why.value.hint or "")
         with pytest.raises(WorkerError, match="half-updated"):
             engine.call(EpisodeWorker.generate, requests(), Sampling(4), 30.0)
         engine.call(VllmEngine._rpc, decode_with_the_weight)
         assert sync.refit(3, verify=True).decoding < 1e-5
         assert sync.refit(4).decoding is None  # a sample of the tensors, and no look at what is decoded
+
+
+def test_an_engine_that_computes_otherwise_from_the_start_is_said_to(
+    engine: HostedEngine, make_source: MakeSource
+) -> None:
+    check = DecodeCheck(1e-4, vocabulary=512, max_length=256, sampling=Sampling(8))
+    engine.call(VllmEngine._rpc, compute_otherwise)
+    try:
+        with (
+            weight_sync(make_source(engine.model), engine, decode_check=check) as sync,
+            pytest.raises(VerificationError, match=r"version 1: the tensors are equal") as why,
+        ):
+            sync.refit(1)
+    finally:
+        engine.call(VllmEngine._rpc, decode_with_the_weight)
+    assert "by different arithmetic" in (why.value.hint or "")
+    assert "It decodes with a graph" not in (why.value.hint or "")
 
 
 def test_a_refit_test_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:

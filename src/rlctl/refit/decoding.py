@@ -53,34 +53,50 @@ class DecodeCheck:
     """The flag with which the engine decodes without graphs; empty: there is none."""
 
     def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
-        """Return the completions of each engine. Raises the error of one that fails."""
+        """Return the completions of each engine; the last one is a single token behind a prompt that no engine has seen
+        yet. Raises the error of an engine that fails."""
         new = min(self.sampling.max_new_tokens, self.max_length - 1)
-        sampling = replace(self.sampling, max_new_tokens=new)
         prompts = fixed_prompts(self.vocabulary, self.max_length - new, PROMPTS)
-        asked = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
-        outcomes = engines.generate([asked] * len(engines), sampling, timeout_s)
-        found: list[list[GroupResult]] = []
-        for outcome in outcomes:
-            if isinstance(outcome, RlctlError):
-                raise outcome
-            found.append(outcome)
+        unseen = tuple((token + version) % self.vocabulary for token in reversed(prompts[0]))
+        found: list[list[GroupResult]] = [[] for _ in range(len(engines))]
+        for first, asked, tokens in ((0, prompts, new), (PROMPTS, [unseen], 1)):
+            requests = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(asked, first)]
+            sampling = replace(self.sampling, max_new_tokens=tokens)
+            for own, outcome in zip(found, engines.generate([requests] * len(found), sampling, timeout_s), strict=True):
+                if isinstance(outcome, RlctlError):
+                    raise outcome
+                own += outcome
         return found
 
-    def compare(self, policy: PolicyClient, decoded: list[list[GroupResult]], version: int, tensors: int) -> float:
-        """Return the mean absolute difference of all engines together, `tensors` of which were compared and are equal.
-        Raises VerificationError naming the first engine whose difference is beyond the limit."""
+    def compare(
+        self, policy: PolicyClient, decoded: list[list[GroupResult]], version: int, tensors: int, *, agreed: bool
+    ) -> float:
+        """Return the mean absolute difference of all engines together, `tensors` of which were compared and are equal;
+        `agreed`: an earlier comparison of the run was within the limit. Raises VerificationError naming the first
+        engine whose difference is beyond the limit."""
         differences = [policy_difference(policy, results) for results in decoded]
         for index, one in enumerate(differences):
             if not one.mean_abs <= self.limit:  # also where it is not a number
+                unseen = policy_difference(policy, [r for r in decoded[index] if r.group == PROMPTS])
                 raise VerificationError(
                     f"Refit to version {version}: the tensors are equal (all {tensors} that were compared in engine "
                     f"{index}), but what it computes with them differs: its log-probs of {one.tokens} tokens are off "
                     f"from the policy's by {one.mean_abs:.2g} on average, {one.max_abs:.2g} at most (limit "
                     f"{self.limit:g}).",
-                    "It decodes with something else than its parameters, such as a graph or a cache that still has "
-                    "earlier weights, or by other arithmetic than the policy. The engine refuses to generate. "
-                    "`rlctl refit-test` says more; "
-                    + (f"{self.without_graphs} decodes without graphs; " if self.without_graphs else "")
-                    + "--set checks.logprob_diff_error=... goes on regardless.",
+                    f"{self._cause(unseen, agreed=agreed)} The engine refuses to generate. `rlctl refit-test` says "
+                    "more; --set checks.logprob_diff_error=... goes on regardless.",
                 )
         return sum(one.abs_sum for one in differences) / max(1, sum(one.tokens for one in differences))
+
+    def _cause(self, unseen: LogprobStats, *, agreed: bool) -> str:
+        """Say why log-probs differ: the first token behind a prompt that the engine had not seen needs neither a decode
+        graph nor a cache, and before the first agreement there are no earlier weights that could be in use."""
+        if unseen.mean_abs <= self.limit or agreed:
+            graphs = f" {self.without_graphs} decodes without graphs." if self.without_graphs else ""
+            return f"It decodes with a graph or a cache that still has earlier weights.{graphs}"
+        return (
+            "Engine and policy compute the model by different arithmetic. No graph or cache of earlier weights has a "
+            "part in it: the first token behind a prompt that the engine had not seen is off as well, by "
+            f"{unseen.mean_abs:.2g}. They read something in config.json differently, such as rotary scaling or the "
+            "router; --backend dtensor computes the policy as transformers does."
+        )

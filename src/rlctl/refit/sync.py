@@ -131,6 +131,7 @@ class WeightSync:
         self.turns = DeviceTurns(policy, engines, offload=offload, engines_sleep=engines_sleep)
         self._restarts, self._tell = restarts, tell
         self._lost_so_far = 0
+        self._agreed = False  # the engines' log-probs with the policy's, once
         self.before_refit: Callable[[], None] = lambda: None
         """Called before each refit of a run, where rollouts are in flight that must be finished first."""
 
@@ -196,10 +197,11 @@ class WeightSync:
             # Rollouts that were kept in flight come first: this may take as long as they do.
             decoded = check.decode(self.engines, report.version, self.engines.group.call_timeout_s)
         try:
-            found = check.compare(self._policy, decoded, report.version, report.verified)
+            found = check.compare(self._policy, decoded, report.version, report.verified, agreed=self._agreed)
         except VerificationError:
             self.session.reject(report.version)
             raise
+        self._agreed = True
         return replace(report, decoding=found)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
