@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rlctl.apps.open_model import open_model, published_facts
+from rlctl.checkpoints.hf.safetensors_files import INDEX
 from rlctl.config.schema import ModelConfig
+from rlctl.errors import InputError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5000.0}
 
@@ -79,3 +81,13 @@ def test_more_positions_leave_a_yarn_without_an_original_length_as_it_was(tiny_l
         before,
         4 * before,
     )
+
+
+def test_an_index_of_an_earlier_save_is_refused_where_vllm_reads_the_files_itself(tiny_llama: Path) -> None:
+    (tiny_llama / INDEX).write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
+    )
+    wanted = ModelConfig(name=str(tiny_llama))
+    open_model(wanted)
+    with pytest.raises(InputError, match=r"index\.json of an earlier save names other files"):
+        open_model(wanted, engines_alone=True)

@@ -9,6 +9,7 @@ from rlctl.apps.laptop_model import supply
 from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
+from rlctl.checkpoints.hf.safetensors_files import refuse_stale_index
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.files import user_path
 from rlctl.config.presets import preset_names, read_preset
@@ -79,6 +80,8 @@ def open_model(
     )
     if source.megatron is None and not engines_alone:
         refuse_quantized(source.directory)
+    if source.megatron is None and engines_alone:
+        refuse_stale_index(source.directory)
     source = repositioned(source, model.max_position_embeddings, model.rope_scaling)
     facts = facts_in(source.directory)
     if most := _more_positions(facts, model):

@@ -189,6 +189,17 @@ def shard_files(directory: Path) -> list[Path]:
     return files
 
 
+def refuse_stale_index(directory: Path) -> None:
+    """Raise InputError where an index next to the single file names other files: vLLM, which reads weights itself where
+    nothing is trained, would read those."""
+    named = set(_weight_map(directory).values())
+    if (directory / SINGLE).exists() and named - {SINGLE}:
+        raise InputError(
+            f"{directory} holds {SINGLE}, and {INDEX} of an earlier save names other files, which vLLM would read.",
+            f"Remove {directory / INDEX}.",
+        )
+
+
 def _refuse_parts(directory: Path, files: list[Path]) -> None:
     """Raise InputError where shards without an index are of two saves, or not all of one."""
     shards = [(int(found[1]), int(found[2])) for file in files if (found := SHARD.search(file.name))]
