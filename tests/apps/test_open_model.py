@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.fixture(autouse=True)
 def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "converted"))
+
+
+@pytest.fixture
+def own_llama(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "own"))
 
 
 def test_another_rotary_embedding_is_that_of_transformers_with_the_same_parameters(tiny_llama: Path) -> None:
@@ -67,14 +74,14 @@ def test_texts_may_be_longer_than_the_model_was_published_for(tiny_llama: Path) 
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_more_positions_leave_a_yarn_without_an_original_length_as_it_was(tiny_llama: Path, key: str) -> None:
+def test_more_positions_leave_a_yarn_without_an_original_length_as_it_was(own_llama: Path, key: str) -> None:
     """transformers takes the original length from the number of positions."""
     from transformers import AutoConfig
 
-    config = json.loads((tiny_llama / "config.json").read_text()) | {key: {"rope_type": "yarn", "factor": 4.0}}
-    (tiny_llama / "config.json").write_text(json.dumps(config))
-    before = AutoConfig.from_pretrained(tiny_llama).rope_parameters["original_max_position_embeddings"]
-    found = open_model(ModelConfig(name=str(tiny_llama), max_length=4 * before, extend_positions=True))
+    config = json.loads((own_llama / "config.json").read_text()) | {key: {"rope_type": "yarn", "factor": 4.0}}
+    (own_llama / "config.json").write_text(json.dumps(config))
+    before = AutoConfig.from_pretrained(own_llama).rope_parameters["original_max_position_embeddings"]
+    found = open_model(ModelConfig(name=str(own_llama), max_length=4 * before, extend_positions=True))
     after = AutoConfig.from_pretrained(found.source.directory)
     assert found.facts.rope.scaling["original_max_position_embeddings"] == before
     assert (after.rope_parameters["original_max_position_embeddings"], after.max_position_embeddings) == (
@@ -83,11 +90,11 @@ def test_more_positions_leave_a_yarn_without_an_original_length_as_it_was(tiny_l
     )
 
 
-def test_an_index_of_an_earlier_save_is_refused_where_vllm_reads_the_files_itself(tiny_llama: Path) -> None:
-    (tiny_llama / INDEX).write_text(
+def test_an_index_of_an_earlier_save_is_refused_where_vllm_reads_the_files_itself(own_llama: Path) -> None:
+    (own_llama / INDEX).write_text(
         json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
     )
-    wanted = ModelConfig(name=str(tiny_llama))
+    wanted = ModelConfig(name=str(own_llama))
     open_model(wanted)
     with pytest.raises(InputError, match=r"index\.json of an earlier save names other files"):
         open_model(wanted, engines_alone=True)

@@ -27,7 +27,7 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     defaults: dict[str, Any]
-    """What a key means that config.json leaves out, as for transformers' class of the model type."""
+    """Values of keys that config.json leaves out, those of transformers' class of the model type."""
     facts: Callable[[dict[str, Any]], ModelFacts]
     weights: Callable[[ModelFacts], ModelWeights]
 

@@ -106,7 +106,7 @@ def engine_spec(
 
 
 def _config_overrides(facts: ModelFacts) -> dict[str, Any]:
-    """What vLLM would read otherwise in config.json than transformers does."""
+    """Return values of config.json that vLLM would read otherwise than transformers does."""
     found: dict[str, Any] = {}
     if facts.family == "deepseek_v3":  # vLLM looks for these keys, transformers knows one way for this model type
         found |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

@@ -25,7 +25,7 @@ WEIGHTS = (
 )  # fmt: skip
 """Weights, in any format: some repositories carry copies of them next to the published ones."""
 ADAPTERS = "adapter_config.json"
-"""What a directory of PEFT adapters has instead of config.json."""
+"""PEFT's own configuration, which a directory of adapters has instead of config.json."""
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that Git LFS has put in place of one that was not fetched."""
 
