@@ -203,7 +203,8 @@ def test_turns_and_an_environment_s_messages_are_told_apart(host: Any, tiny_llam
             said = [one for one in result.transcripts[sample] if one.role == "assistant"]
             for number, one in enumerate(said):
                 ids = tokens[turn == number].tolist()
-                assert (len(ids), one.text) == (one.tokens, made.turns.text_of(ids))
+                assert len(ids) == one.tokens
+                assert one.text.rstrip("\ufffd") == made.turns.text_of(ids).rstrip("\ufffd")
             assert "turn 1" in decode(tokens[~mask])
             assert "turn 3" not in decode(tokens[~mask])  # nobody answers what ended the episode
         assert (result.rewards, result.finish_reasons) == ((1.5, 1.5), ("length", "length"))  # no turn ended by itself

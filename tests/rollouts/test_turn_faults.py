@@ -69,11 +69,12 @@ class Saying:
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
         self.answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        self.decode = tokenizer.decode
 
     async def sampled(self, request: SampleRequest) -> SampleResult:
         tokens = np.array(self.answers.pop(0), np.int32)
         zeros = np.zeros(len(tokens), np.float32)
-        return SampleResult(request.key, tokens, zeros, zeros.astype(np.int32), "", "stop")
+        return SampleResult(request.key, tokens, zeros, zeros.astype(np.int32), self.decode(tokens), "stop")
 
 
 def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:

@@ -48,9 +48,12 @@ class Sampling:
     top_k: int = -1
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; the text returned ends before them, the tokens include them."""
+    """Texts that end a completion."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion in addition to the model's own end tokens; they belong to it."""
+    """Tokens that end a completion in addition to the model's own end tokens."""
+    turn_ends: tuple[str | int, ...] = ()
+    """Stops that end a turn of the chat format. The text of a completion excludes them and the model's own end tokens;
+    all other stops are part of it. The tokens of a completion include every stop token."""
     timeout_s: float | None = None
     """Longest time from the first token of a sample to its last; it then ends with what it has. None: no limit."""
 
@@ -67,6 +70,7 @@ class Sampling:
             min_p=config.min_p,
             stop=tuple(dict.fromkeys((*config.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *config.stop_token_ids))),
+            turn_ends=(*stop, *stop_token_ids),
         )
 
 
@@ -93,6 +97,7 @@ class SampleResult:
     logprobs_R: np.ndarray  # float32
     versions_R: np.ndarray  # int32: version of the weights that chose the token
     text: str
+    """What the model wrote, special tokens included, without the end of the turn (`Sampling.turn_ends`)."""
     stop_reason: str
     """As `Rollout.stop_reason`."""
     routed_T: np.ndarray | None = None

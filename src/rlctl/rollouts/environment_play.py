@@ -273,15 +273,15 @@ class Player:
         left = [usual.max_new_tokens, self._play.max_length - len(read), asked.max_tokens]
         if (most := self._limits.sampled_tokens) is not None:
             left.append(most - episode.sampled_tokens)
+        ends = self._play.turns.encoder.stop_token_ids
         found = await episode.answer(
             stop=tuple(dict.fromkeys((*usual.stop, *before.stop, *asked.stop))),
-            stop_token_ids=tuple(
-                dict.fromkeys((*usual.stop_token_ids, *self._play.turns.encoder.stop_token_ids, *asked.stop_token_ids))
-            ),
+            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *ends, *asked.stop_token_ids))),
+            turn_ends=(*usual.turn_ends, *ends),
             max_new_tokens=min(limit for limit in left if limit is not None),
         )
         tokens = found.tokens_R.tolist()
-        text = self._play.turns.text_of(tokens)
+        text = found.text
         episode.transcript.append(Turn("assistant", text, len(tokens), 0.0))
         if found.stop_reason in ENDS_TURN:
             episode.stop_reason = found.stop_reason

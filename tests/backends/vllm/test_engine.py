@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling, attached
@@ -75,16 +76,57 @@ def test_end_token_belongs_to_the_response(engine: HostedEngine) -> None:
     assert ends > 0
 
 
-def test_stop_text_ends_a_completion(engine: HostedEngine) -> None:
-    groups = generate(engine, Sampling(60, stop=("e",)), requests(samples=8))
+def decoded(model: Path, sampling: Sampling, groups: list[Any]) -> list[tuple[list[int], str, str, str]]:
+    """Return the tokens of each completion, their text by transformers without the end token, the engine's text, and
+    what ended it."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = []
+    for result, columns, texts in groups:
+        for row in range(columns.rollouts):
+            tokens = columns.tokens_T[columns.slice(row)][result.prompt_tokens :].tolist()
+            kept = tokens[:-1] if tokens[-1] == tokenizer.eos_token_id else tokens
+            text = tokenizer.decode(kept, skip_special_tokens=False)
+            found.append((tokens, text, texts[row], result.finish_reasons[row]))
+    return found
+
+
+def test_a_text_has_the_special_tokens_that_the_model_writes(engine: HostedEngine, tiny_llama: Path) -> None:
+    sampling = Sampling(60)
+    completions = decoded(tiny_llama, sampling, generate(engine, sampling, requests(samples=16)))
+    special = AutoTokenizer.from_pretrained(tiny_llama).all_special_tokens
+    assert any(token in expected for _, expected, _, _ in completions for token in special)
+    for _, expected, text, _ in completions:  # vLLM leaves out a character whose end is not there
+        assert text.rstrip("\ufffd") == expected.rstrip("\ufffd")
+
+
+@pytest.mark.parametrize("ends_turn", [False, True])
+def test_a_stop_text_is_part_of_the_text_unless_it_ends_a_turn(
+    engine: HostedEngine, tiny_llama: Path, ends_turn: bool
+) -> None:
+    sampling = Sampling(60, stop=("e",), turn_ends=("e",) if ends_turn else ())
+    completions = decoded(tiny_llama, sampling, generate(engine, sampling, requests(samples=8)))
     stopped = [
-        (columns.tokens_T[columns.slice(row)], texts[row])
-        for result, columns, texts in groups
-        for row in range(columns.rollouts)
-        if result.finish_reasons[row] == "stop" and columns.tokens_T[columns.slice(row)][-1] != 2
+        (expected, text) for tokens, expected, text, reason in completions if reason == "stop" and tokens[-1] != 2
     ]
     assert stopped
-    assert all("e" not in text for _, text in stopped)
+    for expected, text in stopped:
+        assert text == expected.partition("e")[0] + ("" if ends_turn else "e")
+
+
+@pytest.mark.parametrize("ends_turn", [False, True])
+def test_a_stop_token_is_part_of_the_text_unless_it_ends_a_turn(
+    engine: HostedEngine, tiny_llama: Path, ends_turn: bool
+) -> None:
+    plain = decoded(tiny_llama, Sampling(60), generate(engine, Sampling(60), requests(samples=8)))
+    decode = AutoTokenizer.from_pretrained(tiny_llama).decode
+    token = next(one for tokens, *_ in plain for one in tokens if decode([one]).isalpha())
+    sampling = Sampling(60, stop_token_ids=(token,), turn_ends=(token,) if ends_turn else ())
+    completions = decoded(tiny_llama, sampling, generate(engine, sampling, requests(samples=8)))
+    stopped = [(tokens, text) for tokens, _, text, _ in completions if tokens[-1] == token]
+    assert stopped
+    for tokens, text in stopped:
+        expected = decode(tokens[:-1] if ends_turn else tokens, skip_special_tokens=False)
+        assert text.replace("\ufffd", "") == expected.replace("\ufffd", "")  # where a character is not complete
 
 
 def test_a_sample_depends_on_its_own_seed_alone(engine: HostedEngine) -> None:

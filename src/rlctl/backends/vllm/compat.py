@@ -88,7 +88,8 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         seed=seed,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
-        skip_special_tokens=True,
+        skip_special_tokens=False,  # tags such as <answer> may be special tokens
+        spaces_between_special_tokens=False,
     )
 
 

@@ -147,7 +147,8 @@ class VllmEngine:
                     raise WorkerError(f"{self.label} generated with weights that did not pass verification.")
                 if finished := [key for key, sample in self._samples.items() if sample.finished]:
                     routed = self._routing(finished)
-                    results = [self._samples.pop(key).result(routed.get(key)) for key in finished]
+                    decode = self._engine.decode
+                    results = [self._samples.pop(key).result(routed.get(key), decode) for key in finished]
                     self._lock.tell()
                     return results
                 if self._held or not self._samples:
@@ -175,7 +176,7 @@ class VllmEngine:
         if ended := [sample for sample in samples if not sample.finished]:
             self._engine.abort_request([sample.request.key for sample in ended])
         for sample in ended:
-            sample.end(reason, self._version)
+            sample.end(reason, self._version, self._engine.decode)
 
     @property
     def _held(self) -> bool:

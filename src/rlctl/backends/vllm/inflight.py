@@ -121,10 +121,11 @@ class Sample:
         """Record that `version` chose the tokens since the last call."""
         self.versions += [version] * (self.tokens - len(self.versions))
 
-    def end(self, reason: str, version: int) -> None:
-        """End it with the tokens that it has."""
-        self.output = self.output or SimpleNamespace(token_ids=[], text="", logprobs=[])
-        self.output.finish_reason = reason
+    def end(self, reason: str, version: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """End it with the tokens that it has. vLLM holds back the end of a text that may become a stop text."""
+        self.output = self.output or SimpleNamespace(token_ids=[], logprobs=[])
+        self.output.text = decode(self.output.token_ids)
+        self.output.finish_reason, self.output.stop_reason = reason, None
         self.mark(version)
         self.finished = True
 
@@ -133,14 +134,22 @@ class Sample:
         limit_s = self.request.sampling.timeout_s
         return limit_s is not None and not self.finished and now - (self.begun or now) > limit_s
 
-    def result(self, routed_T: np.ndarray | None) -> SampleResult:
+    def text(self, decode: Callable[[Sequence[int]], str]) -> str:
+        """Return what the model wrote: vLLM's text excludes the stop that ended it, which is the model's too unless it
+        ends a turn of the chat format."""
+        sampling, ended_by = self.request.sampling, self.output.stop_reason
+        if ended_by in sampling.turn_ends or ended_by not in (*sampling.stop, *sampling.stop_token_ids):
+            return self.output.text
+        return self.output.text + (ended_by if isinstance(ended_by, str) else decode([ended_by]))
+
+    def result(self, routed_T: np.ndarray | None, decode: Callable[[Sequence[int]], str]) -> SampleResult:
         tokens, record = list(self.output.token_ids), self.output.logprobs or []
         return SampleResult(
             key=self.request.key,
             tokens_R=np.array(tokens, np.int32),
             logprobs_R=np.array([record[at][token].logprob for at, token in enumerate(tokens)], np.float32),
             versions_R=np.array(self.versions, np.int32),
-            text=self.output.text,
+            text=self.text(decode),
             stop_reason=str(self.output.finish_reason),
             routed_T=routed_T,
             cached_tokens=self.cached,

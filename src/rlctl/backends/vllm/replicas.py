@@ -87,6 +87,8 @@ class NewTokens(NamedTuple):
     text: str
     finish_reason: str | None
     """None: it is not finished."""
+    stop_reason: str | int | None
+    """The stop text, or the stop token, that ended it; None: the model's own end token, or a limit."""
     routed_experts: Any
 
 
@@ -116,6 +118,10 @@ class Replica:
     @property
     def max_length(self) -> int:
         return self._engine.vllm_config.model_config.max_model_len
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        return str(self._engine.get_tokenizer().decode(list(tokens), skip_special_tokens=False))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop the cache, with what a connector keeps of it elsewhere; that knows tokens, and not the weights."""
@@ -242,7 +248,7 @@ class VllmReplica:
             self._told[name] = (first + len(tokens), len(completion.text))
         reason = str(completion.finish_reason) if finished else None
         routed = getattr(completion, "routed_experts", None) if finished else None
-        return NewTokens(name, tokens, logprobs, completion.text[said:], reason, routed)
+        return NewTokens(name, tokens, logprobs, completion.text[said:], reason, completion.stop_reason, routed)
 
 
 class Logprob(NamedTuple):
@@ -257,13 +263,15 @@ class Completion:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     routed_experts: Any = None
 
     def add(self, more: NewTokens) -> None:
         self.token_ids += more.tokens
         self.logprobs += [{token: Logprob(value)} for token, value in zip(more.tokens, more.logprobs, strict=True)]
         self.text += more.text
-        self.finish_reason, self.routed_experts = more.finish_reason, more.routed_experts
+        self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
+        self.routed_experts = more.routed_experts
 
 
 class Output(NamedTuple):
@@ -287,7 +295,7 @@ class Replicas:
         """Requests for the others that the next step takes along."""
         self._completions: dict[str, Completion] = {}
         self.max_length = first.max_length
-        self.enter = first.enter
+        self.enter, self.decode = first.enter, first.decode
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         """Give the samples of a group to one replica, which computes their prompt once: to that with the fewest."""
