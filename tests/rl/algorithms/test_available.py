@@ -91,6 +91,26 @@ class Broken(Reinforce):
     def __init__(self, config):
         raise ValueError("no such option")
 
+class Scalar(Reinforce):
+    def advantages(self, rewards_G):
+        return rewards_G.mean()
+
+class Short(Reinforce):
+    def advantages(self, rewards_G):
+        return rewards_G[1:] - rewards_G[:-1]
+
+class Unbounded(Reinforce):
+    def advantages(self, rewards_G):
+        return (rewards_G - rewards_G.mean()) / rewards_G.std()
+
+class Beyond(Reinforce):
+    def advantages(self, rewards_G):
+        return rewards_G[[len(rewards_G)]]
+
+class Batch(Reinforce):
+    def batch_advantages(self, groups):
+        return [group.rewards_G for group in groups[1:]]
+
 def function(config):
     return None
 """
@@ -239,9 +259,20 @@ def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
         ("Absent", "no function 'Absent'"),
         ("Half", "does not define token_loss"),
         ("Broken", r"raised ValueError: no such option \(being made; .*own.py"),
+        ("Scalar", r"advantages of the .*Scalar returned the scalar 0.5 for 8 rollouts"),
+        ("Short", r"returned an array of shape \(7,\) for 8 rollouts with the rewards \[0, 1, 0, 1, ...\]"),
+        ("Unbounded", r"returned \[nan, .* not finite for 8 rollouts with the rewards \[1, 1"),
+        ("Beyond", r"raised IndexError: .*own.py, line .*, in advantages"),
+        ("Batch", "batch_advantages of the .* returned 2 arrays for 3 groups"),
     ):
         with pytest.raises(InputError, match=said):
             configured(run={"algorithm": f"{file}:{name}"})
+
+
+def test_advantages_of_equal_rewards_are_asked_only_where_such_groups_are_trained_on(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ALGORITHM)
+    configured(run={"algorithm": f"{file}:Unbounded"}, filter={"groups": "drop"})
 
 
 def test_a_users_loss_replaces_the_algorithms_with_its_options_and_metrics(losses: Path, tmp_path: Path) -> None:

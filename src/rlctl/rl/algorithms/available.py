@@ -12,6 +12,7 @@ from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.schema import RlctlConfig
 from rlctl.envs.user_function import UserCode, is_reference
 from rlctl.errors import ConfigError, InputError, suggest
+from rlctl.rl.algorithms.advantage_trial import require_advantages
 from rlctl.rl.algorithms.algorithm import NAMES_OF_A_STEP, Algorithm
 from rlctl.rl.algorithms.user_loss import UserLoss
 
@@ -75,6 +76,8 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
     if missing := sorted(algorithm.requires - config.logprobs_needed):
         needs = ",".join(sorted(algorithm.requires | config.logprobs_needed))
         raise ConfigError(f"The {what} needs {' and '.join(missing)}.", f"Add --set loss.needs=[{needs}].")
+    if config.run.algorithm not in OWN and algorithm.rows == "prompts":
+        require_advantages(algorithm, what)
     if config.loss.function:
         loss = UserLoss.tried(config.loss.function, config.loss, algorithm.needs, algorithm.teacher_top)
         algorithm.use(loss)
