@@ -24,7 +24,7 @@ from rlctl import cli
 from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptSource
 from rlctl.envs.scorers import RewardPlan
 from rlctl.telemetry.metrics import read_metrics
 from support.runs import REWARD, TASK
@@ -203,7 +203,7 @@ def test_checks_of_the_machine(command: str, place: Path, capsys: pytest.Capture
     assert code in (0, 3), capsys.readouterr().err
 
 
-def untried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> RewardPlan:
+def untried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
     return plan
 
 

@@ -134,7 +134,7 @@ def test_a_dry_run_of_several_sources_shows_each_with_its_share_and_reward(files
         "sums.jsonl: answer: the last number of the completion (the reference answers are numbers)",
         "sums.jsonl: accuracy: exact-match",
         "words.jsonl: reward: math-verify",
-        "words.jsonl: answer: the whole completion (reward.extract)",
+        "words.jsonl: answer: the whole completion without thoughts (reward.extract)",
         "words.jsonl: accuracy: math-verify",
     ]
     assert shown["config"]["data.sources"]["value"][0] == {"name": "sums.jsonl", "weight": 3.0}

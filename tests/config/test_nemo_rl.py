@@ -1032,10 +1032,11 @@ def test_keys_that_a_recipe_leaves_out_have_nemo_rl_s_values(
 
 @pytest.mark.parametrize("completion", [
     r"So \boxed{42}.", "The answer is 42.", "We get $x = 42$ here", "42", r"First \boxed{7}, but it is 42",
-    r"\boxed{42} or \boxed{7}", r"\boxed{7} or \boxed{42}", "no number",
+    r"\boxed{42} or \boxed{7}", "no number",
 ])  # fmt: skip
 def test_the_reward_of_math_is_nemo_rl_s(completion: str, tmp_path: Path) -> None:
-    """Its verifier looks in the whole completion for an expression, or for LaTeX, and a box is only one form of it."""
+    """Its verifier looks in the whole completion for an expression, or for LaTeX, and a box is only one form of it. It
+    joins boxes side by side into one answer, though, and with rlctl the last one decides."""
     theirs = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
     (tmp_path / "rows.jsonl").write_text('{"problem": "What is 6 x 7?", "answer": "42"}\n')
     config = resolve(files=[RECIPES / "megatron_form.yaml"], environment={}).config

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,8 +160,63 @@ def test_a_note_says_when_the_reference_answer_itself_is_not_found_right(tmp_pat
     source = jsonl(tmp_path, {"prompt": "Capital of France?", "answer": "Paris"})
     plan = prepare_rewards(reward("exact-match", extract="last-number"), source)
     assert len(plan.notes) == 1
-    assert "exact-match gives the reference answer" in plan.notes[0]
+    assert "exact-match calls the reference answers of 1 of the 1 rows wrong" in plan.notes[0]
     assert plan.notes[0] in plan.describe()
+
+
+def test_rows_that_can_never_be_right_are_counted_and_shown(tmp_path: Path) -> None:
+    answers = [*map(str, range(20)), "blue", "3:4", *["red"] * 10]
+    source = jsonl(tmp_path, *({"prompt": "q", "answer": answer} for answer in answers))
+    (note,) = prepare_rewards(reward("exact-match"), source).notes
+    assert "the reference answers of 12 of the 32 rows wrong" in note
+    assert [f"line {number}," in note for number in (20, 21, 22, 23, 24)] == [False, True, True, True, False]
+    assert "'blue', has 0" in note
+    assert prepare_rewards(reward("exact-match", extract="last-line"), source).notes == ()
+
+
+def test_of_many_rows_some_are_tried_and_their_number_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.envs.rewards.SAMPLED_ROWS", 50)
+    source = jsonl(tmp_path, *({"prompt": "q", "answer": "x" if n % 2 else "1"} for n in range(199)))
+    (note,) = prepare_rewards(reward("exact-match", extract="last-number"), source).notes
+    assert re.search(r"of 2\d of the 50 rows tried of 199 wrong", note)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(completion): return float(completion.split()[0] != '')", ["IndexError", "The completion was ''"]),
+        ("import re\ndef score(completion): return int(re.findall(r'[0-9]', completion + '1')[1])",
+         ["IndexError", "The completion was ''"]),
+        ("def score(completion): return float(1 / (len(completion) < 9000))", ["ZeroDivisionError", "It goes on"]),
+        ("def score(completions): return [1.0]", ["returned a list of 1 for 5 completions"]),
+        ("def score(completions): return [1.0 for one in set(completions)] + [0.0] * 9", ["returned a list of"]),
+        ("def score(completions): return 1.0", ["returned 1.0"]),
+    ],
+)  # fmt: skip
+def test_functions_are_tried_on_a_batch_of_what_models_write(tmp_path: Path, code: str, words: list[str]) -> None:
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "12 34"}, {"prompt": "q", "answer": "56 78"})
+    with pytest.raises(InputError) as raised:
+        prepare_rewards(reward(user_file(tmp_path, code)), source)
+    assert all(word in str(raised.value) for word in ["mine.py:score", *words])
+
+
+def test_a_function_that_never_varies_and_one_that_may_fail_are_told(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "12"})
+    name = user_file(tmp_path, "def score(completion): return 0.25")
+    (note,) = prepare_rewards(reward(name), source).notes
+    assert "score gives 0.25 to all trial completions" in note
+    name = user_file(tmp_path, "def score(completion): return len(completion.split()[0])", "other.py")
+    settings = reward(name).model_copy(update={"on_error": "zero"})
+    (note,) = prepare_rewards(settings, source).notes
+    assert "score fails on 1 of 4 trial completions" in note
+    assert "IndexError" in note
+
+
+def test_a_right_answer_is_an_answer(tmp_path: Path) -> None:
+    """NeMo-RL's tagged answer needs no end tag."""
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "5"})
+    scores = score(prepare_rewards(reward("tagged-answer"), source), source, "<answer>5", "<answer>6", "5")
+    assert (scores.accuracies, scores.answered) == ((1, 0, 1), (True, False, True))
 
 
 BATCHED = """
@@ -325,11 +382,34 @@ def test_a_function_out_of_time_is_named_with_its_row(tmp_path: Path) -> None:
         "import time\ndef score(completion, answer):\n    time.sleep(60 if completion == 'slow' else 0)\n    return 1\n"
     )
     source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
-    plan = prepare_rewards(reward(user_file(tmp_path, code), timeout_s=2.0), source)
-    with pytest.raises(
-        WaitTimeoutError, match=r"reward\.timeout_s = 2 s: scorer .*mine\.py:score was at .*line 1.*1 of"
-    ):
-        score(plan, source, "quick", "slow")
+    plan = prepare_rewards(reward(user_file(tmp_path, code), timeout_s=4.0), source)
+    why = r"reward\.timeout_s = 4 s: scorer .*mine\.py:score was at .*line 1.*1 of"
+    with pytest.raises(WaitTimeoutError, match=why):
+        score(replace(plan, on_error="stop"), source, "quick", "slow")
+    scores = score(plan, source, "quick", "slow", "quick")
+    assert scores.rewards == (1, None, 1)
+    assert re.search(why, scores.dropped[0])
+
+
+def test_slow_expressions_cost_their_own_scores_alone(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": r"Write it in \boxed{}.", "answer": "5"})
+    plan = prepare_rewards(reward("math-verify", timeout_s=8.0), source)
+    slow, right = r"\boxed{10^{10^{10}}}", r"\boxed{5}"
+    scores = score(plan, source, *[slow] * 4, *[right] * 4)
+    assert scores.rewards == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert scores.failures == 4
+    with pytest.raises(WaitTimeoutError, match=r"reward\.timeout_s = 2 s: scorer math-verify was at .*line 1"):
+        score(replace(plan, timeout_s=2.0, on_error="stop"), source, *[slow] * 4)
+
+
+def test_much_to_score_is_dealt_to_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring_process, "WORK_A_PROCESS", 8)
+    monkeypatch.setattr(scoring_process.os, "sched_getaffinity", lambda _: range(2))
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    with closing(scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))) as process:
+        work = [scoring_process.Work(0, str(source[0].answer if n % 3 else "x"), source[0]) for n in range(64)]
+        assert [one.value for one in process.score(work)] == [float(n % 3 > 0) for n in range(64)]
+        assert all(lane._child.connection for lane in process.lanes)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +445,7 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
     source = gym("chain_sum", max_terms=2, max_digits=1)
     process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))
     process.start()
-    for child in psutil.Process(process._child._process.pid).children(recursive=True):
+    for child in psutil.Process(process.lanes[0]._child._process.pid).children(recursive=True):
         child.kill()  # as the kernel does where memory is short
     scores = process.score([scoring_process.Work(0, str(source[0].answer), source[0])] * 2)
     process.close()

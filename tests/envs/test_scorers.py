@@ -99,6 +99,12 @@ def test_a_task_without_reference_answers_scores_by_its_own_rules() -> None:
         ("1,000", "1000", 1),
         ("42", "43", 0),
         ("42", "", 0),
+        ("2,3", "23", 0),
+        ("23", "2,3", 0),
+        ("2,3", "2,3", 1),
+        ("10{,}000", "10000", 1),
+        ("10000", r"$10\,000$", 1),
+        ("4210_5", "42105", 0),
     ],
 )
 def test_exact_match(answer: object, completion: str, score: float) -> None:
@@ -155,10 +161,55 @@ def test_exact_match(answer: object, completion: str, score: float) -> None:
         ("3", "3.1", 0),
         ("0.33", r"\frac{1}{3}", 0),
         ("7", "7, or perhaps 8", 0),
+        # the last box decides, and what is thought is no answer
+        ("7", "<think>\n\\boxed{6}? No.\n</think>\n\nThe answer is \\boxed{7}.", 1),
+        ("7", "<think>\n3 + 4 = \\boxed{7}. But wait, maybe", 0),
+        ("7", "<think>7</think> I do not know.", 0),
+        ("7", r"\boxed{6}, \boxed{7}", 1),
+        ("6", r"\boxed{6}, \boxed{7}", 0),
+        ("5", r"I write \boxed{}. It is 5.", 1),
+        ("5", r"\boxed{5", 0),
+        ("5", r"It is $\boxed 5$.", 1),
+        ("7", r"\fbox{7}", 1),
+        ("0.5", r"\boxed{.5}", 1),
+        ("5", "The answer is .5", 0),
+        ("23", r"\boxed{2,3}", 0),
+        ("2,3", r"\boxed{23}", 0),
+        ("100000", r"\boxed{1e5}", 1),
     ],
 )
 def test_math_verify_compares_expressions_not_texts(answer: object, completion: str, score: float) -> None:
     assert MathVerify(None)(completion, row(answer)) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        (r"11.\overline{36}", "11"),
+        (r"0.\overline{3}", "0"),
+        (r"2^{\mathrm{10}}", "2"),
+        (r"7 \operatorname{mod} 3", "3"),
+        (r"11.\dot{3}", "11"),
+        (r"3 \bmod 7", "7"),
+    ],
+)
+def test_a_number_in_an_answer_that_latex_cannot_read_is_not_the_answer(answer: str, part: str) -> None:
+    """NeMo-RL reads references by math-verify's LaTeX target alone, for which none of these is its number."""
+    from math_verify import parse, verify
+    from math_verify.parser import LatexExtractionConfig
+
+    assert not verify(parse(rf"\boxed{{{answer}}}", extraction_config=[LatexExtractionConfig()]), parse(part))
+    for form in (r"\boxed{%s}", "The answer is $%s$.", "<answer>%s</answer>"):
+        assert MathVerify(None)(form % part, row(answer)) == 0
+    for form in (r"\boxed{%s}", "<answer>%s</answer>"):
+        assert MathVerify(None)(form % answer, row(answer)) == 1
+        assert MathVerify(None)(form % answer, row(part)) == 0
+
+
+def test_math_verify_in_prompts_that_begin_a_thought() -> None:
+    scorer = MathVerify(None, opened=True)
+    assert scorer(r"3 + 4 = \boxed{7}. But wait", row("7")) == 0
+    assert scorer(r"\boxed{6}? No.</think>\boxed{7}", row("7")) == 1
 
 
 @pytest.mark.parametrize(

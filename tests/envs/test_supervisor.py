@@ -77,7 +77,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def processes_of(process: ScoringProcess) -> list[int]:
     """Return the outer supervisor, the inner one, and the process that scores."""
-    found = [process._child._process.pid]
+    found = [process.lanes[0]._child._process.pid]
     while len(found) < 3:
         found.append(psutil.Process(found[-1]).children()[0].pid)
     return found

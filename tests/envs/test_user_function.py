@@ -122,3 +122,86 @@ def test_a_function_that_takes_turns_gets_all_of_an_episode(tmp_path: Path) -> N
     with closing(RewardWorker(plan, lambda handle: handle)) as worker:  # type: ignore[arg-type,return-value]
         (found,) = worker.score([ScoreRequest(ROWS[0], ["b", "d"], episodes)])
     assert found.rewards == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("numpy.bool_(True)", 1.0),
+        ("numpy.array(0.25)", 0.25),
+        ("decimal.Decimal('0.5')", 0.5),
+        ("fractions.Fraction(1, 4)", 0.25),
+        ("True", 1.0),
+    ],
+)
+def test_numbers_of_other_libraries_are_rewards(tmp_path: Path, value: str, expected: float) -> None:
+    file = tmp_path / "mine.py"
+    imports = "import decimal, fractions, numpy\n"
+    file.write_text(
+        f"{imports}def one(completion): return {value}\ndef many(completions): return [{value}] * len(completions)\n"
+    )
+    one, many = (user_scorer(f"{file}:{name}") for name in ("one", "many"))
+    assert one("a", ROWS[0]) == expected
+    assert many.score_all(["a", "b"], ROWS[:2]) == [expected] * 2
+
+
+@pytest.mark.parametrize("value", ["'1'", "1j", "None", "[1.0]", "decimal.Decimal('NaN')", "decimal.Decimal('1e400')"])
+def test_what_is_no_finite_number_is_refused(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import decimal\ndef one(completion): return {value}\n")
+    with pytest.raises(InputError, match=r"returned .* for d\.jsonl, line 1.* finite number"):
+        user_scorer(f"{file}:one")("a", ROWS[0])
+
+
+ASYNC = """
+import asyncio
+running, most, loops = 0, 0, set()
+
+async def one(completion):
+    global running, most
+    loops.add(id(asyncio.get_running_loop()))
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.05)
+    running -= 1
+    return float(completion) + 100 * most + 1000 * len(loops)
+
+async def many(completions):
+    await asyncio.sleep(0)
+    return [float(text) for text in completions]
+"""
+
+
+def test_async_functions_are_awaited_and_those_of_one_completion_at_the_same_time(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ASYNC)
+    terms = tuple(RewardTerm(name=f"{file}:{name}") for name in ("one", "many"))
+    plan = RewardPlan(terms, "full", None, None, None, 60.0)
+    with closing(ScoringProcess(plan)) as process:
+        for _ in range(2):  # in one event loop
+            scores = process.score([Work(n, text, ROWS[0]) for n in range(2) for text in ("1", "2", "x")])
+            assert [score.value for score in scores] == [1301.0, 1302.0, None, 1.0, 2.0, None]
+    assert "could not convert" in str(scores[2].failure)
+
+
+def test_a_list_of_the_wrong_length_is_no_completion_s_fault(tmp_path: Path) -> None:
+    """Called with one completion after the other, the function would seem to be right."""
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completions): return [1.0]\n")
+    plan = RewardPlan((RewardTerm(name=f"{file}:score"),), "full", None, None, None, 60.0)
+    with closing(ScoringProcess(plan)) as process:
+        for score in process.score([Work(0, text, ROWS[0]) for text in "abc"]):
+            assert score.value is None
+            assert "returned a list of 1 for 3" in str(score.failure)
+
+
+def test_an_async_call_that_hangs_costs_its_own_completion(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import asyncio\nasync def score(completion):\n    await asyncio.sleep(float(completion))\n    return 1\n"
+    )
+    plan = RewardPlan((RewardTerm(name=f"{file}:score"),), "full", None, None, None, 4.0)
+    with closing(ScoringProcess(plan)) as process:
+        scores = process.score([Work(0, text, ROWS[0]) for text in ("0", "60", "0")])
+    assert [score.value for score in scores] == [1.0, None, 1.0]
+    assert "took longer than 3 s to score d.jsonl, line 1" in str(scores[1].failure)

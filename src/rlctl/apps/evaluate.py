@@ -336,6 +336,10 @@ class Encoded:
         )
         return cls(candidate, job, encoders, prompts, identity, play)
 
+    def opens_thought(self, task: Task) -> bool:
+        """Whether completions begin inside of a thought."""
+        return self.encoders[task.label].opens_thought
+
     def sampling(self, task: Task) -> Sampling:
         encoder = self.encoders[task.label]
         return Sampling.from_config(
@@ -396,7 +400,8 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
             with contextlib.ExitStack() as stack:
                 scorer = None
                 if task.rewards is not None:
-                    scorer = stack.enter_context(contextlib.closing(RewardWorker(task.rewards, fetch)))
+                    rewards = replace(task.rewards, opened=one.opens_thought(task))
+                    scorer = stack.enter_context(contextlib.closing(RewardWorker(rewards, fetch)))
                 for part in _calls(missing[task.label], max(FEWEST_A_CALL, CALLS_AHEAD * at_once)):
                     file.add(_scored(one, task, part, engines, scorer))
                     progress.advance(f"{one.candidate.label}, {task.label}", sum(map(len, part.values())))
@@ -455,7 +460,7 @@ def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sam
         "answer": group.prompt.answer,
         "completion": text,
         **({"turns": [asdict(turn) for turn in turns]} if turns else {}),
-        "answer_given": vote(text, task.rewards.extraction if task.rewards else "full"),
+        "answer_given": vote(text, task.rewards.extraction if task.rewards else "full", opened=one.opens_thought(task)),
         # Without a scorer of reference answers it is right where the reward is full.
         "right": ((rollout.reward if rollout.accuracy is None else rollout.accuracy) or 0.0) >= 1,
         "score": rollout.reward or 0.0,

@@ -259,7 +259,9 @@ def prepare_job(
     if teacher and config.teacher.model and not config.teacher.own_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed, completion, apart=True) if _scores(config, prompts) else None
+    rewards = None
+    if _scores(config, prompts):
+        rewards = mixed_rewards(listed, completion, apart=True, opened=prompts.encoder.opens_thought)
     if isinstance(prompts, TextStream):
         validation = HeldOutTexts.open(config, prompts, source.directory)
     else:

@@ -56,7 +56,7 @@ def episodes_job(
     for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed) if any_reward(listed) else None
+    rewards = mixed_rewards(listed, opened=prompts.encoder.opens_thought) if any_reward(listed) else None
     if rewards is None and prompts.environment is None:
         raise InputError(
             "There is no environment and no reward: nothing to look at.", "Give --env, --tool or --reward."

@@ -243,6 +243,11 @@ class PromptEncoder:
         return ids[0] if ids and ids[0] in self.special else None
 
     @cached_property
+    def opens_thought(self) -> bool:
+        """Whether prompts end with the mark that begins a thought, so that completions begin inside of it."""
+        return self.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
+
+    @cached_property
     def special(self) -> set[int]:
         """The special tokens."""
         added = self.tokenizer.added_tokens_decoder.items()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import random
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from numbers import Real
@@ -127,6 +129,15 @@ class PromptSource:
             identity={**self.fingerprint(), **identity},
             checked=min(len(rows), self.checked),
         )
+
+    def sample(self, most: int) -> list[PromptRow]:
+        """Return all rows in order, or of more than `most` the first and a fixed random choice of others. A row that
+        cannot be read is left out, unless it is the first."""
+        rows, later = [self[0]], range(1, self.size)
+        for index in later if self.size <= most else sorted(random.Random(0).sample(later, most - 1)):
+            with suppress(InputError):
+                rows.append(self[index])
+        return rows
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the manifest keeps, to tell on resume whether the data is still the same."""

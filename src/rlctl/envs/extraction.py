@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 from typing import Final, Literal
 
@@ -16,17 +17,32 @@ DESCRIPTION: dict[Extraction, str] = {
     "boxed": r"the last \boxed{...} of the completion",
     "answer-tag": "the last <answer>...</answer> of the completion",
     "choice": "the letter of the option that the completion settles on",
-    "full": "the whole completion",
+    "full": "the whole completion without thoughts",
 }
-SAMPLED_ROWS = 16
+SAMPLED_ROWS, GENERATED_ROWS = 2000, 32
+"""Rows by which the way of extraction is chosen, and whose reference answers are scored before a run: of data, and of a
+task that makes its rows."""
 LONGEST_NUMBER = 100
 """Digits before or behind the point from which on a number is written with an exponent, as `1E+9999999`."""
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 """Arithmetic that rounds nothing, whatever number a model writes."""
 
 # A minus is a sign only where no operand stands right before it: `5-3` ends in 3, `= -3` in -3.
-_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_BRACE = re.compile(r"\\boxed\{|[{}]")
+# Groups of three digits, or as in India two (`1,00,000`). A point begins a number only where no word or number ends.
+_WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+"
+_EXPONENT = r"(?:[eE][-+]?\d+)?"
+_NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:(?:{_WHOLE})(?:\.\d+)?|(?<![\w.)\]}}])\.\d+){_EXPONENT}")
+_NUMBER_ALONE = re.compile(rf"[-+]?(?:(?:{_WHOLE})(?:\.\d*)?|\.\d+){_EXPONENT}")
+_SEPARATOR = r"(?:\{,\}|,\\!|\\[,;:! ]|['_\u2019\u2009\u202f\u00a0])"
+_GROUPED = re.compile(rf"(?<!\d)\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
+"""A number whose thousands are separated by something else than a plain comma, as in LaTeX."""
+_BOX = r"\\(?:boxed|fbox)"
+_BRACE = re.compile(rf"{_BOX}\s*\{{|[{{}}]")
+# `\boxed 5`: TeX's box without braces, of a number, a command or one letter.
+_BARE_BOX = re.compile(
+    rf"{_BOX}(?:\s+|(?![A-Za-z]))(?=[-+.\d(\[\\]|[A-Za-z](?![A-Za-z]))(?!\\[)\]])"
+    r"((?:\\[A-Za-z]+|\{[^{}]*\}|[^\s${}\\]|\\[^)\]])+)"
+)
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 # `A` and `I` before a word in small letters are words themselves, unless that word goes on from an answer.
@@ -47,12 +63,38 @@ _CHOICES = (
 )  # fmt: skip
 
 
-def extract(completion: str, how: Extraction) -> str | None:
-    """Return the answer in the completion, stripped; None where there is none of the kind looked for."""
+THOUGHTS: Final = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+)
+"""The marks around thoughts: of most models, Magistral, Command A, and gpt-oss."""
+
+
+def without_thoughts(completion: str, *, opened: bool = False, unfinished: bool = False) -> str:
+    """Return a completion without its thoughts. `opened`: the prompt ends with the mark that begins one. A thought
+    without an end reaches to the end of the text; `unfinished` keeps what such a thought says."""
+    for begin, end in THOUGHTS:
+        if opened and begin == THOUGHTS[0][0] and not completion.lstrip().startswith(begin):
+            completion = begin + completion
+        if begin not in completion and end not in completion:
+            continue
+        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", "", completion, flags=re.DOTALL)
+        text = text.rpartition(end)[2]  # the prompt had opened it
+        said, found, thought = text.partition(begin)
+        completion = said + thought if found and unfinished else said
+    return completion
+
+
+def extract(completion: str, how: Extraction, *, opened: bool = False) -> str | None:
+    """Return the answer in the completion, stripped; None where there is none of the kind looked for. Thoughts are left
+    out; `opened` as in `without_thoughts`. The tags of an answer also end a thought that has no end."""
+    completion = without_thoughts(completion, opened=opened, unfinished=how == "answer-tag")
     match how:
         case "last-number":
-            found = _NUMBER.findall(completion.replace("\N{MINUS SIGN}", "-"))
-            return found[-1].replace(",", "").lstrip("+") if found else None  # plain digits
+            found = _NUMBER.findall(readable_math(completion))
+            return re.sub(r"^(-?)\.", r"\g<1>0.", found[-1].replace(",", "").lstrip("+")) if found else None
         case "last-line":
             lines = completion.strip().splitlines()
             return lines[-1].strip() if lines else None
@@ -69,14 +111,21 @@ def extract(completion: str, how: Extraction) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return contents of the last `\boxed{...}` whose braces close, in one pass over the text."""
+    r"""Return contents of the last `\boxed{...}` or `\fbox{...}` whose braces close, or of a later `\boxed 5`."""
     opened, last, found = list[int](), -1, None
+    for bare in _BARE_BOX.finditer(text):
+        last, found = bare.start(), bare[1].rstrip(".,;:")
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(-1 if brace[0] == "{" else brace.end())
         elif opened and (begin := opened.pop()) > last:
             last, found = begin, text[begin : brace.start()].strip()
     return found
+
+
+def opens_box(text: str) -> bool:
+    r"""Return whether there is a `\boxed{`, which need not close."""
+    return any(brace[0] not in "{}" for brace in _BRACE.finditer(text))
 
 
 def _choice(text: str) -> str | None:
@@ -91,36 +140,49 @@ def _choice(text: str) -> str | None:
     return None
 
 
-def vote(completion: str, how: Extraction) -> str | None:
+def vote(completion: str, how: Extraction, *, opened: bool = False) -> str | None:
     """Return the answer as it is counted: numbers by their value, texts without spaces and dollars of LaTeX."""
-    answer = extract(completion, how)
+    answer = extract(completion, how, opened=opened)
     if answer is None:
         return None
-    number = as_number(readable_math(answer))
-    if number is not None:
-        exact = number.normalize(_EXACT) if number else Decimal(0)  # and not -0
-        return format(exact, "f") if abs(exact.adjusted()) < LONGEST_NUMBER else str(exact)
-    return re.sub(r"\s+|\\[,;:! ]|\$|\.$", "", answer).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    return plain_number(answer) or unspaced(answer)
+
+
+def plain_number(text: object) -> str | None:
+    """Return a text that is one number in digits that are equal for equal numbers; None for any other text."""
+    number = as_number(text)
+    if number is None:
+        return None
+    exact = number.normalize(_EXACT) if number else Decimal(0)  # and not -0
+    return format(exact, "f") if abs(exact.adjusted()) < LONGEST_NUMBER else str(exact)
+
+
+def unspaced(text: str) -> str:
+    """Return an expression without spaces and dollars of LaTeX, for comparisons as text."""
+    return re.sub(r"\s+|\\[,;:! ]|\$|\.$", "", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
 
 
 def readable_math(text: str) -> str:
     """Return the text with a plain minus, without dollars that are money, and thousands as plain digits."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{NON-BREAKING HYPHEN}", "-").replace(r"\$", "")
-    return re.sub(r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", "", text)
+    return _GROUPED.sub(lambda number: re.sub(_SEPARATOR, "", number[0]), text)
 
 
 def as_number(text: object) -> Decimal | None:
-    """Return the value of a text that is one number (grouping commas allowed), else None."""
+    """Return the value of a text that is one number (grouping commas allowed, as in `1,234`), else None."""
+    digits = readable_math(str(text)).strip().strip("$").strip()
+    if not _NUMBER_ALONE.fullmatch(digits):
+        return None
     try:
-        value = Decimal(str(text).strip().replace(",", ""))
+        value = Decimal(digits.replace(",", ""))
     except InvalidOperation:
         return None
     return value if value.is_finite() else None
 
 
 def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
-    """Choose how answers are taken out of completions for this source; return that and why."""
-    rows = [source[index] for index in range(min(len(source), SAMPLED_ROWS))]
+    """Choose how answers are taken out of completions for this source, by most of its rows; return that and why."""
+    rows = source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS)
     told = source.instructions + "\n" + rows[0].question
     answers = [row.answer for row in rows if row.answer is not None]
     if "<answer>" in told:
@@ -129,18 +191,32 @@ def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
         return "boxed", r"the prompts ask for \boxed"
     if not answers:
         return "full", "there are no reference answers to go by"
-    if all(as_number(answer) is not None for answer in answers):
-        return "last-number", "the reference answers are numbers"
-    if any("\n" in str(answer) for answer in answers):
-        return "full", "reference answers have several lines"
-    return "last-line", "the reference answers are single lines"
+    numbers, long = (sum(map(is_so, answers)) for is_so in (_is_number, _has_lines))
+    if 2 * numbers >= len(answers):
+        return "last-number", f"{_share(numbers, answers)} reference answers are numbers"
+    if 2 * long >= len(answers):
+        return "full", f"{_share(long, answers)} reference answers have several lines"
+    return "last-line", f"{_share(len(answers) - long, answers)} reference answers are single lines"
 
 
-def written_as(answer: str, how: str) -> str:
+def _is_number(answer: object) -> bool:
+    return as_number(answer) is not None
+
+
+def _has_lines(answer: object) -> bool:
+    return "\n" in str(answer)
+
+
+def _share(count: int, answers: Sequence[object]) -> str:
+    return "the" if count == len(answers) else f"{count:,} of the {len(answers):,}"
+
+
+def written_as(answer: str, how: str, *, opened: bool = False) -> str:
     """Return a completion from which `extract`, or a scorer that looks for it by itself, takes `answer`."""
     tagged = f"<answer>{answer}</answer>"
     forms = {"boxed": rf"\boxed{{{answer}}}", "answer-tag": tagged, "tagged-answer": f"<think></think>\n{tagged}"}
-    return (forms | {"dapo-math": f"Answer: {answer}"}).get(how, answer)
+    written = (forms | {"dapo-math": f"Answer: {answer}"}).get(how, answer)
+    return f"{THOUGHTS[0][1]}\n{written}" if opened and how != "tagged-answer" else written
 
 
 LOOKED_AT: Final = 300

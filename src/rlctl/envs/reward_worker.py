@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.envs.reward_model import ModelTexts
 from rlctl.envs.scorers import MixedRewards, RewardPlan, Rewards
-from rlctl.envs.scoring_process import Score, ScoringProcess, Work
+from rlctl.envs.scoring_process import Score, ScoringProcess, Work, at_once
 from rlctl.envs.user_function import LARGEST_REWARD, TURNS
 from rlctl.errors import InputError
 
@@ -111,7 +112,8 @@ class RewardWorker:
         """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`. `given`
         has what the reward model gives each text of each group, or why it cannot be read."""
         found: dict[int, GroupScores] = {}
-        for source, plan in self._plans.items():
+
+        def score_source(source: str, plan: RewardPlan) -> None:
             process, model = self._processes.get(source), self._models.get(source)
             own = process.plan.scorers if process is not None else ()
             texts = {i: self._fetch(one.texts) for i, one in enumerate(requests) if one.row.source == source}
@@ -129,6 +131,8 @@ class RewardWorker:
                     by_scorer[model] = [_given(plan, value) for value in given[i]]
                 in_order = [by_scorer[name] for name in plan.scorers]
                 found[i] = self._group_scores(plan, requests[i], group, in_order)
+
+        at_once([partial(score_source, source, plan) for source, plan in self._plans.items()])
         return [found[i] for i in range(len(requests))]
 
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
@@ -154,15 +158,16 @@ class RewardWorker:
             for scores in zip(*scores_by_scorer, strict=True)
         ]
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        right = None if plan.accuracy_by is None else values[plan.accuracy_by]
+        scored = None if plan.accuracy_by is None else values[plan.accuracy_by]
+        accuracies = None if scored is None else tuple(float(value is not None and value >= 1.0) for value in scored)
         return GroupScores(
             rewards=tuple(
                 None if why else weighted_sum(plan.terms, scores, request.row)
                 for scores, why in zip(rollouts, lost, strict=True)
             ),
-            accuracies=None if right is None else tuple(float(value is not None and value >= 1.0) for value in right),
+            accuracies=accuracies,
             terms=dict(zip(plan.labels, values.values(), strict=True)),
-            answered=plan.answers(texts),
+            answered=plan.answers(texts, accuracies),
             failures=sum(map(len, failed.values())),
             dropped=tuple(filter(None, lost)),
         )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from rlctl.checkpoints.model_source import require_name_or_directory
 from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
-from rlctl.config.schema import MODEL, RewardConfig, RewardTerm, SourceReward
+from rlctl.config.schema import MODEL, OnError, RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
-from rlctl.envs.extraction import choose_extraction
+from rlctl.envs.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
 from rlctl.envs.reward_model import reward_model
 from rlctl.envs.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
-from rlctl.envs.scoring_process import ScoringProcess, Work, outcomes
+from rlctl.envs.scoring_process import LATE, Score, ScoringProcess, Work, outcomes
 from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError, RlctlError, suggest
 
@@ -23,21 +25,29 @@ QUICK = frozenset(("task", "exact-match"))
 
 
 def prepare_rewards(
-    reward: RewardConfig, source: PromptSource, completion: str | None = None, *, apart: bool = False
+    reward: RewardConfig,
+    source: PromptSource,
+    completion: str | None = None,
+    *,
+    apart: bool = False,
+    opened: bool = False,
 ) -> RewardPlan:
-    """Return the plan for this reward on this source, every scorer tried once on the first row's reference answer.
+    """Return the plan for this reward on this source, after a trial of every scorer (`tried`).
 
-    `completion` is tried too. `apart`: a reward model is computed by the training engine, and is not tried. Raises
-    InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
+    `completion` is tried too. `apart`: a reward model is computed by the training engine, and is not tried. `opened`:
+    prompts end inside of a thought. Raises InputError for a scorer that is unknown, does not fit the data, cannot be
+    loaded, or raises.
     """
     terms = _checked_terms(reward, source)
     names = [term.name for term in terms]
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
     accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
-    plan = RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
+    plan = RewardPlan(
+        terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened
+    )
     own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
-    return replace(tried(replace(plan, terms=own), source[0], completion) if own else plan, terms=terms)
+    return replace(tried(replace(plan, terms=own), source, completion) if own else plan, terms=terms)
 
 
 def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTerm, ...]:
@@ -68,11 +78,18 @@ def require_usable(reward: RewardConfig, label: str) -> str:
 
 
 def mixed_rewards(
-    sources: Iterable[tuple[str, RewardConfig, PromptSource]], completion: str | None = None, *, apart: bool = False
+    sources: Iterable[tuple[str, RewardConfig, PromptSource]],
+    completion: str | None = None,
+    *,
+    apart: bool = False,
+    opened: bool = False,
 ) -> Rewards:
-    """Return the plan of one source or of several by their labels; `completion` and `apart` as `prepare_rewards` takes
-    them."""
-    plans = {label: prepare_rewards(reward, source, completion, apart=apart) for label, reward, source in sources}
+    """Return the plan of one source or of several by their labels; the other arguments are those of
+    `prepare_rewards`."""
+    plans = {
+        label: prepare_rewards(reward, source, completion, apart=apart, opened=opened)
+        for label, reward, source in sources
+    }
     return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
 
 
@@ -135,31 +152,120 @@ def _checked_name(name: str, source: PromptSource) -> str:
     return name
 
 
-def tried(plan: RewardPlan, row: PromptRow, completion: str | None = None) -> RewardPlan:
-    """Return the plan with what its scorers give the row's own answer, and `completion`, and with notes on those that
-    do not find the reference answer right."""
+TRIED_S = 10.0
+"""Time after which no further reference answers are scored before a run."""
+ROWS_AT_ONCE = 128
+SHOWN_ROWS = 3
+LONG_TEXT = "It goes on and on, and there is no end. " * 500
+UNUSUAL = (("an empty text", ""), ("a text without numbers", "I do not know."), ("a long text", LONG_TEXT))
+"""Completions that models write, and that functions fail on which expect an answer."""
+
+
+def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
+    """Return the plan with what its scorers give the first row's own answer, and `completion`, and with notes on the
+    rows whose reference answers they do not find right, and on functions that give everything the same. Raises
+    InputError for a function that fails on a batch of completions that models write."""
+    row = source[0]
     own = plan.reference(row.answer if row.answer is not None else "")
     texts = [text for text in (own, completion) if text is not None]
     work = [Work(number, text, row) for text in texts for number in range(len(plan.scorers))]
-    if QUICK.issuperset(plan.scorers):  # they run no code of others
-        scores = []
-        for outcome in outcomes(work, plan, plan.build()):
-            if isinstance(outcome, RlctlError):
-                raise outcome
-            scores.append(outcome)
-    else:
-        with contextlib.closing(ScoringProcess(replace(plan, on_error="stop"))) as process:
-            scores = process.score(work)
-    trials = []
-    for number, text in enumerate(texts):
-        found = scores[number * len(plan.scorers) :][: len(plan.scorers)]
-        values = {term.name: score.value for term, score in zip(plan.terms, found, strict=True)}
-        applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
-        trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
-    notes = tuple(
-        f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
-        + (f" ({score.failure})" if score.failure else "")
-        for name, score in zip(plan.scorers, scores, strict=False)
-        if name in set(BUILT_IN) - set(OF_FORM) and score.value not in (None, 1) and row.answer is not None
-    )
-    return replace(plan, trials=tuple(trials), notes=notes)
+    with _scoring(plan) as score:
+        scores = score(work, "stop")
+        trials = []
+        for number, text in enumerate(texts):
+            found = scores[number * len(plan.scorers) :][: len(plan.scorers)]
+            values = {term.name: one.value for term, one in zip(plan.terms, found, strict=True)}
+            applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
+            trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
+        notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, source, score)]
+    return replace(plan, trials=tuple(trials), notes=tuple(notes))
+
+
+Scoring = Callable[[list[Work], OnError], list[Score]]
+
+
+@contextlib.contextmanager
+def _scoring(plan: RewardPlan) -> Iterator[Scoring]:
+    """Give the block a function that scores, in this process where the scorers run no code of others."""
+    if QUICK.issuperset(plan.scorers):
+        scorers = plan.build()
+
+        def score_here(work: list[Work], on_error: OnError) -> list[Score]:
+            scores = []
+            for outcome in outcomes(work, plan, scorers):
+                if isinstance(outcome, RlctlError):
+                    raise outcome
+                assert isinstance(outcome, Score)  # no limit of time was given
+                scores.append(outcome)
+            return scores
+
+        yield score_here
+        return
+    with contextlib.closing(ScoringProcess(plan)) as process:
+
+        def score(work: list[Work], on_error: OnError) -> list[Score]:
+            process.plan = replace(plan, on_error=on_error)
+            return process.score(work)
+
+        yield score
+
+
+def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
+    """Yield a note for each scorer that calls reference answers wrong."""
+    judging = [n for n, name in enumerate(plan.scorers) if name in BUILT_IN and name not in (*OF_FORM, "ifeval")]
+    if not judging:
+        return
+    rows = [row for row in source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS) if row.answer is not None]
+    wrong: dict[int, list[tuple[PromptRow, Score]]] = {number: [] for number in judging}
+    deadline, tried_rows = time.monotonic() + TRIED_S, 0
+    batches = -(-len(rows) // ROWS_AT_ONCE)
+    for first in range(batches):
+        batch = rows[first::batches]  # from everywhere in the data, where time allows only some
+        if tried_rows and time.monotonic() > deadline:
+            break
+        work = [Work(number, plan.reference(row.answer), row) for row in batch for number in judging]
+        for one, found in zip(work, score(work, "drop"), strict=True):
+            if found.value is not None and found.value < 1 and not (found.failure or "").startswith(LATE):
+                wrong[one.scorer].append((one.row, found))
+        tried_rows += len(batch)
+    of = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
+    for number, found in wrong.items():
+        if found:
+            shown = sorted(found, key=lambda one: one[0].index)[:SHOWN_ROWS]
+            yield (
+                f"note: {plan.scorers[number]} calls the reference answers of {len(found):,} of the {of} wrong, so "
+                f"these rows can never be right: {'; '.join(_shown(row, one) for row, one in shown)}"
+                f"{'; ...' if len(found) > len(shown) else ''}"
+            )
+
+
+def _shown(row: PromptRow, score: Score) -> str:
+    why = f" ({score.failure})" if score.failure else ""
+    return f"{row.where}, {textwrap.shorten(repr(row.answer), 60, placeholder=' ...')}, has {score.value:g}{why}"
+
+
+def _notes_of_functions(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
+    """Yield notes on the user's functions, which are called with a batch of completions that models write. Raises
+    InputError where one fails on it, unless it may fail (`reward.on_error=zero`)."""
+    own = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
+    if not own:
+        return
+    rows = [source[index] for index in range(min(2, len(source)))]
+    batch = [(plan.reference("" if row.answer is None else row.answer), row) for row in rows]
+    batch += [(text, rows[0]) for _, text in UNUSUAL]
+    for number in own:
+        try:
+            scores = score([Work(number, *one) for one in batch], "zero" if plan.on_error == "zero" else "stop")
+        except InputError as error:
+            raise InputError(
+                f"{error.message} That was a trial before the run, with completions that models write.",
+                error.hint or "Let the function take them, or set reward.on_error=zero, which gives 0 there.",
+            ) from error
+        label, values = plan.labels[number], [one.value for one in scores if one.value is not None]
+        if failed := [one.failure for one in scores if one.failure]:
+            yield f"note: {label} fails on {len(failed)} of {len(batch)} trial completions: {failed[0]}"
+        elif len(values) == len(batch) and len(set(values)) == 1:
+            yield (
+                f"note: {label} gives {values[0]:g} to all trial completions (reference answers, "
+                f"{', '.join(name for name, _ in UNUSUAL)}): nothing is learned from a reward that never varies"
+            )

@@ -20,12 +20,16 @@ from rlctl.envs.extraction import (
     answers_alike,
     as_number,
     extract,
+    opens_box,
+    plain_number,
     readable_math,
+    unspaced,
+    without_thoughts,
     written_as,
 )
 from rlctl.envs.reward_model import ModelScorer
 from rlctl.envs.user_function import user_scorer
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError, MachineError, RlctlError
 
 OF_FORM = ("tagged-integer", "tagged-format")
 """Scorers that look at how a completion is written, and at no reference answer."""
@@ -33,6 +37,8 @@ BY_THEMSELVES = ("dapo-math", "tagged-answer")
 """Scorers that look for the answer in a form of their own, whatever `reward.extract` is."""
 BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval", "tagged-answer", *OF_FORM)
 """Scorers of which rlctl knows what a failure means (0), rather than the user."""
+CALL_SHARE = 0.75
+"""Share of the time that a step has left which one call of a user's function may take, where others wait for it."""
 TAGGED = re.compile(r"<think>.*</think>\n<answer>.*</answer>\n?", re.DOTALL)
 
 
@@ -44,23 +50,26 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class BatchScorer(Protocol):
-    """Scores the completions of a step in one call; None where it does not apply to one."""
+    """Scores the completions of a step in one call; None where it does not apply to one, an error where it fails."""
 
-    def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]: ...
+    def score_all(
+        self, completions: Sequence[str], rows: Sequence[PromptRow]
+    ) -> Sequence[float | RlctlError | None]: ...
 
 
 class TaskScorer:
     """The scorer of a reasoning-gym task, on the extracted answer."""
 
-    def __init__(self, task: GymTask, extraction: Extraction) -> None:
+    def __init__(self, task: GymTask, extraction: Extraction, *, opened: bool = False) -> None:
         # Imports reasoning-gym with all its tasks: seconds.
         from rlctl.data.prompts import build_task
 
         self._dataset = build_task(task)
         self._extraction: Extraction = extraction
+        self._opened = opened
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        answer = extract(completion, self._extraction)
+        answer = extract(completion, self._extraction, opened=self._opened)
         if answer is None:
             return 0.0
         entry = {"question": row.prompt, "answer": row.answer, **row.fields}
@@ -74,11 +83,12 @@ class TaskScorer:
 class ExactMatch:
     """1 where the extracted answer is the reference: the same number, or the same text up to white space."""
 
-    def __init__(self, extraction: Extraction) -> None:
+    def __init__(self, extraction: Extraction, *, opened: bool = False) -> None:
         self._extraction: Extraction = extraction
+        self._opened = opened
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        answer = extract(completion, self._extraction)
+        answer = extract(completion, self._extraction, opened=self._opened)
         if answer is None:
             return 0.0
         reference, number = as_number(row.answer), as_number(answer)
@@ -90,37 +100,74 @@ class ExactMatch:
 class MathVerify:
     """1 where math-verify finds the completion's mathematical expression equal to the reference.
 
-    math-verify extracts by itself: `extraction` None gives it the whole completion. It limits its own time by signals,
-    so it must be called from the main thread.
+    `extraction` None: the last box decides, then the last `<answer>`; without either math-verify looks for an answer
+    in the text behind the thoughts. math-verify limits its own time by signals, so it must be called from the main
+    thread.
     """
 
-    def __init__(self, extraction: Extraction | None) -> None:
+    def __init__(self, extraction: Extraction | None, *, opened: bool = False) -> None:
         # Imports sympy.
         import math_verify
         from latex2sympy2_extended.antlr_parser import PSParser
+        from math_verify.parser import LatexExtractionConfig
 
         # OmegaConf needs antlr 4.9, whose grammar has no such atom. The converter asks it of each percentage.
         if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
             PSParser.AtomContext.FUNC_GAMMA = lambda self: None  # type: ignore[attr-defined]
-        self._math_verify = math_verify
+        self._math_verify, self._latex = math_verify, [LatexExtractionConfig()]
         self._extraction: Extraction | None = extraction
+        self._opened = opened
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        extraction = self._extraction
-        if extraction is None and "\\boxed" not in completion and extract(completion, "answer-tag"):
-            extraction = "answer-tag"  # math-verify knows no tags
-        text = extract(completion, extraction) if extraction else completion
-        if text is None:
+        reference = str(row.answer)
+        marked, text = self._answer(completion)
+        if not text:
             return 0.0
-        text = readable_math(text)
-        predicted = self._math_verify.parse(f"${text}$" if extraction in ("boxed", "answer-tag") else text)
-        return float(self._math_verify.verify(self._reference(str(row.answer)), predicted))
+        if marked and unspaced(readable_math(text)) == unspaced(readable_math(reference)):
+            return 1.0
+        return float(self._math_verify.verify(self._reference(reference), self._parsed(text, marked)))
+
+    def _answer(self, completion: str) -> tuple[bool, str | None]:
+        """Return whether the answer is marked as such, and its text; where it is not marked, where to look for it."""
+        if self._extraction is not None:
+            marked = self._extraction in ("boxed", "answer-tag")
+            return marked, extract(completion, self._extraction, opened=self._opened)
+        text = without_thoughts(completion, opened=self._opened)
+        boxed = extract(text, "boxed")
+        if boxed or (boxed is None and opens_box(text)):
+            return True, boxed
+        tagged = extract(completion, "answer-tag", opened=self._opened)
+        return (True, tagged) if tagged else (False, text)
+
+    def _parsed(self, text: str, marked: bool) -> list[Any]:
+        """Return the expressions in an answer, or in a text that is searched for one."""
+        if not marked:
+            return _expressions(self._math_verify.parse(readable_math(text)))
+        text = extract(text, "boxed") or text  # a box inside of a tag
+        if len(re.findall(r"\d+", readable_math(text))) > 1:  # where LaTeX cannot read it, none of them is the answer
+            return self._by_latex(text)
+        return _expressions(self._math_verify.parse(_boxed(text)))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
-        r"""Return the reference as an expression. Bare LaTeX such as `\frac{1}{2}` needs its dollars to be read."""
-        answer = readable_math(answer)
-        return self._math_verify.parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$")
+        r"""Return the reference as an expression, by LaTeX alone as NeMo-RL reads it: a number in one that LaTeX cannot
+        read (`11` of `11.\overline{36}`) is another answer. A worked solution has its answer in a box."""
+        return self._by_latex(extract(answer, "boxed") or answer)
+
+    def _by_latex(self, answer: str) -> list[Any]:
+        return _expressions(self._math_verify.parse(_boxed(answer), extraction_config=self._latex))
+
+
+def _boxed(answer: str) -> str:
+    """Return an answer in the box in which math-verify reads all of it; numbers as plain digits."""
+    answer = answer.strip(" \t\n*`").rstrip(".,;:")
+    return rf"\boxed{{{plain_number(answer) or readable_math(answer)}}}"
+
+
+def _expressions(parsed: list[Any]) -> list[Any]:
+    r"""Return what math-verify could read, without the text that it appends, which may be cut: `2^{` of
+    `2^{\mathrm{10}}`."""
+    return [one for one in parsed if not isinstance(one, str)]
 
 
 class DapoMath:
@@ -211,6 +258,8 @@ class RewardPlan:
     """The first row's reference answer, and the completion that the user gave if there is one."""
     on_error: OnError = "drop"
     """Reaction to a function of the user's that fails on a completion."""
+    opened: bool = False
+    """Whether prompts end inside of a thought, so that an answer comes behind its end."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -227,17 +276,21 @@ class RewardPlan:
         counts = [Counter(column) for column in zip(*forms, strict=True)]
         return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
 
-    def answers(self, completions: Sequence[str]) -> tuple[bool, ...] | None:
-        """Return whether each completion has an answer that can be read; None without a reference scorer."""
+    def answers(self, completions: Sequence[str], accuracies: Sequence[float] | None = None) -> tuple[bool, ...] | None:
+        """Return whether each completion has an answer that can be read, as each has that is right; None without a
+        reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
+        right = [False] * len(completions) if accuracies is None else [one >= 1.0 for one in accuracies]
+        return tuple(so or self._answers(text) for so, text in zip(right, completions, strict=True))
+
+    def _answers(self, completion: str) -> bool:
         if self.accuracy_by in BY_THEMSELVES:
-            by = ANSWER if self.accuracy_by == "dapo-math" else TAG
-            return tuple(bool(by.search(text)) for text in completions)
+            return bool((ANSWER if self.accuracy_by == "dapo-math" else TAG).search(completion))
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
         by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
         ways = own if by_itself else (self.extraction,)
-        return tuple(any(extract(text, way) is not None for way in ways) for text in completions)
+        return any(extract(completion, way, opened=self.opened) is not None for way in ways)
 
     def of(self, source: str) -> RewardPlan:
         """Return the plan for the rows of a source, by its label."""
@@ -245,23 +298,27 @@ class RewardPlan:
 
     def reference(self, answer: Any) -> str:
         """Return a completion that has a reference answer where the scorers look for it."""
-        return written_as(str(answer), self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction)
+        how = self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction
+        return written_as(str(answer), how, opened=self.opened)
 
     def build(self) -> list[Scorer | BatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
         chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
         made: dict[str, Callable[[], Scorer]] = {
-            "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction),
-            "exact-match": lambda: ExactMatch(self.extraction),
+            "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),
+            "exact-match": lambda: ExactMatch(self.extraction, opened=self.opened),
             "ifeval": IfEval,
             "dapo-math": DapoMath,
-            "math-verify": lambda: MathVerify(chosen),
+            "math-verify": lambda: MathVerify(chosen, opened=self.opened),
             "tagged-answer": lambda: Tagged("answer"),
             "tagged-integer": lambda: Tagged("integer"),
             "tagged-format": lambda: Tagged("format"),
         }
-        others = {name: ModelScorer if name.startswith(MODEL) else user_scorer for name in self.scorers}
-        return [made[name]() if name in made else others[name](name) for name in self.scorers]
+
+        def other(name: str) -> Scorer | BatchScorer:
+            return ModelScorer(name) if name.startswith(MODEL) else user_scorer(name, CALL_SHARE * self.timeout_s)
+
+        return [made[name]() if name in made else other(name) for name in self.scorers]
 
     def describe(self) -> list[str]:
         """Return lines that say what is rewarded, how answers are found, and what to mind."""

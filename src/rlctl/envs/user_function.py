@@ -5,26 +5,29 @@ A reward function takes one completion, or, where a parameter is called `complet
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import importlib.util
 import inspect
-import numbers
+import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.config.files import read_text, user_path
 from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.config.schema import MODEL
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.errors import InputError, suggest, suggest_file
+from rlctl.errors import InputError, RlctlError, suggest, suggest_file
 
+T = TypeVar("T")
 TURNS = "turns"
 """Argument of a reward function that takes all turns of an episode."""
 LARGEST_REWARD = 1e30
@@ -111,6 +114,10 @@ def turns_of(row: PromptRow, completion: str) -> list[dict[str, Any]]:
     return row.fields.get(TURNS) or [{"role": "assistant", "text": completion, "tokens": None, "reward": None}]
 
 
+class NoListError(InputError):
+    """A function of many completions returned something else than a value for each, whatever the completions are."""
+
+
 class UserFunction:
     """A reward function that is loaded, and what its signature takes."""
 
@@ -123,9 +130,22 @@ class UserFunction:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes = {parameter.name for parameter in named}
         self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        self._runner: asyncio.Runner | None = None
 
     def _call(self, given: dict[str, Any], rows: str) -> Any:
         """Return what the function returns for the arguments of `given` that it takes; `rows` names what is scored."""
+        taken = self._taken(given, rows)
+        with self._naming(rows):
+            value = self._function(**taken)
+            return self._run(_awaited(value)) if inspect.isawaitable(value) else value
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. There is one event loop, so that clients which the function keeps can go on."""
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(work)
+
+    def _taken(self, given: dict[str, Any], rows: str) -> dict[str, Any]:
+        """Return the arguments of `given` that the function takes. Raises InputError where it needs others."""
         missing = sorted(self._required - given.keys())
         if missing:
             absent = [name for name in missing if name in ONLY_TRL]
@@ -134,31 +154,81 @@ class UserFunction:
                 + (f"rlctl does not give ({rows})." if absent == missing else f"{rows} does not have."),
                 f"It can have {', '.join(given)}; its form is {self.form}.",
             )
-        taken = given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
+        return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
+
+    @contextlib.contextmanager
+    def _naming(self, rows: str) -> Iterator[None]:
+        """Name file, line and rows where the function fails in the block."""
         try:
-            return self._function(**taken)
+            yield
         except InputError:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {rows}") from error
 
     def _number(self, value: Any, row: PromptRow) -> float:
-        if not isinstance(value, numbers.Real) or not -LARGEST_REWARD <= cast(float, value) <= LARGEST_REWARD:
+        number = math.nan
+        if hasattr(value, "__float__"):  # also Decimal, and numbers of numpy and torch
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                number = float(value)
+        if not -LARGEST_REWARD <= number <= LARGEST_REWARD:
             raise InputError(
                 f"Reward function {self.name} returned {repr(value)[:80]} for {row.where}.",
                 f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
             )
-        return float(value)
+        return number
+
+
+async def _awaited(value: Awaitable[T]) -> T:
+    return await value
 
 
 class UserScorer(UserFunction):
     """Scores one completion. Raises InputError, naming row and line, where that fails."""
 
     def __call__(self, completion: str, row: PromptRow) -> float:
+        return self._number(self._call(self._given(completion, row), row.where), row)
+
+    def _given(self, completion: str, row: PromptRow) -> dict[str, Any]:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
-        if TURNS in self._takes:
-            given[TURNS] = turns_of(row, completion)
-        return self._number(self._call(given, row.where), row)
+        return given | {TURNS: turns_of(row, completion)} if TURNS in self._takes else given
+
+
+class UserAsyncScorer(UserScorer):
+    """Scores completions one by one with an `async def` function, all of a step at the same time."""
+
+    limit_s: float | None = None
+    """Seconds that a call may take; None: as long as the step."""
+
+    def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | RlctlError]:
+        """Return the score of each completion, or the error that names its row and line."""
+
+        async def scored(completion: str, row: PromptRow) -> float | RlctlError:
+            try:
+                taken = self._taken(self._given(completion, row), row.where)
+                with self._naming(row.where):
+                    value = await self._in_time(self._function(**taken), row.where)
+                return self._number(value, row)
+            except InputError as error:
+                return error
+
+        async def all_scored() -> list[float | RlctlError]:
+            return await asyncio.gather(*(scored(*one) for one in zip(completions, rows, strict=True)))
+
+        return self._run(all_scored())
+
+    async def _in_time(self, call: Awaitable[Any], where: str) -> Any:
+        timer = asyncio.timeout(self.limit_s)
+        try:
+            async with timer:
+                return await call
+        except TimeoutError:
+            if not timer.expired():  # it is the function's own
+                raise
+            raise InputError(
+                f"Reward function {self.name} took longer than {self.limit_s:g} s to score {where}.",
+                "Raise reward.timeout_s, or make it faster.",
+            ) from None
 
 
 class UserBatchScorer(UserFunction):
@@ -186,7 +256,7 @@ class UserBatchScorer(UserFunction):
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
             what = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(values)[:80]
-            raise InputError(
+            raise NoListError(
                 f"Reward function {self.name} returned {what} for {scored}.",
                 f"It takes `completions`, so it must return a list with one number (or None) for each of them: "
                 f"{self.form}.",
@@ -194,8 +264,9 @@ class UserBatchScorer(UserFunction):
         return [None if value is None else self._number(value, row) for value, row in zip(values, rows, strict=True)]
 
 
-def user_scorer(name: str) -> UserScorer | UserBatchScorer:
-    """Import the file or the installed package, and return the scorer of the form that its signature has."""
+def user_scorer(name: str, limit_s: float | None = None) -> UserScorer | UserBatchScorer:
+    """Import the file or the installed package, and return the scorer of the form that its signature has. `limit_s` is
+    the time for each call of an `async def` function of one completion."""
     entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
     if entry is None:
         code = UserCode.read(name, "Reward")
@@ -203,8 +274,13 @@ def user_scorer(name: str) -> UserScorer | UserBatchScorer:
     else:
         function = load_plugin(entry)
         code = UserCode(Path(sys.modules[entry.module].__file__ or ""), "", entry.attr, "Reward")
-    takes_many = "completions" in inspect.signature(function).parameters
-    return (UserBatchScorer if takes_many else UserScorer)(name, code, function)
+    if "completions" in inspect.signature(function).parameters:
+        return UserBatchScorer(name, code, function)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    scorer = (UserAsyncScorer if is_async else UserScorer)(name, code, function)
+    if isinstance(scorer, UserAsyncScorer):
+        scorer.limit_s = limit_s
+    return scorer
 
 
 @functools.lru_cache(maxsize=16)

@@ -78,7 +78,7 @@ class ValidationSet:
         order = PromptOrder(len(source), config.run.seed)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
-        rewards = None if alone else prepare_rewards(reward, source, apart=True)
+        rewards = None if alone else prepare_rewards(reward, source, apart=True, opened=encoder.opens_thought)
         judged = rewards is not None and rewards.accuracy_by
         names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if judged else [])]
         if metric_of_the_best(config) not in names:
