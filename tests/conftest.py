@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ os.environ.update(
 
 from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.vector_math import warm_up
+from support.forked_workers import started_anew
 
 pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 
@@ -69,6 +71,12 @@ def pytest_collection_finish() -> None:
     """Tests compute in this process too; one that imports torch later than this has a single thread."""
     if "torch" in sys.modules:
         warm_up()
+
+
+@pytest.fixture(autouse=True)
+def workers_that_can_use_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+    with started_anew(request.node):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

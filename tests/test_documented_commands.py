@@ -43,6 +43,7 @@ COMMANDS = {
     "rlctl plan --run": "needs a run",
     "rlctl plan": "here",
     "rlctl doctor --calibrate": "slow",
+    "rlctl doctor --deep": "tested elsewhere",
     "rlctl doctor": "quick",
     "rlctl rehearse": "tested elsewhere",
     "rlctl train grpo --resume": "needs a run",

@@ -31,7 +31,8 @@ def test_the_messages_that_are_quoted_are_said_somewhere(heading: str) -> None:
     spec = find_spec("vllm")
     assert spec is not None
     places = [Path(place) / "v1" for place in spec.submodule_search_locations or ()]
-    files = [path for place in places for path in (place / "worker" / "utils.py", place / "core" / "kv_cache_utils.py")]
+    names = ("worker/utils.py", "worker/gpu_worker.py", "core/kv_cache_utils.py")
+    files = [place / name for place in places for name in names]
     said = joined(OWN + "".join(path.read_text() for path in files))
     messages = [text for text in quoted(section) if not text.startswith(ELSEWHERE)]
     assert len(messages) >= 2

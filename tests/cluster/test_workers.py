@@ -18,6 +18,7 @@ from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
+from support.forked_workers import started_anew
 
 # Workers cannot import a test module: its classes travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -73,6 +74,10 @@ class Counter:
     def total(self, handle: object) -> int:
         return int(fetch(handle).sum(dtype=np.int64))
 
+    def is_forked(self) -> bool:
+        """Whether this process comes from the server of the tests' workers, which has imported that module."""
+        return "support.forked" in sys.modules
+
 
 class Head:
     """A worker that starts one of its own."""
@@ -118,6 +123,18 @@ def lasting(gpus, tmp_path_factory):
         )  # fmt: skip
     yield group
     group.kill()
+
+
+def test_workers_of_tests_marked_gpu_are_started_anew(request, gpus, tmp_path):
+    """CUDA cannot be used in a process that was forked from one in which it was asked for."""
+    forked = start_group(gpus, tmp_path / "forked")
+    assert forked.call(Counter.is_forked) == [True, True]
+    forked.kill()
+    request.node.add_marker("gpu")
+    with started_anew(request.node):
+        anew = start_group(gpus, tmp_path / "anew")
+    assert anew.call(Counter.is_forked) == [False, False]
+    anew.kill()
 
 
 def test_workers_import_nothing_from_the_working_directory(lasting):

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 STUB = Path(__file__).with_name("forked_stub.py")
 TESTS = Path(__file__).parents[1]
 
@@ -49,6 +51,20 @@ def forked_workers(directory: Path) -> Iterator[None]:
 
     patience = mock.patch.dict(os.environ, RAY_worker_register_timeout_seconds="300")  # the servers import first
     with mock.patch.object(ray_session, "_job", job), patience:
+        yield
+
+
+@contextlib.contextmanager
+def started_anew(test: pytest.Item) -> Iterator[None]:
+    """In a test marked gpu, start workers without the servers: those have asked for CUDA, and a process that is forked
+    from one that did cannot use it."""
+    from rlctl.cluster.workers import WorkerSpec
+
+    plain = WorkerSpec.environment
+    with contextlib.ExitStack() as stack:
+        if test.get_closest_marker("gpu"):
+            anew = mock.patch.object(WorkerSpec, "environment", lambda spec: plain(spec) | {"STARTED_ANEW": "1"})
+            stack.enter_context(anew)
         yield
 
 

@@ -12,7 +12,7 @@ from rlctl.commands import options, output
 from rlctl.commands.output import examples, message, print_json
 from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
-from rlctl.errors import MachineError
+from rlctl.errors import InputError, MachineError
 from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rlctl.doctor.finding import Check
 
 app = App()
+UNUSED_BY_DEEP = (
+    "calibrate", "fix", "quick", "preset", "model", "gpus_per_node", "run_dir", "ray_address", "config", "set_",
+)  # fmt: skip
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
@@ -32,6 +35,8 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
         "rlctl doctor --fix",
         "rlctl doctor --json",
         "rlctl doctor --calibrate",
+        "rlctl doctor --deep",
+        "rlctl doctor --deep --only cuda-ipc",
     ),
 )
 @options.taking("preset model gpu gpus_per_node run_dir ray_address config set_")
@@ -42,12 +47,36 @@ def doctor(
     ] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Make the repairs that are safe.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start processes.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Run probes of every layer instead, from kernels to tiny training runs.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="With --deep, run this probe. Can be repeated.")
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--limit", min=1, metavar="SECONDS", help="With --deep, stop after this time.  [default: 480; 300 on CPUs]"
+        ),
+    ] = None,
     json_: options.Json = False,
 ) -> None:
     """Check this machine and print a fix for each problem. The exit code is 3 when a check fails.
 
-    The machine is checked for the laptop preset, or for the preset that is given.
+    The machine is checked for the laptop preset, or for the preset that is given. With --deep, probes run from the
+    bottom up, each in a separate process: rates, Triton, NCCL, CUDA IPC, vLLM and Megatron alone, then tiny runs.
     """
+    if deep:
+        for name in options.given(context, UNUSED_BY_DEEP):
+            raise InputError(
+                f"--deep runs probes of the machine; --{name.rstrip('_').replace('_', '-')} would do nothing.",
+                "Leave one of them out.",
+            )
+        run_probes(options.resolve_config(**context.params).config, only or [], limit, json_)
+        return
+    for flag, value in (("--only", only), ("--limit", limit)):
+        if value:
+            raise InputError(f"{flag} is for `rlctl doctor --deep`.", "Add --deep, or leave it out.")
     if calibrate:
         measure(json_)
         return
@@ -71,6 +100,26 @@ def doctor(
             "Each failed check names its fix.",
         )
     message("All checks that a run needs have passed.")
+
+
+def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json_: bool) -> None:
+    """Run the probes on the GPUs, or on the CPU with `--gpu cpu` or without any. Raises MachineError if one fails."""
+    from rlctl.config.files import temporary_folder
+    from rlctl.doctor import deep
+
+    with temporary_folder("deep", message) as folder:
+        show_line = (lambda _: None) if json_ else (lambda outcome: output.show(deep.line_of(outcome)))
+        outcomes = deep.deep(config.cluster.gpu, only, limit_s, folder, show_line)
+        failed = [one for one in outcomes if one.status == "fail"]
+        if json_:
+            print_json({"passed": not failed, "probes": [vars(one) for one in outcomes]})
+        else:
+            output.show(deep.summary(outcomes))
+        if failed:
+            names = ", ".join(one.name for one in failed)
+            raise MachineError(
+                f"{len(failed)} of {len(outcomes)} probes failed: {names}.", "Each failed probe names its fix."
+            )
 
 
 def repaired(check: Check) -> Check:

@@ -197,6 +197,12 @@ def names_of(name: str) -> list[str]:
     return (FLAGS[name].names or f"--{name.replace('_', '-')}").split()
 
 
+def given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Return those of the parameters that are on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
 def flag(name: str) -> str:
     """Return the flag that sets the key of a parameter."""
     return "--wandb/--tensorboard" if name == "loggers" else names_of(name)[0]

@@ -67,9 +67,8 @@ def plan(
     ends with exit code 4 if no plan fits.
     """
     if run is not None:
-        sources = {name: context.get_parameter_source(name) for name in context.params if name not in ("run", "json_")}
-        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        refuse_with(f"--run {run} shows the plan that the run was made with", given)
+        others = [name for name in context.params if name not in ("run", "json_")]
+        refuse_with(f"--run {run} shows the plan that the run was made with", options.given(context, others))
         show_run(run, json_)
         return
     Process.reads_tokenizers_alone = OwnProcess.is_one

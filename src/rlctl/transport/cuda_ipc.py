@@ -1,8 +1,7 @@
 """The CUDA IPC mover: the shared memory mover with its two buffers on the device that policy rank and worker share.
 
 Policy ranks on other devices send their boxes to that rank over the policy's own process group. Device memory is shared
-through torch.multiprocessing's reductions, by PyTorch's source (torch/multiprocessing/reductions.py). Nothing here has
-been run on a GPU.
+through torch.multiprocessing's reductions, by PyTorch's source (torch/multiprocessing/reductions.py).
 """
 
 from __future__ import annotations

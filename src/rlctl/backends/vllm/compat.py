@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.messages import QUANTIZED, Sampling
-from rlctl.errors import ConfigError, MachineError
+from rlctl.errors import ConfigError, MachineError, first_line
 from rlctl.models.families import families
 from rlctl.weights.vllm import ExpertSizes
 
@@ -263,6 +263,25 @@ def make_stage_inputs(runner: Any) -> None:
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
+
+
+DISTURBANCES = (
+    ("Error in memory profiling", "Another process on this GPU released memory while vLLM measured it"),
+    ("Memory usage increased after sleeping", "Another process on this GPU took memory while vLLM gave its own back"),
+)
+"""Messages of vLLM's assertions about a GPU's free memory, and their cause."""
+
+
+@contextmanager
+def memory_to_itself() -> Iterator[None]:
+    """Raises MachineError where vLLM stops in the block because another process changed the GPU's free memory."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:  # the latter from ranks in other processes
+        if cause := next((cause for words, cause in DISTURBANCES if words in str(error)), None):
+            why = f"{cause} ({first_line(error).rstrip('.')})."
+            raise MachineError(why, "Stop that process (`nvidia-smi` lists it), or start again.") from error
+        raise
 
 
 def join_replicas(rank: int, replicas: int, address: str, port: int) -> None:

@@ -411,7 +411,7 @@ class DeviceMemory:
     """Moves an engine's memory off a device that it shares with the policy, and back.
 
     vLLM's sleep mode moves the weights to host memory and drops the cache; both come back at the addresses that they
-    had. Its CPU platform keeps the books and moves nothing; on a GPU this has not been run.
+    had. Its CPU platform keeps the books and moves nothing.
     """
 
     def __init__(self, engine: Any, *, shared: bool) -> None:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import compat
@@ -101,7 +101,7 @@ class Replica:
 
         _look_for_ports_elsewhere()
         try:
-            with meeting.joined(rank):
+            with meeting.joined(rank), compat.memory_to_itself():
                 self._llm = LLM(**meeting.arguments(spec.arguments, host=0))
         except ValueError as error:
             raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
@@ -113,7 +113,7 @@ class Replica:
         """To be called in a thread before it uses the engine."""
         self.add_request, self.abort_request = engine.add_request, engine.abort_request
         self.collective_rpc = engine.collective_rpc
-        self.sleep, self.wake_up = engine.sleep, engine.wake_up
+        self.wake_up = engine.wake_up
 
     @property
     def max_length(self) -> int:
@@ -131,6 +131,10 @@ class Replica:
     def step(self) -> list[Any]:
         """Decode one token of every sample. Collective over the replicas."""
         return self._engine.step() if self._together is None else self._together.step()
+
+    def sleep(self, level: int, mode: Literal["abort", "wait", "keep"]) -> None:
+        with compat.memory_to_itself():
+            self._engine.sleep(level=level, mode=mode)
 
     def pause(self) -> list[Any]:
         return compat.pause(self._engine)
