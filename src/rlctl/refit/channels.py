@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlctl.errors import ConfigError
 from rlctl.refit.records import SenderPlace, Share, TableRow
+from rlctl.transport.movers import MOVERS
 from rlctl.transport.rounds import Channel, Connection, Need, buffer_bytes, cut_rounds
 
 MIB = 1 << 20
@@ -68,6 +69,10 @@ def plan_channels(
         groups.setdefault((place, tuple(need.layout.params.items()), need.layout.pieces), []).append(need)
     channels = []
     near = {place.node for place in places}
+    # Where messages are sent, a rank may have buffers for channels of every kind, which share the room of one. There
+    # are no more rounds for it: each worker of an engine has a part of the model.
+    alone = MOVERS[mover].staging and len({shared_place(mover, one) for one in (*needs, *places)}) == 1
+    kinds = 1 if alone else len({key[1:] for key in groups})
     for index, own in enumerate(groups.values()):
         first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
         senders = tuple(
@@ -76,7 +81,7 @@ def plan_channels(
         connection = Connection(
             mover=mover,
             # no more than there is to send, in whole pages
-            capacity=-(-buffer_bytes(cut_rounds(first.layout, max(1, staging_bytes // 2))) // 4096) * 4096,
+            capacity=-(-buffer_bytes(cut_rounds(first.layout, max(1, staging_bytes // kinds // 2))) // 4096) * 4096,
             senders=tuple(places[rank].name for rank in senders),
             receivers=tuple(need.name for need in (first, *more)),
             timeout_s=timeout_s,

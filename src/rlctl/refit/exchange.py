@@ -44,8 +44,10 @@ class Exchange:
         self.group = Group(world._get_backend(device), names, device, timeout_s)
         self.device = device
         dist.barrier()  # NCCL makes its communicator with all ranks, and not all of them send in each round
-        self._outgoing: dict[int, tuple[Packer, int, list[torch.Tensor]]] = {}
-        """By channel: what packs this rank's messages, its relay, and two buffers."""
+        self._outgoing: dict[int, tuple[Packer, int]] = {}
+        """By channel: what packs this rank's messages, the same where these are, and its relay."""
+        self._buffers: dict[int, list[torch.Tensor]] = {}
+        """By the identity of a packer: its two buffers, between `start` and `finish`."""
         self._incoming: dict[int, tuple[list[int], Images]] = {}
         """By channel: the ranks that this one is the relay of, and what puts their messages in place."""
         self.bytes = 0
@@ -54,21 +56,36 @@ class Exchange:
 
     def send_through(self, channel: int, packer: Packer, to: int) -> None:
         """Have this rank's boxes of a channel sent by the rank `to`."""
-        size = max(packer.lengths, default=0)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self._outgoing[channel] = packer, to, buffers
+        same = (one for one, _ in self._outgoing.values() if one.copies == packer.copies)
+        self._outgoing[channel] = next(same, packer), to
 
     def send_for(self, channel: int, plan: TransferPlan, rounds: Rounds, sources: list[int]) -> None:
         """Have this rank send the boxes that `sources` hold of a channel."""
         parts = [[message_parts(own) for own in by_round(plan.from_rank(source), rounds)] for source in sources]
         self._incoming[channel] = sources, Images(rounds, parts, self.device, capacity=0)
+        self._incoming[channel][1].let_go()
 
     def start(self, attempt: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Begin attempt number `attempt`. Messages of an attempt that was given up are not mixed with its own."""
         self._attempt, self._under_way, self.bytes = attempt, {}, 0
-        for packer, _, _ in self._outgoing.values():
+        for packer, _ in self._outgoing.values():
             packer.look(parameters)
+            if id(packer) not in self._buffers:
+                size = max(packer.lengths, default=0)
+                made = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+                self._buffers[id(packer)] = made
+        for _, images in self._incoming.values():
+            images.hold()
         self._begin(0)
+
+    def finish(self) -> None:
+        """Let go of all buffers until the next refit: all messages of this one have come and gone. After an attempt
+        that failed some may still be under way, so buffers stay for the next attempt."""
+        self._buffers = {}
+        for packer, _ in self._outgoing.values():
+            packer.look({})
+        for _, images in self._incoming.values():
+            images.let_go()
 
     def round(self, index: int) -> None:
         """Begin the next round, then wait for what this rank sends and receives in round `index`."""
@@ -85,11 +102,14 @@ class Exchange:
 
     def _begin(self, index: int) -> None:
         """Begin to send and receive all messages of a round; both ends take channels in the same order."""
-        sends, receives = [], []
-        for channel, (packer, to, buffers) in sorted(self._outgoing.items()):
+        sends, receives, packed = [], [], set[int]()
+        for channel, (packer, to) in sorted(self._outgoing.items()):
             if index < len(packer.lengths) and (length := packer.lengths[index]):
-                packer.pack(index, buffers[index % 2])
-                sends.append(Message(buffers[index % 2][:length], to, self._tag(channel)))
+                buffer = self._buffers[id(packer)][index % 2]
+                if id(packer) not in packed:
+                    packer.pack(index, buffer)
+                    packed.add(id(packer))
+                sends.append(Message(buffer[:length], to, self._tag(channel)))
                 self.bytes += length
         for channel, (sources, images) in sorted(self._incoming.items()):
             for sender, source in enumerate(sources) if index < len(images.rounds) else ():

@@ -12,8 +12,9 @@ import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class RefitSender(ABC):
         store = ServedStore(host, link.timeout_s) if link.mover == "collective" and self.rank == 0 else None
         state = self._refit = SenderState(RememberingWorld(self.layouts()), made, store)
         with many_objects():
-            state.plans = {channel.index: _plan(state.world, channel, places) for channel in channels}
+            state.plans = {channel.index: _plan(state.world, channel, channels, places) for channel in channels}
         addresses = {index: one.segment.address for index, one in made.items()}
         handles = {index: one.handles for index, one in made.items()}
         sends = frozenset(index for index, plan in state.plans.items() if plan.from_rank(self.rank))
@@ -187,7 +188,10 @@ class RefitSender(ABC):
                 if end.changes:
                     end.changes.remember()
                 self._forget(end)
-        exchanged = state.exchange.bytes if state.exchange else 0
+        exchanged = 0
+        if state.exchange:
+            exchanged = state.exchange.bytes
+            state.exchange.finish()
         return Sent(packing, count + exchanged, exchanging)
 
     def _send_round(self, end: ChannelEnd, index: int) -> float:
@@ -314,11 +318,21 @@ class RefitSender(ABC):
         return self._refit
 
 
-def _plan(world: World, channel: Channel, places: tuple[SenderPlace, ...]) -> TransferPlan:
+def _plan(world: World, channel: Channel, channels: Sequence[Channel], places: tuple[SenderPlace, ...]) -> TransferPlan:
     """Return what the receivers of a channel get from which rank."""
     rounds = cut_rounds(channel.layout, channel.connection.capacity)
     distances = [2 if one.node != channel.node else int(one.device != channel.device) for one in places]
-    return receive_plan(world, chunk_layout(channel.layout, rounds), distances)
+
+    @cache
+    def among(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """One of the ranks that hold the same boxes and do not reach the staging memory, another for each channel that
+        they lack: a rank has buffers for all channels to which it sends, however little."""
+        if not set(channel.senders).isdisjoint(ranks):
+            return ranks
+        others = [one.index for one in channels if set(one.senders).isdisjoint(ranks)]
+        return (ranks[others.index(channel.index) % len(ranks)],)
+
+    return receive_plan(world, chunk_layout(channel.layout, rounds), distances, among=among)
 
 
 def _finish_copies(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -127,7 +128,8 @@ def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 class Images:
-    """Two images, and for each sender two buffers in which its messages arrive."""
+    """Two images, and two buffers in which the messages of all senders arrive, those of a round one behind the other.
+    Together they are about as long as the round, while each of the senders may have all of some round."""
 
     def __init__(
         self, rounds: Rounds, parts: list[list[tuple[MessagePart, ...]]], device: torch.device, capacity: int
@@ -135,13 +137,29 @@ class Images:
         """`parts[sender][round]`: the boxes of a message; `capacity`: bytes of an image (0: `unpack` is given it)."""
         self.rounds, self.parts = rounds, parts
         self.images = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(2)]
-        sizes = [max(map(message_bytes, own), default=0) for own in parts]
-        self._messages = [[torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)] for size in sizes]
+        lengths = [
+            [-(-message_bytes(own[index]) // ALIGNMENT) * ALIGNMENT for own in parts] for index in range(len(rounds))
+        ]
+        self._starts = [list(accumulate(own, initial=0)) for own in lengths]
+        """By round: where each sender's message begins, and the end of the last one."""
+        self._device = device
+        self.let_go()
+        self.hold()
+
+    def hold(self) -> None:
+        """Have the memory in which messages arrive."""
+        size = max((starts[-1] for starts in self._starts), default=0)
+        self._arrived = self._arrived or [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+    def let_go(self) -> None:
+        """Give that memory back until `hold`."""
+        self._arrived: list[torch.Tensor] = []
         self._views: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def message(self, sender: int, index: int) -> torch.Tensor:
         """The memory in which the message of a round arrives; empty where the sender has nothing for it."""
-        return self._messages[sender][index % 2][: message_bytes(self.parts[sender][index])]
+        start = self._starts[index][sender]
+        return self._arrived[index % 2][start : start + message_bytes(self.parts[sender][index])]
 
     def image(self, index: int) -> torch.Tensor:
         return self.images[index % 2]

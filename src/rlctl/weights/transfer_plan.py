@@ -1,14 +1,14 @@
 """Transfer plans: the intersection of a source's layouts with one destination's layout, and its proof.
 
-The choice among several source ranks is a function of the copy and of the distances alone, so that every rank makes the
-same one. In a refit each policy rank makes the `receive_plan` of every channel and sends what comes `from_rank` itself;
-engines plan nothing.
+The choice among several source ranks follows from the copy and from what the planner is given alone, so that every rank
+makes the same one. In a refit each policy rank makes the `receive_plan` of every channel and sends what comes
+`from_rank` itself; engines plan nothing.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -158,12 +158,17 @@ class TransferPlan:
 
 
 def receive_plan(
-    source: World, layout: Layout, distances: Sequence[int] = (), *, only: int | None = None
+    source: World,
+    layout: Layout,
+    distances: Sequence[int] = (),
+    *,
+    only: int | None = None,
+    among: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda ranks: ranks,
 ) -> TransferPlan:
     """Return what the holder of `layout` receives, and from which source ranks: the nearest where several hold a part.
 
     `distances` are those of each source rank; none given, all are equally far. With `only`, the plan has only the
-    copies from that source rank.
+    copies from that source rank. `among` says which of the nearest ranks may send; boxes are spread over them.
     """
     copies: list[Copy] = []
     missing: list[str] = []
@@ -175,7 +180,7 @@ def receive_plan(
             candidates = shard.ranks
             if distances and len(candidates) > 1:
                 least = min(distances[rank] for rank in candidates)
-                candidates = [rank for rank in candidates if distances[rank] == least]
+                candidates = among(tuple(rank for rank in candidates if distances[rank] == least))
             if only is None or only in candidates:
                 for piece in pieces:
                     copies += _copies(shard, candidates, piece, layout.params[piece.param], layout.rank, only)

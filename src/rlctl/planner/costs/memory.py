@@ -222,6 +222,7 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
             parts["likely tokens"] = likely_tokens_bytes(request, choice, 12) + 8.0 * top * tokens
         parts["runtime"] = runtime_bytes(request, choice)
         parts["engine asleep"] = asleep
+        parts["staging"] = constants.staging_bytes if asleep else 0.0  # it is there from the first refit on
         parts["weights without adapters"] = unadapted_bytes(facts, choice) if request.cluster.is_cpu else 0.0
         found.append(PhaseMemory(parts))
     return max(found, key=lambda memory: memory.total)
@@ -236,22 +237,35 @@ def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> 
     kinds = (False, True) if facts.moe else (False,)
     states["activations"] = tokens * max(layer_activation_bytes(facts, choice, moe, constants) for moe in kinds)
     states["logits"] = logit_bytes(facts, choice, tokens, False, constants)
-    return PhaseMemory(states | {"runtime": runtime_bytes(request, choice), "engine asleep": asleep})
+    states |= {"engine asleep": asleep, "staging": constants.staging_bytes if asleep else 0.0}
+    return PhaseMemory(states | {"runtime": runtime_bytes(request, choice)})
 
 
 def split_refit_memory(request: Request, choice: TrainingChoice, generation: PhaseMemory, workers: int) -> PhaseMemory:
     """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there.
 
     `workers` of each engine: there is a communicator for each, of which a policy rank may have all and a worker has its
-    own.
+    own. Buffers of all channels of a policy rank share `staging`; a worker has two for messages and two that these are
+    put together in.
     """
     facts, constants = request.facts, request.constants
     each = 0.0 if request.cluster.is_cpu else constants.communicator_bytes
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
-    runtime, staging = {"runtime": runtime_bytes(request, choice)}, {"staging": constants.staging_bytes}
-    policy = PhaseMemory(fullest | staging | runtime | {"refit communicators": workers * each})
-    engine = PhaseMemory(generation.parts | staging | {"refit communicators": each})
+    runtime, staging = {"runtime": runtime_bytes(request, choice)}, constants.staging_bytes
+    policy = PhaseMemory(fullest | {"staging": staging} | runtime | {"refit communicators": workers * each})
+    engine = PhaseMemory(generation.parts | {"staging": 2 * staging, "refit communicators": each})
     return max(policy, engine, key=lambda memory: memory.total)
+
+
+def exchange_bytes(request: Request, choice: TrainingChoice) -> float:
+    """Device memory of a rank, in a colocated refit, for boxes of ranks on other devices: two buffers for what comes,
+    and two for each different message that it sends, which share a refit's usual size."""
+    p = choice.parallel
+    split = (
+        p.fsdp_shards > 1 if choice.sharding == "full" else p.pp * p.expert_size * (request.facts.moe is not None) > 1
+    )
+    split = split or p.tp * p.pp > 1
+    return 2 * request.constants.staging_bytes if split and not request.cluster.is_cpu else 0.0
 
 
 def graph_bytes(facts: ModelFacts) -> float:
@@ -275,6 +289,7 @@ def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float
             "weights": max(state_bytes(facts, stage, plain)["weights"] for stage in stages(facts, choice)),
             "engine weights": engine_weights,
             "staging": (0.5 if on_cpu else 2) * constants.staging_bytes,
+            "exchange": exchange_bytes(request, choice),
             "runtime": runtime_bytes(request, choice),
             "engine runtime": constants.cpu_process_bytes if on_cpu else engine_asleep_bytes(request),
         }
