@@ -347,5 +347,6 @@ def plan_from_config(
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
         moment_bytes(config.optimizer.passed), teacher, "teacher" if config.teacher.model else "reward_model",
+        saves=config.run.save_final or config.run.checkpoint_every != 0,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rlctl.config.parallel import ParallelSpec
+from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
@@ -23,6 +25,7 @@ from rlctl.planner.costs.time import critic_time, training_time
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
+from rlctl.planner.make_plan import make_plan
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.catalog import model
 
@@ -44,6 +47,41 @@ def test_float32_needs_no_master_weights() -> None:
         LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(ParallelSpec(dp=2), precision="float32")
     )
     assert states["optimizer"] == pytest.approx(4 * parameters)
+
+
+@pytest.mark.parametrize(
+    ("facts", "parallel", "sharding", "gpus", "bytes_of_one"),
+    [
+        (model("Qwen3-1.7B"), ParallelSpec(), "optimizer", 1, 14),
+        (LLAMA_8B, ParallelSpec(dp=8), "optimizer", 8, 14),
+        (LLAMA_8B, ParallelSpec(tp=4, dp=2), "optimizer", 8, 14),
+        (LLAMA_8B, ParallelSpec(dp=16), "optimizer", 8, 12 / 2 + 2),
+        (MOE_30B, ParallelSpec(ep=8, dp=8), "optimizer", 8, 14),
+        (LLAMA_8B, ParallelSpec(dp=8), "full", 8, 12),
+        (LLAMA_8B, ParallelSpec(dp=4), "full", 8, 12),
+    ],
+)
+def test_a_node_holds_what_a_save_writes(
+    facts: ModelFacts, parallel: ParallelSpec, sharding: Any, gpus: int, bytes_of_one: float
+) -> None:
+    """A bfloat16 weight, which one of its holders saves, its float32 master and two moments; FSDP2 has no other weight
+    than the float32 one."""
+    choice, cluster = TrainingChoice(parallel, sharding=sharding), make_cluster("h100", 1, gpus)
+    saved, unsaved = (host_memory(facts, choice, cluster, True, 0.0, saves=saves) for saves in (True, False))
+    assert saved - unsaved == pytest.approx(bytes_of_one * count(facts).total, rel=0.01)
+    both = host_memory(facts, replace(choice, critic=True), cluster, True, 0.0, saves=True)
+    both -= host_memory(facts, replace(choice, critic=True), cluster, True, 0.0, saves=False)
+    assert both == 2 * (saved - unsaved)
+
+
+def test_texts_are_not_trained_on_where_a_save_does_not_fit() -> None:
+    cluster = make_cluster("h100", 1, 8)
+    small = replace(cluster, device=replace(cluster.device, host_memory=128 * GIB))
+    workload, facts = Workload(rollouts=False, prompts=64, generations=1), LLAMA_8B
+    with pytest.raises(NoPlanError, match=r"saved, needs 1\d\d GiB of 128 of host memory"):
+        make_plan(Request(facts, small, workload))
+    assert make_plan(Request(facts, small, workload, saves=False)).host_memory < 128 * GIB
+    assert make_plan(Request(facts, cluster, workload)).host_memory > 128 * GIB
 
 
 def test_fsdp_shards_all_states_and_has_two_layers_whole() -> None:
@@ -113,7 +151,7 @@ def test_a_critic_has_the_states_of_a_policy_on_the_device_or_in_turns_with_it()
     assert state_bytes(LLAMA_8B, stage, resident) == policy | {"critic": sum(policy.values())}
     assert state_bytes(LLAMA_8B, stage, turns) == policy
     h100 = make_cluster("h100", 1, 8)
-    alone, both = (host_memory(LLAMA_8B, choice, h100, True, 0.0) for choice in (plain, turns))
+    alone, both = (host_memory(LLAMA_8B, choice, h100, True, 0.0, saves=False) for choice in (plain, turns))
     assert both - alone == pytest.approx(8 * (policy["weights"] + policy["optimizer"]))
     request = Request(LLAMA_8B, h100)
     training = training_time(request, plain, False).total

@@ -14,6 +14,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class MegatronSave(Save):
         )
         self._arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None and torch.cuda.is_available():
-            self._arguments[1] = self._request.preload_fn()  # device to host
+            self._arguments[1] = on_host(self._arguments[1])
         super().__init__(directory)
 
     def write(self) -> dict[str, str]:
@@ -66,6 +67,12 @@ class MegatronSave(Save):
     def write_index(self) -> None:
         for step in self._request.finalize_fns:
             step()
+
+
+def on_host(buckets: list[Any]) -> list[Any]:
+    """What Megatron's writer is to write, copied from the device. In ordinary host memory, which is given back once it
+    is written: Megatron's own way pins it, and torch rounds each pinned tensor up to a power of two and keeps it."""
+    return FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:

@@ -296,10 +296,33 @@ def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float
     )
 
 
+def snapshot_bytes(facts: ModelFacts, choice: TrainingChoice, gpus: int) -> float:
+    """Host memory of a node with `gpus` for the copy that a save writes from while training goes on: weights and
+    optimizer states. Of weights that several ranks hold Megatron copies one rank's."""
+    p = choice.parallel
+    trained, ranks = (
+        [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)],
+        min(gpus, p.world_size),
+    )
+    owned = max(one.owned(p) for one in trained)
+    if choice.sharding == "full":
+        return ranks * (4 + choice.moment_bytes) * owned
+    dense, experts = min(ranks, p.tp * p.pp), min(ranks, p.expert_size * p.pp)
+    weights = max(dense * one.dense + experts * one.experts for one in trained)
+    return ranks * master_and_moments(choice) * owned + element_bytes(choice) * weights
+
+
 def host_memory(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, colocated: bool, engine_weights: float
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    colocated: bool,
+    engine_weights: float,
+    *,
+    saves: bool = True,
 ) -> float:
-    """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store."""
+    """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store, and
+    what a save writes from."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
@@ -311,4 +334,5 @@ def host_memory(
     # vLLM pins the memory that its weights wait in, and torch rounds what it pins up to a power of two.
     asleep = weights + engine_weights * (1 if cluster.is_cpu else 2) if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
-    return ranks * (offloaded + asleep + process) + 10 * GIB
+    snapshot = (1 + choice.critic) * snapshot_bytes(facts, choice, ranks) if saves else 0.0
+    return ranks * (offloaded + asleep + process) + snapshot + 10 * GIB

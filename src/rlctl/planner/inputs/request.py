@@ -209,6 +209,8 @@ class Request:
     """The section of that model's layout."""
     backend: str = "megatron"
     """The backend that trains, also where none is pinned."""
+    saves: bool = True
+    """Checkpoints are written."""
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)

@@ -90,7 +90,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     trainings = with_teachers(request, trainings, devices, budget, log.add("training"))
     log.fitted |= {"training"} if trainings else set()
     if not request.workload.engines:
-        return [assemble(request, t, None, True) for t in trainings[:KEEP]]
+        return [plan for t in trainings[:KEEP] if _fits(plan := assemble(request, t, None, True), budget, log)]
     plans = []
     for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster)):
         asleep = policy_asleep(request, training)
@@ -184,13 +184,13 @@ def _least_cpu_engine(request: Request) -> float:
 
 
 def _fits(plan: Plan, budget: float, log: _RejectionLog) -> bool:
-    """Return whether a refit fits a device, and what is offloaded the host memory."""
+    """Return whether a refit fits a device, and what is offloaded, and copied by a save, the host memory."""
     device = plan.cluster.device
-    assert plan.generation is not None
-    for need, have, what, where in (
-        (plan.memory["refit"].total, budget, f"with {plan.generation.name()}: refit needs", "of a device"),
-        (plan.host_memory, device.host_memory, "offloaded state needs", "of host memory a node"),
-    ):
+    needs = [(plan.host_memory, device.host_memory, "what is offloaded, and saved, needs", "of host memory a node")]
+    if plan.generation is not None:
+        refit = f"with {plan.generation.name()}: refit needs"
+        needs.insert(0, (plan.memory["refit"].total, budget, refit, "of a device"))
+    for need, have, what, where in needs:
         if need > have and not device.is_cpu:
             log.add("training")(plan.training, f"{what} {need / GIB:.0f} GiB of {have / GIB:.0f} {where}", need / have)
             return False
@@ -283,7 +283,8 @@ def _host_memory(
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
         teacher = training.teacher.weights if training.teacher else 0.0
-        return mem.host_memory(request.facts, training.choice, cluster, shared, weights) + ranks * teacher
+        need = mem.host_memory(request.facts, training.choice, cluster, shared, weights, saves=request.saves)
+        return need + ranks * teacher
     policy = engine = 0.0
     if generation is not None:
         engine = max(1, generation.gpus // cluster.nodes) * generation_memory(request, generation, 0.0).total
