@@ -42,7 +42,7 @@ def with_teachers(
         if not request.cluster.is_cpu:  # the policy's states and processes stay while the teacher computes
             held = (mem.state_bytes(request.facts, s, training.choice) for s in stages(request.facts, training.choice))
             beside = max(sum(parts.values()) for parts in held) + mem.runtime_bytes(request, training.choice)
-            beside += training.peak.parts.get("engine asleep", 0.0)
+            beside += sum(training.peak.parts.get(part, 0.0) for part in ("engine asleep", "staging"))
         able = [one for one in options if one.memory.total + beside <= budget]
         room = [one for one in able if training.peak.total + one.asleep <= budget]
         if room:
