@@ -18,7 +18,7 @@ with this size; it was never measured."""
 
 
 def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
-    """Bytes of the two buffers of one engine worker: as asked, or by where the engines compute."""
+    """Bytes of the two buffers of an engine worker, or of all kinds: as asked, or by where the engines compute."""
     if staging_mb is not None:
         return staging_mb * MIB
     return GPU_STAGING if any(need.device.startswith("cuda") for need in needs) else CPU_STAGING

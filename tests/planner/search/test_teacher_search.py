@@ -46,7 +46,8 @@ def test_a_teacher_that_does_not_fit_a_device_is_split() -> None:
     assert plan.teacher.choice.parallel.model_size > 1
     assert plan.memory["teacher"].total <= 0.95 * 80 * GIB
     assert plan.memory["teacher"].parts["teacher weights"] > 0
-    assert plan.memory["training"].parts["teacher asleep"] > 0
+    asleep = [plan.memory[phase].parts["teacher asleep"] for phase in ("training", "logprobs", "refit")]
+    assert asleep == [plan.teacher.asleep] * 3
     assert plan.config_values()["teacher.tp"] == plan.teacher.choice.parallel.tp
 
 

@@ -241,8 +241,11 @@ def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> 
     return PhaseMemory(states | {"runtime": runtime_bytes(request, choice)})
 
 
-def split_refit_memory(request: Request, choice: TrainingChoice, generation: PhaseMemory, workers: int) -> PhaseMemory:
-    """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there.
+def split_refit_memory(
+    request: Request, choice: TrainingChoice, generation: PhaseMemory, workers: int, beside: dict[str, float]
+) -> PhaseMemory:
+    """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there, `beside`:
+    what others keep on the policy's.
 
     `workers` of each engine: there is a communicator for each, of which a policy rank may have all and a worker has its
     own. Buffers of all channels of a policy rank share `staging`; a worker has two for messages and two that these are
@@ -252,7 +255,8 @@ def split_refit_memory(request: Request, choice: TrainingChoice, generation: Pha
     each = 0.0 if request.cluster.is_cpu else constants.communicator_bytes
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
     runtime, staging = {"runtime": runtime_bytes(request, choice)}, constants.staging_bytes
-    policy = PhaseMemory(fullest | {"staging": staging} | runtime | {"refit communicators": workers * each})
+    own = {"staging": staging, "refit communicators": workers * each} | beside
+    policy = PhaseMemory(fullest | runtime | own)
     engine = PhaseMemory(generation.parts | {"staging": 2 * staging, "refit communicators": each})
     return max(policy, engine, key=lambda memory: memory.total)
 

@@ -257,6 +257,7 @@ def _memory(
         return phases
     asleep = search.asleep_bytes(request, colocated)
     phases["logprobs"] = mem.logprobs_memory(request, training.choice, asleep)
+    waits: dict[str, float] = {}
     if training.teacher is not None:
         # On a GPU it computes next to the policy's states, on a CPU in a process of its own.
         kept = {} if request.cluster.is_cpu else phases["logprobs"].parts
@@ -264,11 +265,15 @@ def _memory(
         phases["scores" if training.teacher.choice.valued else "teacher"] = mem.PhaseMemory(
             states | training.teacher.memory.parts
         )
+        waits = training.teacher.waits
+        phases["logprobs"] = mem.PhaseMemory(phases["logprobs"].parts | waits)
     engine = generation_memory(request, generation, policy_asleep(request, training) if colocated else 0.0)
     if colocated:
-        phases["refit"] = mem.refit_memory(request, training.choice, weight_bytes(request.facts, generation))
+        refit = mem.refit_memory(request, training.choice, weight_bytes(request.facts, generation))
+        phases["refit"] = mem.PhaseMemory(refit.parts | waits)
     else:
-        phases["refit"] = mem.split_refit_memory(request, training.choice, engine, generation.tp * generation.pp)
+        workers = generation.tp * generation.pp
+        phases["refit"] = mem.split_refit_memory(request, training.choice, engine, workers, waits)
     return phases | {"generation": engine}
 
 

@@ -53,6 +53,11 @@ class TeacherPlan:
         return self.role.replace("_", " ")
 
     @property
+    def waits(self) -> dict[str, float]:
+        """What it keeps on the device while others compute, as a part of their memory."""
+        return {f"{self.label} asleep": self.asleep} if self.asleep else {}
+
+    @property
     def weights(self) -> float:
         """Bytes of its weights."""
         return self.memory.parts[f"{self.label} weights"]
@@ -77,8 +82,7 @@ class TrainingCandidate:
 
     def with_teacher(self, teacher: TeacherPlan) -> TrainingCandidate:
         """Return this layout with a teacher or a reward model next to it."""
-        asleep = {f"{teacher.label} asleep": teacher.asleep} if teacher.asleep else {}
-        peak = mem.PhaseMemory(self.peak.parts | asleep)
+        peak = mem.PhaseMemory(self.peak.parts | teacher.waits)
         logprobs = self.logprobs + (0.0 if teacher.choice.valued else teacher.seconds)
         return replace(self, peak=peak, logprobs=logprobs, teacher=teacher)
 
