@@ -859,9 +859,9 @@ class RefitConfig(Section):
     full_every: Positive = 20
     """With `sparse`, the interval of refits at which everything is sent."""
     staging_mb: Annotated[int, Field(gt=0, le=65_536)] | None = None
-    """Staging memory of each engine worker, in MiB: two buffers that are filled and read in turn. The workers of an engine
-    share it where weights are sent from rank to rank. Unset: 16 between processors, where buffers that fit the cache are
-    fastest, and 256 between GPUs, where fewer rounds are."""
+    """Staging memory of each engine worker, in MiB: two buffers that are filled and read in turn. Where weights are
+    sent from rank to rank, the workers of an engine share it. Unset: 16 between processors, where buffers that fit the
+    cache are fastest, and 256 between GPUs, where fewer rounds are."""
 
 
 Rounding = Literal["unbiased", "nearest"]
