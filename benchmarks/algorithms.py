@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.telemetry.charts import ticks
+from rlctl.report.charts import ticks
 from rlctl.telemetry.metrics import read_metrics
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, BETWEEN = 250, 170, 40, 26, 24, 14

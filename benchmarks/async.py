@@ -32,11 +32,11 @@ from typing import Any
 from pictures import picture
 
 import rlctl
-from rlctl.rl.loop import Loop
+from rlctl.report.charts import Series
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.rollouts.synchronous import SynchronousSource
-from rlctl.telemetry.charts import Series
 from rlctl.telemetry.metrics import read_metrics
+from rlctl.training.loop import Loop
 
 LIMIT_S = 6 * 3600
 RLCTL = str(Path(sys.executable).with_name("rlctl"))

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.prepare import prepare_job
 from rlctl.config.load import Resolved, resolve
+from rlctl.jobs.prepare import prepare_job
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.vector_math import warm_up
 

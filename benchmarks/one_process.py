@@ -16,9 +16,9 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import LossOutput, TokenBatch
 from rlctl.backends.lookup import policy_backend
 from rlctl.cluster.workers import imported
-from rlctl.config.schema import OptimizerConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
+from rlctl.settings.training import OptimizerConfig
 
 if TYPE_CHECKING:
     from rlctl.backends.policy_rank import PolicyRank

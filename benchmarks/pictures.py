@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rlctl.telemetry.charts import HEIGHT, WIDTH, Series, line_chart
+from rlctl.report.charts import HEIGHT, WIDTH, Series, line_chart
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b")
 STYLE = (

@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlctl.apps.open_model import published_facts, published_teacher
-from rlctl.apps.prepare import check_plan, checked_algorithm
 from rlctl.config.load import resolve
 from rlctl.config.nemo_rl.mapping_rules import of_images
 from rlctl.config.nemo_rl.recipe import is_nemo_rl, leaves_of, read_recipe
 from rlctl.errors import RlctlError
+from rlctl.jobs.open_model import published_facts, published_teacher
+from rlctl.jobs.prepare import check_plan, checked_algorithm
 
 KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
 """Sections that say what a recipe is for, the most particular first."""

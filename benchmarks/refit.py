@@ -26,9 +26,9 @@ import refit_engine
 import torch
 from refit_executor import executor_main, ring_of, tensor_at
 
-from rlctl.apps.refit_synthetic import MODELS
 from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.config.parallel import ParallelSpec
+from rlctl.jobs.refit_synthetic import MODELS
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.synthetic import SyntheticSender, reduced
 from rlctl.transport.round_buffers import Packer, source_view

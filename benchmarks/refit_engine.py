@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.run_workers import ENGINE_WORKER
 from rlctl.backends.base import EngineWorker, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.args import engine_spec
@@ -25,6 +24,7 @@ from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
+from rlctl.jobs.run_workers import ENGINE_WORKER
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.synthetic import SyntheticSender

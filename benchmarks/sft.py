@@ -31,15 +31,16 @@ from one_process import policy
 from rlctl.backends.packing import plan_batch
 from rlctl.backends.policy_rank import PolicyRank
 from rlctl.config.load import resolve
-from rlctl.config.schema import DataConfig, ModelConfig, OptimizerConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts
-from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.available import algorithm_from_config
-from rlctl.rl.loop import make_batch
+from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.report import charts
 from rlctl.rollouts.dataset import columns_of, group_of
-from rlctl.telemetry import charts
+from rlctl.settings.data import DataConfig, ModelConfig
+from rlctl.settings.training import OptimizerConfig
+from rlctl.training.loop import make_batch
 
 LIMITS = {"unpacked": 1.0, "packed": 1.5}
 """Tokens per second of rlctl are to be at least so many times those of the Trainer."""

@@ -111,7 +111,7 @@ def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
 
     from pictures import picture
 
-    from rlctl.telemetry.charts import Series
+    from rlctl.report.charts import Series
 
     found = [
         (f"{kind} loss", [Series(name, [*enumerate(both[name], 1)], color) for color, name in enumerate(both)])
@@ -135,7 +135,7 @@ def main() -> None:
     if not args.trl_python:
         parser.error("--trl-python names the python of an environment with TRL")
     if args.model is None:
-        from rlctl.apps.laptop_model import fetch
+        from rlctl.jobs.laptop_model import fetch
 
         args.model = fetch(lambda text: print(text, file=sys.stderr))
     losses: dict[str, dict[str, list[float]]] = {}

@@ -32,9 +32,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlctl.apps.laptop_model import fetch
-from rlctl.apps.rollout import EpisodesJob, episodes_job
-from rlctl.apps.run_workers import start_engines
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.args import CPU_BLOCK_TOKENS
@@ -42,7 +39,10 @@ from rlctl.cluster.ray_session import fetch as fetched
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import resolve
-from rlctl.envs.environment import Message, Step
+from rlctl.environments.interface import Message, Step
+from rlctl.jobs.laptop_model import fetch
+from rlctl.jobs.rollout import EpisodesJob, episodes_job
+from rlctl.jobs.run_workers import start_engines
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player
 from rlctl.rollouts.episodes import Episode
 from rlctl.rollouts.source import sample_seed

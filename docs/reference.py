@@ -12,7 +12,8 @@ from typing import Any
 from rlctl.cli import COMMANDS, load_command
 from rlctl.commands.parsing import help_record
 from rlctl.config.keys import section_of
-from rlctl.config.schema import RlctlConfig, Section
+from rlctl.config.section import Section
+from rlctl.settings.config import RlctlConfig
 
 
 def on_files(files: Any, config: Any) -> Any:

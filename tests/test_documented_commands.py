@@ -21,11 +21,11 @@ import pytest
 import typer
 
 from rlctl import cli
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
 from rlctl.data.prompt_rows import PromptSource
-from rlctl.envs.scorers import RewardPlan
+from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.rewards.scorers import RewardPlan
 from rlctl.telemetry.metrics import read_metrics
 from support.runs import REWARD, TASK
 
@@ -213,10 +213,10 @@ def test_commands_that_train_or_sample(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
-    monkeypatch.setattr("rlctl.envs.rewards.tried", untried)
-    monkeypatch.setattr("rlctl.rl.algorithms.user_loss.call_in_child", lambda *_, **__: ())
+    monkeypatch.setattr("rlctl.rewards.rewards.tried", untried)
+    monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
-        "rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ()
+        "rlctl.jobs.prepare.wanted_loggers", lambda run, tell, optional: ()
     )  # packages that need not be there
     if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
@@ -266,9 +266,9 @@ def test_first_prompts(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first prompt of a command asks what its data or environment asks, and nothing else."""
-    monkeypatch.setattr("rlctl.envs.rewards.tried", untried)
-    monkeypatch.setattr("rlctl.rl.algorithms.user_loss.call_in_child", lambda *_, **__: ())
-    monkeypatch.setattr("rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ())
+    monkeypatch.setattr("rlctl.rewards.rewards.tried", untried)
+    monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
+    monkeypatch.setattr("rlctl.jobs.prepare.wanted_loggers", lambda run, tell, optional: ())
     write_tiny_family(place / "long-model", max_position_embeddings=40960)
     words = [str(place / "long-model") if re.match("(Qwen|meta-llama|HuggingFaceTB)/", w) else w
              for w in shlex.split(command)]  # fmt: skip

@@ -19,7 +19,7 @@ import yaml
 
 from rlctl.config.load import resolve
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.user_function import UserBatchScorer, user_scorer
+from rlctl.isolation.user_function import UserBatchScorer, user_scorer
 from support.hosts import made_hosts
 from support.runs import LIMIT_S, REWARD, TASK, results, started
 

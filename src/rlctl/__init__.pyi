@@ -8,10 +8,10 @@ from rlctl.api import train as train
 from rlctl.backends.batch import TokenBatch as TokenBatch
 from rlctl.backends.lookup import register_backend as register_backend
 from rlctl.errors import RlctlError as RlctlError
-from rlctl.rl.algorithms.algorithm import Algorithm as Algorithm
-from rlctl.rl.loop import Loop as Loop
+from rlctl.methods.rl.algorithm import Algorithm as Algorithm
 from rlctl.rollouts.source import RolloutSource as RolloutSource
 from rlctl.telemetry.metrics import Metric as Metric
+from rlctl.training.loop import Loop as Loop
 
 __version__: str
 API: dict[str, str]

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.load import Resolved, from_sources
 from rlctl.config.sources import Source, Value, flatten, sources_in_order
 from rlctl.errors import InputError, missing_package
-from rlctl.rl.algorithms.available import register as register_algorithm
+from rlctl.methods.available import register as register_algorithm
 
 if TYPE_CHECKING:
-    from rlctl.apps.run import RunSummary
+    from rlctl.jobs.run import RunSummary
     from rlctl.planner.result import Plan
-    from rlctl.rl.loop import Loop
+    from rlctl.training.loop import Loop
 
 __all__ = ["evaluate", "generate", "load_config", "plan", "read_metrics", "register_algorithm", "train"]
 
@@ -49,7 +49,7 @@ def plan(config: Resolved) -> Plan:
     `plan.config_values()` are the keys that it decides, `plan.seconds` and `plan.total_s` the predicted step. Raises
     NoPlanError when nothing fits.
     """
-    from rlctl.apps.prepare import shown_plan
+    from rlctl.jobs.prepare import shown_plan
 
     with installed_engines():
         return shown_plan(config, 0, tell)
@@ -74,7 +74,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise InputError("A run takes Ctrl-C, which only the main thread can.", "Call rlctl.train there.")
     with installed_engines():
-        from rlctl.apps.train import train_grpo
+        from rlctl.jobs.train import train_grpo
 
         return train_grpo(config, resume=resume, quiet=quiet, allow_changes=allow_changes, loop=loop)
 
@@ -87,7 +87,7 @@ def generate(
     The weights are those of `model.name`, or with `run_dir` those of a run's checkpoint: of `step`, or the newest.
     """
     with installed_engines():
-        from rlctl.apps.generate import complete, completion_job, of_run, read_prompts
+        from rlctl.jobs.generate import complete, completion_job, of_run, read_prompts
 
         checkpoint = None
         if run_dir is not None:
@@ -126,9 +126,9 @@ def evaluate(
         return from_sources([Source(list(config.given())), Source(chosen)])
 
     with installed_engines():
-        from rlctl.apps.evaluate import candidates, evaluation
-        from rlctl.apps.evaluate import evaluate as run_evaluation
-        from rlctl.envs.statistics import default_ks
+        from rlctl.jobs.evaluate import candidates, evaluation
+        from rlctl.jobs.evaluate import evaluate as run_evaluation
+        from rlctl.rewards.statistics import default_ks
         from rlctl.runs.sample_file import SampleFile
 
         found = candidates([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)

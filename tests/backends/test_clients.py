@@ -11,7 +11,7 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import TrainBatch, WeightedRollout
 from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import TrainingConfig
+from rlctl.settings.training import TrainingConfig
 from support.engines import tiny_facts
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.backend_arguments import BackendArguments
-from rlctl.apps.run_workers import planned_workers
 from rlctl.backends import lookup
 from rlctl.backends.base import EngineSpec, PolicySpec
 from rlctl.backends.lookup import (
@@ -21,13 +19,15 @@ from rlctl.backends.lookup import (
 )
 from rlctl.cluster.workers import imported
 from rlctl.config.load import resolve
-from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
+from rlctl.jobs.backend_arguments import BackendArguments
+from rlctl.jobs.run_workers import planned_workers
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.refit.policy_side import RefitSender
 from rlctl.refit.weight_sender import policy_worker
+from rlctl.settings.config import RlctlConfig
 from rlctl.weights import hf
 from rlctl.weights.transfer_plan import SingleWorld
 from support.engines import tiny_facts

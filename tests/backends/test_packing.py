@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.packing import plan_batch, row_tokens
-from rlctl.config.schema import TrainingConfig
 from rlctl.errors import ConfigError
+from rlctl.settings.training import TrainingConfig
 
 LIMIT = 100
 

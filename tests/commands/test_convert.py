@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlctl import cli
-from rlctl.apps.open_model import find_model
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.checkpoints.model_source import resolve_model
+from rlctl.jobs.open_model import find_model
 from support.multimodal_models import write_multimodal
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from rlctl.apps.evaluate import Result
 from rlctl.commands.eval import table
-from rlctl.envs.statistics import Estimate
+from rlctl.jobs.evaluate import Result
+from rlctl.rewards.statistics import Estimate
 
 
 def result(model: str, values: list[float], task: str = "gsm8k", samples: int = 1) -> Result:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.apps.generate import read_prompts
 from rlctl.commands.generate import text_of
 from rlctl.errors import InputError
+from rlctl.jobs.generate import read_prompts
 from support.commands import Run
 
 

@@ -21,8 +21,8 @@ from rlctl.cli import COMMANDS
 from rlctl.commands import options, train
 from rlctl.commands.generate import model_or_checkpoint
 from rlctl.config.keys import known_keys
-from rlctl.config.schema import RlctlConfig
 from rlctl.planner.inputs.request import Request
+from rlctl.settings.config import RlctlConfig
 
 SOURCE = Path(rlctl.__file__).parent
 SECTIONS = {info.annotation.__name__: name for name, info in RlctlConfig.model_fields.items()}

@@ -11,9 +11,9 @@ from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import known_keys, nearest
 from rlctl.config.load import from_sources, resolve, stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
-from rlctl.config.schema import RewardTerm
 from rlctl.config.sources import Flag, Source
 from rlctl.errors import ConfigError
+from rlctl.settings.rewards import RewardTerm
 
 
 def write(path: Path, text: str) -> Path:

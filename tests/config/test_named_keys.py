@@ -12,8 +12,8 @@ from rlctl.config.keys import field, known_keys
 from rlctl.config.nemo_rl.recipe import Override, import_recipe
 from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
-from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import OWN_VARIABLES
+from rlctl.settings.config import RlctlConfig
 
 SOURCE = Path(rlctl.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"

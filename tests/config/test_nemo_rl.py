@@ -14,8 +14,6 @@ from jinja2 import Template
 from math_verify.metric import math_metric
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
-from rlctl.apps.open_model import published_facts
-from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.keys import nest
@@ -26,12 +24,14 @@ from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, rea
 from rlctl.config.sources import Source
 from rlctl.data.prompts import open_prompts
 from rlctl.data.templates import PromptTemplate
-from rlctl.envs.rewards import prepare_rewards
 from rlctl.errors import ConfigError, InputError
+from rlctl.jobs.open_model import published_facts
+from rlctl.jobs.prepare import loggers_of
+from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.rl.advantages import overlong_penalty
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import plan_from_config
-from rlctl.rl.advantages import overlong_penalty
-from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rewards.rewards import prepare_rewards
 from rlctl.rollouts.source import refuse_async
 
 RECIPES = Path(__file__).parent / "nemo_rl"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.files import user_path
-from rlctl.config.schema import RlctlConfig
+from rlctl.settings.config import RlctlConfig
 
 NOBODY = "~no_such_user_here/x"
 

@@ -14,12 +14,13 @@ import pytest
 from rlctl.backends import lookup
 from rlctl.backends.lookup import policy_backend, require_backends
 from rlctl.config.plugins import find_plugin, plugin_names
-from rlctl.config.schema import RewardConfig, RewardTerm, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.rewards import require_known
-from rlctl.envs.user_function import user_scorer
 from rlctl.errors import ConfigError, InputError
-from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.isolation.user_function import user_scorer
+from rlctl.methods.available import algorithm_from_config
+from rlctl.rewards.rewards import require_known
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 ENTRY_POINTS = """
 [rlctl.algorithms]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.evaluate import open_task
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.benchmarks import BENCHMARKS
 from rlctl.errors import InputError
+from rlctl.jobs.evaluate import open_task
+from rlctl.settings.config import RlctlConfig
 
 GPQA = {
     "Question": "Which gas is lightest?", "Correct Answer": "Hydrogen\n", "Incorrect Answer 1": "Neon",

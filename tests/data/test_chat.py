@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig, ModelConfig
 
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, processors
 
-from rlctl.config.schema import DataConfig, ModelConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.cross_tokens import read_text
 from rlctl.data.prompt_rows import PromptRow
@@ -17,6 +16,8 @@ from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.errors import InputError
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig, ModelConfig
 from support.chat_formats import FORMATS, SAID, write_of_formats
 
 BAR = "\uff5c"

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import DataConfig, RlctlConfig
 from rlctl.data.holdout import hold_out, open_validation, validation_data
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import ConfigError, InputError
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.mixing import LONGEST_ROUND, Mixing, source_settings, whole_parts
+from rlctl.settings.config import RlctlConfig
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlctl.config.schema import DataConfig
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig
 
 
 def write_jsonl(path: Path, records: list[dict]) -> Path:
@@ -332,7 +332,7 @@ def test_a_dataset_out_of_reach_is_said_clearly() -> None:
 def test_prompts_import_nothing_heavy() -> None:
     code = (
         "import sys; import rlctl.data.prompts, rlctl.rollouts.prompt_order, rlctl.data.chat;"
-        "import rlctl.envs.reward_worker, rlctl.envs.rewards;"
+        "import rlctl.rewards.reward_worker, rlctl.rewards.rewards;"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'math_verify', 'ray', 'pyarrow'};"
         "print(sorted(heavy & sys.modules.keys()))"
     )

@@ -11,13 +11,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlctl.apps.generate import read_prompts
-from rlctl.config.schema import DataConfig, ModelConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompts import open_prompts
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
+from rlctl.jobs.generate import read_prompts
 from rlctl.rollouts.environment_play import EnvironmentPlay
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig, ModelConfig
 
 TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
 TALK = (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import DataConfig
 from rlctl.data.prompts import open_prompts
 from rlctl.data.templates import PromptTemplate, template_of
 from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig
 
 ROW = {"prompt": "2 + 3?", "question": "Which?", "choices": ["a", "ü"], "level": 3, "nothing": None}
 

@@ -11,13 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlctl.apps.tiny_model import CHAT_TEMPLATE
-from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_prompts
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.errors import InputError
+from rlctl.jobs.tiny_model import CHAT_TEMPLATE
+from rlctl.settings.data import DataConfig, ModelConfig
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

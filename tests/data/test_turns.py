@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig, ModelConfig
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 TOOLS = "{% if tools %}" + BEGIN + "system\n{% for t in tools %}{{ t | tojson }}{% endfor %}" + END + "\n{% endif %}"

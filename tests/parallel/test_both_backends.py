@@ -11,8 +11,8 @@ import pytest
 from rlctl.backends.clients import only_result
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.available import OWN, algorithm_from_config
+from rlctl.methods.available import OWN, algorithm_from_config
+from rlctl.methods.rl.algorithm import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools
 from support.reference import hf_model, make_batch, megatron_weights

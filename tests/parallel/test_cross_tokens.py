@@ -15,13 +15,13 @@ from rlctl.backends.base import Teaching
 from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import CHUNK, RolloutColumns
 from rlctl.data.texts import TrainedText
-from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.distill import Distill
+from rlctl.methods.distill import Distill
+from rlctl.methods.rl.algorithm import RunLoss
 from rlctl.rollouts.dataset import columns_of
+from rlctl.settings.config import RlctlConfig
 from support.parallel_cases import Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference import Optim, hf_model, megatron_weights

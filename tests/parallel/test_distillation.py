@@ -14,9 +14,9 @@ from torch import Tensor
 from rlctl.backends.base import Teaching
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import RlctlConfig
-from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.distillation import Distillation
+from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.rl.distillation import Distillation
+from rlctl.settings.config import RlctlConfig
 from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights

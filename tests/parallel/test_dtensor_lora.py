@@ -21,8 +21,8 @@ from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError
+from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.weights.dtensor import DTensorWorld
 from support.adapters import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
 from support.families import hf_model as family_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig
+from rlctl.settings.training import LoraConfig
 from support.host_states import run_counted, run_resumed, run_steps
 from support.parallel_cases import Case
 from support.pool import Pools

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.apps.open_model import find_model
 from rlctl.backends.clients import only_result
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
@@ -19,6 +18,7 @@ from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
+from rlctl.jobs.open_model import find_model
 from support.adapters import LORA, expected, megatron_adapters, merge, policy_of, run_adapters, run_saved
 from support.parallel_cases import Case, assemble, model_of, of_modules
 from support.pool import Pools, Published, slowly

@@ -17,10 +17,10 @@ from rlctl.backends.clients import only_result
 from rlctl.backends.packing import plan_batch
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import OptimizerConfig
-from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
-from rlctl.rl.algorithms.available import algorithm_from_config
-from rlctl.rl.loop import make_batch
+from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.settings.training import OptimizerConfig
+from rlctl.training.loop import make_batch
 from support import parallel_cases
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.nvfp4 import rounded
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import QuantizationConfig
+from rlctl.settings.training import QuantizationConfig
 from support.families import hf_model as family_model
 from support.parallel_cases import Case
 from support.parallel_families import make_batch as family_batch

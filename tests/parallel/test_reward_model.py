@@ -12,7 +12,7 @@ from rlctl.backends.batch import WeightedRollout
 from rlctl.checkpoints.conversion.prepared_model import body_of
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.parallel import ParallelSpec
-from rlctl.envs.reward_worker import common_prefix, text_columns
+from rlctl.rewards.reward_worker import common_prefix, text_columns
 from support.parallel_cases import Case
 from support.pool import Pools, slowly
 from support.reference import VOCAB, kind_of

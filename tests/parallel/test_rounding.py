@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.backends.base import Dtype
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig
+from rlctl.settings.training import LoraConfig
 from support.parallel_cases import WEIGHT, Case, model_of
 from support.pool import Pools, Published, slowly
 from support.reference import make_batch, reference_weights, run_reference

@@ -18,14 +18,14 @@ from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.packing import plan_batch
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import OptimizerConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
-from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
-from rlctl.rl.algorithms.available import algorithm_from_config
-from rlctl.rl.algorithms.kto import Kto
-from rlctl.rl.loop import make_batch
+from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.kto import Kto
+from rlctl.methods.rl.algorithm import Algorithm, RunLoss
 from rlctl.rollouts.dataset import columns_of, group_of
+from rlctl.settings.training import OptimizerConfig
+from rlctl.training.loop import make_batch
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
 from support.reference import facts, hf_model

@@ -12,9 +12,10 @@ import torch
 from rlctl.backends.clients import only_result
 from rlctl.backends.results import NORM_CHUNK
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, RlctlConfig
-from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.gspo import Gspo
+from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.rl.gspo import Gspo
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.training import LoraConfig
 from support.parallel_cases import (
     Case,
     assemble,

@@ -11,7 +11,6 @@ import pytest
 
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, MachineError, NoPlanError
 from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import Adapters, TrainingChoice
@@ -27,6 +26,8 @@ from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.run import ClusterConfig
 from rlctl.telemetry.phases import Phase
 from support.catalog import make_plan, model
 

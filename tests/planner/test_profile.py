@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config
@@ -27,6 +26,8 @@ from rlctl.planner.inputs.cluster import (
     with_profile,
 )
 from rlctl.planner.inputs.request import Workload
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.run import ClusterConfig
 from rlctl.telemetry.phases import Phase
 from support.catalog import make_plan
 

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.apps.run_workers import policy_environment
 from rlctl.backends.vllm.args import refuse_unsupported
 from rlctl.commands.doctor import wanted
 from rlctl.config.load import resolve
-from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.doctor.finding import Check
 from rlctl.doctor.gpus import Gpu, check_driver
 from rlctl.doctor.network import NodeFacts, compare_memory
 from rlctl.errors import ConfigError
+from rlctl.jobs.run_workers import policy_environment
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config, plan_from_config
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.training import TrainingConfig
 
 SMI = """#!/bin/sh
 case "$*" in

@@ -17,11 +17,11 @@ from rlctl.cluster import workers
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import RefitConfig
 from rlctl.errors import ConfigError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
 from rlctl.refit.session import RefitSession
 from rlctl.refit.weight_sender import WeightSender
+from rlctl.settings.generation import RefitConfig
 from rlctl.transport.collective import ServedStore
 from rlctl.weights.vllm import VllmParallel
 from support import refit_workers

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec
 from rlctl.backends.batch import LogprobStats
 from rlctl.backends.clients import EngineClient, PolicyClient
@@ -20,12 +19,14 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster import workers
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import WorkerDiedError, WorkerGroup, WorkerSpec
-from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WorkerError
+from rlctl.jobs.refit_report import LogprobLimit
 from rlctl.refit.decoding import DecodeCheck
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
 from rlctl.refit.weight_sender import WeightSender
+from rlctl.settings.generation import RefitConfig
+from rlctl.settings.training import TrainingConfig
 from rlctl.telemetry.phases import RefitPhase
 from support import engine_policies, refit_sources
 from support.engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
@@ -310,7 +311,7 @@ def test_an_engine_that_computes_otherwise_from_the_start_is_said_to(
 
 
 def test_a_refit_test_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:
-    from rlctl.apps import refit_report
+    from rlctl.jobs import refit_report
 
     name = "model.layers.0.self_attn.o_proj.weight"
     source = make_source(engine.model, transpose=name)

@@ -16,9 +16,9 @@ from ray import cloudpickle
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-from rlctl.config.schema import TrainingConfig
 from rlctl.errors import WorkerError
 from rlctl.refit.sync import DeviceTurns, Turn
+from rlctl.settings.training import TrainingConfig
 from support.engines import tiny_facts
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

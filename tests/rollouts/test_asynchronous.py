@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from rlctl.backends.messages import GroupRequest, GroupResult
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError, WaitTimeoutError, WorkerError
 from rlctl.rollouts import asynchronous, scored_groups
 from rlctl.rollouts.asynchronous import GROUPS_FILE, AsynchronousSource
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, refuse_async, sample_seed
+from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.phases import StepTimer
 from support.rollouts import VERSION, Prompts, Scorer, answer
 

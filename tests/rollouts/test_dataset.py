@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError
 from rlctl.rollouts.dataset import HeldOutTexts, ScoredTexts, TextStream
+from rlctl.settings.config import RlctlConfig
 
 PAIR = {"prompt": "Say a", "chosen": "aaa", "rejected": "aaz"}
 Open = Callable[..., TextStream]

@@ -17,15 +17,16 @@ from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.messages import GroupRequest, Sampling, attached
 from rlctl.backends.rows import build_row
 from rlctl.cluster.ray_session import fetch, put
-from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart, contexts_of
 from rlctl.errors import InputError, WorkerError
-from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.methods.rl.grpo import Grpo
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import ModelConfig
 from support.chat_formats import FORMATS, write_of_formats
 from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
@@ -49,7 +50,7 @@ def host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 def spec(model: Path) -> EngineSpec:
     from rlctl.backends.vllm.args import engine_spec
-    from rlctl.config.schema import RlctlConfig
+    from rlctl.settings.config import RlctlConfig
 
     generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}
     config = RlctlConfig.model_validate({"generation": generation})

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.config.schema import DataConfig, RlctlConfig
 from rlctl.data.prompt_rows import difficulties
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
 from rlctl.rollouts.prompt_order import PassRateOrder, PromptOrder, PromptStream
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig
 from support.groups import group
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.errors import InputError, WorkerError
 from rlctl.rollouts import synchronous
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.synchronous import SynchronousSource
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.generation import FilterConfig
 from rlctl.telemetry.phases import StepTimer
 from support.rollouts import VERSION, Prompts, Scorer, answer
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rlctl.backends.messages import SampleRequest, SampleResult, Sampling
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.environments import Reply
+from rlctl.environments.plan import Reply
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
 from rlctl.rollouts.turn_faults import Said, episode_faults, faults_of
+from rlctl.settings.config import RlctlConfig
 
 THINKS, CALLS = "malformed_thinking", "invalid_tool_call"
 

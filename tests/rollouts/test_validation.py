@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from rlctl.backends.messages import GroupRequest, Sampling
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.reward_worker import GroupScores, ScoreRequest
 from rlctl.errors import ConfigError, InputError
+from rlctl.rewards.reward_worker import GroupScores, ScoreRequest
 from rlctl.rollouts import validation
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, SampledValidation, ValidationSet
+from rlctl.settings.config import RlctlConfig
 
 ROWS = tuple(PromptRow(index, f"row {index}", f"question {index}", "7") for index in (4, 2, 9))
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from rlctl.backends.dtensor.lora import set_part
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.config.schema import LoraConfig
 from rlctl.models.facts import ModelFacts
+from rlctl.settings.training import LoraConfig
 from rlctl.weights.layout import Span
 from support.parallel_cases import (
     WEIGHT,

@@ -251,7 +251,7 @@ class FamilyEngine:
     ) -> None:
         from rlctl.backends.vllm.args import engine_spec
         from rlctl.checkpoints.hf.model_facts import facts_in
-        from rlctl.config.schema import RlctlConfig
+        from rlctl.settings.config import RlctlConfig
         from rlctl.weights.vllm import VllmParallel
 
         self.group, self.family, self.model = group, family, model

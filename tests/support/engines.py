@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.run_workers import ENGINE_WORKER
 from rlctl.backends.base import EngineWorker
 from rlctl.cluster.workers import PendingCall
+from rlctl.jobs.run_workers import ENGINE_WORKER
 
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
@@ -61,7 +61,7 @@ def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: 
     """A running engine for a tiny Llama."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.config.schema import RlctlConfig
+    from rlctl.settings.config import RlctlConfig
     from support.engine_host import VLLM
 
     # So few tokens a step that prompts are computed in parts, as long ones are.

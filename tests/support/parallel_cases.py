@@ -33,11 +33,12 @@ from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.messages import Truncation
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig, RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
+from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.rl.grpo import Grpo
 from rlctl.models.facts import ModelFacts
-from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
 from support.pool import Published
 from support.reference import Optim, advantage, facts, prompt_tokens, reference_weights, token_loss
 

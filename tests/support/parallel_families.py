@@ -16,9 +16,9 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import OptimizerConfig
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.facts import ModelFacts
+from rlctl.settings.training import OptimizerConfig
 from support.families import VOCAB
 from support.parallel_cases import Case as PolicyCase
 from support.parallel_cases import pieces, plan_of

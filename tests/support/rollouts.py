@@ -10,7 +10,7 @@ import numpy as np
 from rlctl.backends.messages import GroupRequest, GroupResult
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns, RolloutGroup
-from rlctl.envs.reward_worker import GroupScores, ScoreRequest
+from rlctl.rewards.reward_worker import GroupScores, ScoreRequest
 
 VERSION = 4
 

@@ -17,7 +17,7 @@ from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.plan_execution import execute
 from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
-from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
+from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages
 from rlctl.weights.transfer_plan import receive_plan
 from support.critic_cases import CLIP, CONFIG, make_critic, rewarded
 from support.parallel_cases import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.envs.scoring_process import Score, Work
+from rlctl.rewards.scoring_process import Score, Work
 
 
 class NoProcess:
@@ -23,4 +23,4 @@ class NoProcess:
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of rewards are made without their trial; tests of rewards have it."""
-    monkeypatch.setattr("rlctl.envs.rewards.ScoringProcess", NoProcess)
+    monkeypatch.setattr("rlctl.rewards.rewards.ScoringProcess", NoProcess)

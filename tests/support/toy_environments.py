@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from rlctl.envs.environment import Ask, Message, Step
+from rlctl.environments.interface import Ask, Message, Step
 
 
 class Counting:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.run import RunSummary
+from rlctl.jobs.run import RunSummary
+from rlctl.report.page import page
+from rlctl.report.reported_run import ReportedRun
 from rlctl.telemetry.display import step_line
 from rlctl.telemetry.headline import CONDITIONS, findings, marks
-from rlctl.telemetry.page import page
-from rlctl.telemetry.reported_run import ReportedRun
 
 GOOD: dict[str, Any] = {
     "step": 1, "reward_mean": 0.5, "stop_reasons": {"length": 1, "stop": 3}, "sampled_rollouts": 4,

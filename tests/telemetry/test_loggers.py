@@ -13,8 +13,8 @@ from typing import Any, get_args
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlctl.config.schema import LoggerName, RunConfig
 from rlctl.errors import InputError
+from rlctl.settings.run import LoggerName, RunConfig
 from rlctl.telemetry.loggers import (
     KINDS,
     TITLES,

@@ -25,10 +25,10 @@ from rlctl.backends.batch import (
 )
 from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling, Truncation
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig, QuantizationConfig
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
+from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlctl.config.schema import LogprobColumn as LogprobColumn
+from rlctl.settings.training import LogprobColumn as LogprobColumn
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,9 +23,9 @@ from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, S
 from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
-from rlctl.config.schema import TrainingConfig
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.settings.training import TrainingConfig
 
 R = TypeVar("R")
 W_co = TypeVar("W_co", bound=PolicyWorker, covariant=True)

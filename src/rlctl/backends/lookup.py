@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from rlctl.backends.base import Device, EngineSpec, PolicySpec
 from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
-from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, suggest
 from rlctl.models.facts import ModelFacts
+from rlctl.settings.config import RlctlConfig
 from rlctl.weights.transfer_plan import World
 
 POLICY, ENGINE = "megatron", "vllm"

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
+from rlctl.settings.training import LoraConfig
 
 LAYERS = {
     "attention": ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_q_proj", "linear_proj"),

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.config.schema import GenerationConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import EpisodeFacts, MediaPart, TokensByVersion
+from rlctl.settings.generation import GenerationConfig
 
 
 @dataclass(frozen=True)

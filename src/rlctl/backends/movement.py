@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlctl.backends.batch import Rounded
 from rlctl.checkpoints.rounding import narrowed
-from rlctl.config.schema import Rounding
+from rlctl.settings.training import Rounding
 
 SAMPLE = 1024
 """Elements of a weight that are looked at, or a few more."""

@@ -55,9 +55,9 @@ from rlctl.checkpoints.plan_execution import with_adapter
 from rlctl.checkpoints.rank_loading import require_policy
 from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.cluster.progress import report
-from rlctl.config.schema import Rounding
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import MediaPart
+from rlctl.settings.training import Rounding
 from rlctl.transport.collective import ServedStore
 from rlctl.weights.layout import Layout
 

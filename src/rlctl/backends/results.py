@@ -63,7 +63,7 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
 
 WHITENING_EPSILON = 1e-6
-"""Added to the standard deviation of advantages, as in `rl/advantages.py`."""
+"""Added to the standard deviation of advantages, as in `methods/rl/advantages.py`."""
 
 
 def micro_batch_loss(

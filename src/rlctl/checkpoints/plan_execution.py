@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from rlctl.checkpoints.rounding import narrow_into, narrowed
-from rlctl.config.schema import Rounding
+from rlctl.settings.training import Rounding
 from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
 from rlctl.weights.transfer_plan import Copy
 from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform

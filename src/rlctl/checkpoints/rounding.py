@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.config.schema import Rounding
+from rlctl.settings.training import Rounding
 
 NARROW = (torch.bfloat16, torch.float16)
 GOLDEN = 40502

@@ -35,7 +35,7 @@ def data(incomplete: str) -> list[str]:
 
 def rewards(incomplete: str) -> list[str]:
     """Return names of the built-in scorers."""
-    from rlctl.envs.scorers import BUILT_IN
+    from rlctl.rewards.scorers import BUILT_IN
 
     return beginning(BUILT_IN, incomplete)
 

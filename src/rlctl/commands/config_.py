@@ -18,7 +18,8 @@ from rlctl.telemetry.terminal import Severity, colored
 
 if TYPE_CHECKING:
     from rlctl.config.nemo_rl.mapping_rules import Import, Status
-    from rlctl.config.schema import RlctlConfig, Section
+    from rlctl.config.section import Section
+    from rlctl.settings.config import RlctlConfig
 
 app = App()
 
@@ -42,8 +43,8 @@ def schema(
     """List every key with its type, default and meaning; --json prints a JSON Schema."""
     from rlctl.config.keys import nearest
     from rlctl.config.passthrough import section_class
-    from rlctl.config.schema import RlctlConfig
     from rlctl.errors import ConfigError
+    from rlctl.settings.config import RlctlConfig
 
     sections = RlctlConfig.model_fields
     if section is not None and section not in sections:
@@ -63,7 +64,7 @@ def schema(
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the configuration with the fields that sections pass through."""
     from rlctl.config.passthrough import TARGETS, json_properties, section_class
-    from rlctl.config.schema import RlctlConfig
+    from rlctl.settings.config import RlctlConfig
 
     schema = RlctlConfig.model_json_schema()
     for name in TARGETS:
@@ -237,8 +238,8 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
 def _without_effect(config: RlctlConfig) -> dict[str, str]:
     """Return the fields of Megatron that do nothing in the configured model, and why; a file must not have them. It is
     empty for a model that is neither local nor in the catalog, because `import` asks no hub."""
-    from rlctl.apps.open_model import published_facts
-    from rlctl.apps.prepare import idle_fields
+    from rlctl.jobs.open_model import published_facts
+    from rlctl.jobs.prepare import idle_fields
     from rlctl.models.catalog import lookup_entry
 
     name = config.model.name or ""

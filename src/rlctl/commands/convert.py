@@ -87,10 +87,10 @@ def hf_to_megatron(
     if destination is not None and not (force or reuse):
         require_absent(destination)
     _refuse_for_directory(source, "--revision" if revision else "--trust-remote-code" if trust_remote_code else None)
-    from rlctl.apps.open_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import conversion_directory
     from rlctl.checkpoints.hf.hf_model import open_hf_model
+    from rlctl.jobs.open_model import find_model
 
     found = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
     if found.note:
@@ -201,10 +201,10 @@ def megatron_to_hf(
         raise InputError(f"{flag}: --into writes the whole model in its own precisions.", f"Leave {flag} out.")
     if not force:
         require_absent(destination)
-    from rlctl.apps.open_model import find_model
-    from rlctl.apps.publish import publish, require_hub, run_of, write_card
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion import peft_adapters
+    from rlctl.jobs.open_model import find_model
+    from rlctl.jobs.publish import publish, require_hub, run_of, write_card
 
     if push_to_hub:
         require_hub(push_to_hub)

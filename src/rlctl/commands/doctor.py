@@ -16,9 +16,9 @@ from rlctl.errors import InputError, MachineError
 from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import RlctlConfig
     from rlctl.doctor.examine import Wanted
     from rlctl.doctor.finding import Check
+    from rlctl.settings.config import RlctlConfig
 
 app = App()
 UNUSED_BY_DEEP = (

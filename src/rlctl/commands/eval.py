@@ -13,8 +13,8 @@ from rlctl.commands.output import examples, message, print_json, show
 from rlctl.commands.parsing import GIVEN, App
 
 if TYPE_CHECKING:
-    from rlctl.apps.evaluate import Evaluation, Result
     from rlctl.config.load import Resolved
+    from rlctl.jobs.evaluate import Evaluation, Result
 
 app = App()
 
@@ -100,8 +100,8 @@ def evaluate(
     by more than noise. Prompts and sampling are those of the first run, where the command line does not set them.
     """
     options.require_dry_run(explain, dry_run)
-    from rlctl.apps.evaluate import candidates, evaluation, refuse_idle_reward
-    from rlctl.envs.statistics import default_ks
+    from rlctl.jobs.evaluate import candidates, evaluation, refuse_idle_reward
+    from rlctl.rewards.statistics import default_ks
 
     def resolved(name: str | None) -> Resolved:
         found = options.resolve_config(**context.params | {"run_dir": None, "model": name})
@@ -125,7 +125,7 @@ def evaluate(
 
 def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
     """Print the plan of each model's engines."""
-    from rlctl.apps.dry_run import dry_generate
+    from rlctl.jobs.dry_run import dry_generate
 
     prompts = sum(len(task.rows) for task in job.tasks)
     plans = {one.label: dry_generate(one.resolved, job.samples, one.checkpoint, prompts) for one in job.candidates}
@@ -141,7 +141,7 @@ def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
 
 def measure(job: Evaluation, output: Path | None, json_: bool) -> None:
     """Sample, score, and print the metrics."""
-    from rlctl.apps.evaluate import evaluate as run_evaluation
+    from rlctl.jobs.evaluate import evaluate as run_evaluation
     from rlctl.runs.sample_file import SampleFile
 
     with SampleFile(output) as file:
@@ -189,7 +189,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 def _compared(first: Result, other: Result) -> str:
     """Return whether a model differs from the first one, by mean@n: the metric that uses every sample."""
-    from rlctl.envs.statistics import paired_difference
+    from rlctl.rewards.statistics import paired_difference
 
     name = next(iter(first.metrics))
     found = paired_difference(first.metrics[name], other.metrics[name])

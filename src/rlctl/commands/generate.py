@@ -70,8 +70,8 @@ def generate(
     prompt (JSON Lines).
     """
     resolved, checkpoint = model_or_checkpoint(context, "completions", "reward.")
-    from rlctl.apps.generate import read_prompts
-    from rlctl.config.schema import MOST_ROLLOUTS
+    from rlctl.jobs.generate import read_prompts
+    from rlctl.settings.run import MOST_ROLLOUTS
 
     rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
     if len(rows) * n > MOST_ROLLOUTS:
@@ -80,7 +80,7 @@ def generate(
         )
     options.require_dry_run(explain, dry_run)
     if dry_run:
-        from rlctl.apps.dry_run import dry_generate
+        from rlctl.jobs.dry_run import dry_generate
 
         show_dry_run(dry_generate(resolved, n, checkpoint, len(rows)), json_, explain)
     else:
@@ -93,7 +93,7 @@ def model_or_checkpoint(context: typer.Context, what: str, *unread: str) -> tupl
     run_dir, step = context.params["run_dir"], context.params["step"]
     if step is not None and run_dir is None:
         raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    from rlctl.apps.generate import of_run
+    from rlctl.jobs.generate import of_run
 
     resolved = options.resolve_config(**context.params | {"run_dir": None})
     refuse_training_keys(resolved, what, *unread)
@@ -110,7 +110,7 @@ def refuse_training_keys(resolved: Resolved, what: str, *unread: str) -> None:
 
 def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:
     """Open the model, plan, generate, and print each prompt's completions."""
-    from rlctl.apps.generate import complete, completion_job
+    from rlctl.jobs.generate import complete, completion_job
 
     job = completion_job(resolved, n, checkpoint, len(rows), message)
     if job.model.source.note:

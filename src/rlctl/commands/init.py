@@ -50,7 +50,7 @@ def init(
 
     In a terminal it asks for what no flag says. Files that are there already are left as they are.
     """
-    from rlctl.apps.new_run import CONFIG, NewRun, usual_model, usual_preset
+    from rlctl.jobs.new_run import CONFIG, NewRun, usual_model, usual_preset
 
     asks = sys.stdin.isatty() and sys.stderr.isatty() and not json_
     preset = preset or asked("Preset (`rlctl presets ls` lists them)", usual_preset(), asks)

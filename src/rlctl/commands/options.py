@@ -227,7 +227,7 @@ def resolve_config(
         raise InputError("--steps and --epochs both say how long the run is.", "Give one of them.")
     stored = None
     if params.get("resume"):
-        from rlctl.apps.train import values_of_run as stored
+        from rlctl.jobs.train import values_of_run as stored
     if params.get("reward"):
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     if params.get("async_") is not None:

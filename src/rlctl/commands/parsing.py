@@ -156,7 +156,7 @@ class Group(TyperGroup):
 
     def meant(self, ctx: Any, name: str) -> str | None:
         """Return the command that `name` was probably meant for: an algorithm of `train` is a flag of `train grpo`."""
-        from rlctl.rl.algorithms.available import BUILT_IN
+        from rlctl.methods.available import BUILT_IN
 
         found: dict[str, Any] = {own: self.get_command(ctx, own) for own in self.list_commands(ctx)}
         takes = [own for own, command in found.items() if "--algorithm" in _flags(command)]

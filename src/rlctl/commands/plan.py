@@ -79,7 +79,7 @@ def plan(
         return options.resolve_config(**context.params | given)
 
     if compare is not None:
-        from rlctl.apps.prepare import shown_plan
+        from rlctl.jobs.prepare import shown_plan
 
         refuse_with("--compare shows two plans and no alternatives", ["top"] if top else [])
         once = functools.cache(message)  # what is true of both plans
@@ -114,7 +114,7 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 
 def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     """Plan and show it; with --json also what there is to say where nothing fits."""
-    from rlctl.apps.prepare import shown_plan
+    from rlctl.jobs.prepare import shown_plan
     from rlctl.planner.views.render import no_plan_values
 
     try:
@@ -127,8 +127,8 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
-    from rlctl.apps.backend_arguments import BackendArguments, differences
-    from rlctl.apps.run_workers import planned_workers
+    from rlctl.jobs.backend_arguments import BackendArguments, differences
+    from rlctl.jobs.run_workers import planned_workers
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
 
@@ -175,7 +175,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.apps.run_comparison import compare_memory, compare_run, comparison_text
+    from rlctl.jobs.run_comparison import compare_memory, compare_run, comparison_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:

@@ -14,7 +14,7 @@ from rlctl.errors import InputError
 from rlctl.telemetry.terminal import colored
 
 if TYPE_CHECKING:
-    from rlctl.apps.refit_report import RefitTestReport
+    from rlctl.jobs.refit_report import RefitTestReport
 
 app = App()
 EXIT_MISMATCH = 5
@@ -75,7 +75,7 @@ def refit_test(
     """
     resolved = options.resolve_config(**context.params)
     if synthetic is not None:
-        from rlctl.apps.refit_synthetic import SyntheticJob, run_synthetic
+        from rlctl.jobs.refit_synthetic import SyntheticJob, run_synthetic
 
         loader = "--receive loader" if receive == "loader" else None
         if other := next(filter(None, ("--dry-run" if dry_run else None, model and f"--model {model}", loader)), None):
@@ -83,11 +83,11 @@ def refit_test(
             raise InputError(why, "Leave one of them out.")
         _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_, explain)
     elif dry_run:
-        from rlctl.apps.dry_run import dry_refit_test
+        from rlctl.jobs.dry_run import dry_refit_test
 
         show_dry_run(dry_refit_test(resolved), json_, explain)
     else:
-        from rlctl.apps.refit_test import refit_test_job, run_refit_test
+        from rlctl.jobs.refit_test import refit_test_job, run_refit_test
 
         _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_, explain)
 

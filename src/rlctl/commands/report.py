@@ -32,7 +32,7 @@ def report(
 
     The page needs no network: open it in any browser. A run that trains rewrites its own report.html every few steps.
     """
-    from rlctl.apps.report import compare_runs
+    from rlctl.jobs.report import compare_runs
 
     path = compare_runs(runs, output)
     if json_:

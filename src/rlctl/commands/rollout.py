@@ -42,7 +42,7 @@ def rollout(
     Nothing is trained. With --check a policy computes the log-probs of what the engine sampled, over all turns, and the
     difference is shown. With --json the command prints one JSON object for each episode (JSON Lines).
     """
-    from rlctl.apps.rollout import episodes_job, play
+    from rlctl.jobs.rollout import episodes_job, play
 
     resolved, checkpoint = model_or_checkpoint(context, "episodes")
     job = episodes_job(resolved, checkpoint, n, check, message)

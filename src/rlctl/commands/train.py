@@ -14,8 +14,8 @@ from rlctl.config.algorithm_settings import OWN_COMMANDS
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
-    from rlctl.apps.dry_run import DryRun
     from rlctl.config.load import Resolved
+    from rlctl.jobs.dry_run import DryRun
 
 NAMELESS = "recipe"
 """The command of a line that names none."""
@@ -44,7 +44,7 @@ TEXT_FLAGS = (
 def train(context: typer.Context) -> None:
     """Train a model with reinforcement learning, or on texts or preferences."""
     if context.invoked_subcommand is None:
-        from rlctl.apps.open_model import what_there_is
+        from rlctl.jobs.open_model import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
         raise InputError("`rlctl train` needs a command (grpo, sft, dpo, kto, rm or distill) and a model.", there_is)
@@ -185,7 +185,7 @@ def _train(command: str | None, context: typer.Context) -> None:
     if dry_run:
         show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
         return
-    from rlctl.apps import train as launch
+    from rlctl.jobs import train as launch
 
     summary = launch.train_grpo(resolved, resume=resume, quiet=not shows_progress(json_), allow_changes=allow_changes)
     try:
@@ -197,9 +197,9 @@ def _train(command: str | None, context: typer.Context) -> None:
 
 def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion: str | None) -> DryRun:
     """Return what a run would start with, or with `resume` what it would go on with."""
-    from rlctl.apps.dry_run import dry_train
-    from rlctl.apps.train import dry_resume
     from rlctl.data.chat import Process
+    from rlctl.jobs.dry_run import dry_train
+    from rlctl.jobs.train import dry_resume
 
     Process.reads_tokenizers_alone = OwnProcess.is_one
     if resume:

@@ -29,7 +29,7 @@ def watch(
     Open the address in a browser; Ctrl-C ends it. It may be started before the run has finished a step, and reads the
     run's files alone. From another machine, forward the port: ssh -L 8642:localhost:8642 HOST.
     """
-    from rlctl.apps.watch import PageServer
+    from rlctl.jobs.watch import PageServer
 
     with PageServer(run, host, port) as server:
         show(server.address)

@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.parallel import SIZES
 from rlctl.config.passthrough import annotation, installed_field, section_class, section_with
-from rlctl.config.schema import PassThrough, RlctlConfig, Section
+from rlctl.config.section import PassThrough, Section
+from rlctl.settings.config import RlctlConfig
 
 TRAINING_CHOSEN = (*SIZES, "sequence_parallel", "micro_batch_tokens", "recompute", "optimizer_offload")
 """Keys of `training` that every plan of a training decides."""

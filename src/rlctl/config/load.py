@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from rlctl.config.keys import known_keys
 from rlctl.config.passthrough import target_of
-from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import Refusal, Settings, Source, Value, flatten, sources_in_order
 from rlctl.errors import ConfigError, lines_of
+from rlctl.settings.config import RlctlConfig
 
 DEFAULT = "default"
 PLANNER = "planner"

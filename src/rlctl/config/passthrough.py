@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from rlctl.config import installed
 from rlctl.config.installed import Function, InstalledField, Open
 from rlctl.config.other_trainers import NAMES
-from rlctl.config.schema import RlctlConfig, Section
+from rlctl.config.section import Section
+from rlctl.settings.config import RlctlConfig
 
 
 @dataclass(frozen=True)

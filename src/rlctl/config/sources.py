@@ -33,9 +33,10 @@ from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
-from rlctl.config.schema import RlctlConfig, RunConfig
 from rlctl.config.yaml_values import parse_value, read_mapping
 from rlctl.errors import MOST_LINES, ConfigError
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.run import RunConfig
 
 PRESET_KEYS = {"extends", "description"}
 """Keys of a preset file that are no configuration; a --config file may have them too."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError, suggest
+from rlctl.settings.data import DataConfig
+from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 MATH = "{prompt}\n\nReason step by step, and put your final answer within \\boxed{}."
 CHOICE = (

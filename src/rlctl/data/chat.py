@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_object
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
-from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
 from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of
 from rlctl.errors import InputError, first_line
+from rlctl.settings.data import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlctl.config.schema import DataConfig, RlctlConfig, ValidationData
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.errors import ConfigError, InputError
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig, ValidationData
 
 
 def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource, PromptSource | None]:

@@ -10,8 +10,10 @@ from math import gcd, lcm
 
 import numpy as np
 
-from rlctl.config.schema import DataConfig, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import GYM_PREFIX
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig
+from rlctl.settings.rewards import RewardConfig
 
 LONGEST_ROUND = 100_000
 """Positions after which the turns of the sources repeat; finer weights are rounded to parts of it."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.config.schema import DataConfig
 from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError, suggest
+from rlctl.settings.data import DataConfig
 
 GYM_PREFIX = "reasoning-gym:"
 MOST_CHARACTERS = 1_000_000

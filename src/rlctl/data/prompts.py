@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rlctl.config.schema import DataConfig
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.prompt_rows import (
     GYM_PREFIX,
@@ -29,6 +28,7 @@ from rlctl.data.prompt_rows import (
 )
 from rlctl.data.texts import label_from_record, pair_from_record, text_from_record
 from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest, suggest_file
+from rlctl.settings.data import DataConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlctl.config.schema import DataConfig
 from rlctl.errors import InputError, first_line, suggest
+from rlctl.settings.data import DataConfig
 
 PROMPT = "prompt"
 """Name under which a template has the prompt itself, whatever the field with it is called."""

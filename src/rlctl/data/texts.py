@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlctl.config.schema import DataConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.control_tokens import begun
 from rlctl.data.prompt_rows import (
@@ -33,6 +32,7 @@ from rlctl.data.prompt_rows import (
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
 from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig
 
 COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 SQUAD = {"context", "question", "answers"}

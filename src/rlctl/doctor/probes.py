@@ -366,7 +366,7 @@ def ray(device: str, models: Path) -> Figures:
 )  # fmt: skip
 def write_models(device: str, models: Path) -> Figures:
     """Write the random models and the rows that the runs use."""
-    from rlctl.apps.tiny_model import write_tiny_family
+    from rlctl.jobs.tiny_model import write_tiny_family
 
     sums = [(a, b) for a in range(16) for b in range(16)]
     rows = {
@@ -388,7 +388,7 @@ def _write_billion(directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from rlctl.apps.tiny_model import llama_config, write_json, write_tokenizer
+    from rlctl.jobs.tiny_model import llama_config, write_json, write_tokenizer
     from rlctl.models.families import facts_from_hf_config, weights_of
 
     directory.mkdir()

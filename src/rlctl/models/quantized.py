@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import QuantizationConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Matrix, Role
+from rlctl.settings.training import QuantizationConfig
 
 FUSED = {
     Role.Q: "qkv", Role.K: "qkv", Role.V: "qkv", Role.GATE: "fc1", Role.UP: "fc1",

@@ -12,7 +12,6 @@ from typing import Any
 
 from rlctl.config.keys import LAID_OUT
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
@@ -31,6 +30,8 @@ from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.training import TrainingConfig
 
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128

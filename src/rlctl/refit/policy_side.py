@@ -22,9 +22,9 @@ import torch
 from rlctl.checkpoints.plan_execution import transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
-from rlctl.config.schema import Rounding
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
+from rlctl.settings.training import Rounding
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
 from rlctl.transport.collective import CollectiveSender, ServedStore

@@ -19,7 +19,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rlctl.backends.base import WeightReceiver
 from rlctl.cluster.workers import WorkerGroup, wait_together
-from rlctl.config.schema import RefitConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import (
@@ -34,6 +33,7 @@ from rlctl.refit.channels import (
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.refit.weight_sender import WeightSender
+from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
 from rlctl.transport.movers import Received
 from rlctl.transport.rounds import (

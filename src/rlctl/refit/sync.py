@@ -19,13 +19,13 @@ from enum import Enum
 from pathlib import Path
 
 from rlctl.backends.clients import EngineClient, PolicyClient
-from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.decoding import DecodeCheck
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.weight_sender import SendingPolicy
+from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
 
 

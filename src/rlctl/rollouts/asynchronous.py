@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 from rlctl.backends.clients import EngineClient, PendingGroups
 from rlctl.backends.messages import GroupRequest, GroupResult
 from rlctl.cluster.workers import first_done
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.sync import WeightSync
@@ -39,6 +38,7 @@ from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, Scorers, load_groups, save_groups
 from rlctl.rollouts.source import RolloutBatch
+from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.phases import Phase, StepTimer
 
 T = TypeVar("T")

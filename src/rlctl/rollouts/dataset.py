@@ -15,7 +15,6 @@ import numpy as np
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.cluster.ray_session import put
-from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
@@ -36,6 +35,8 @@ from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import TOKENS_AROUND, OpenedSource, PromptOrder, PromptStream
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.run import VALIDATION_PREFIX
 from rlctl.telemetry.metrics import LOSS
 
 if TYPE_CHECKING:

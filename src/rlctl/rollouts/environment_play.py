@@ -14,19 +14,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.config.schema import EnvironmentConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
-from rlctl.envs.environment import Ask, Message
-from rlctl.envs.environment_process import EnvironmentHost, EpisodeFailedError, Session
-from rlctl.envs.environments import Answer, EnvironmentPlan, Reply, plan_environment, readable_calls
-from rlctl.envs.tools import INSTRUCTIONS, format_of, listed, without_call
+from rlctl.environments.interface import Ask, Message
+from rlctl.environments.plan import Answer, EnvironmentPlan, Reply, plan_environment, readable_calls
+from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
+from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.turn_faults import BITS, THINK, Said, episode_faults, faults_of
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.rewards import EnvironmentConfig
 
 OPENING_TOKENS = 8
 """Tokens at the end of a context that can spell `<think>`."""

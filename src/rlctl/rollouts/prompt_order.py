@@ -11,7 +11,6 @@ from typing import Any, Self
 import numpy as np
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.config.schema import DataConfig, RewardConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
 from rlctl.data.mixing import Mixing, source_settings
@@ -20,6 +19,9 @@ from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig
+from rlctl.settings.rewards import RewardConfig
 
 SCANNED_PROMPTS = 2048
 # What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.

@@ -18,14 +18,15 @@ from rlctl.backends.clients import Teacher
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.config.schema import OnError, RewardConfig, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import REWARD_PART, EpisodeFacts, MediaPart, Rollout, RolloutColumns, RolloutGroup, Turn
-from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError, WaitTimeoutError
+from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import sample_seed
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.rewards import OnError, RewardConfig
 
 # The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
 MARGIN_S = 240.0

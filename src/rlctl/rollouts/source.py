@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import ConfigError
+from rlctl.settings.config import RlctlConfig
 
 
 @dataclass(frozen=True)

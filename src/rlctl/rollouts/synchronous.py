@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.backends.clients import EngineClient, generate_groups
-from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import InputError
 from rlctl.refit.sync import WeightSync
@@ -21,6 +20,7 @@ from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import GroupMaker, Scorers
 from rlctl.rollouts.source import RolloutBatch
+from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.phases import Phase, StepTimer
 
 

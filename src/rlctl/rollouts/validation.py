@@ -19,22 +19,23 @@ import numpy as np
 
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
-from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig, ValidationConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.envs.rewards import prepare_rewards
-from rlctl.envs.scorers import RewardPlan
-from rlctl.envs.statistics import Estimate
-from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError
+from rlctl.isolation.user_function import reward_digest
 from rlctl.refit.sync import WeightSync
+from rlctl.rewards.rewards import prepare_rewards
+from rlctl.rewards.scorers import RewardPlan
+from rlctl.rewards.statistics import Estimate
 from rlctl.rollouts.environment_play import episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import FAILING_SHARE, Scorers, scored
 from rlctl.rollouts.source import sample_seed
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.run import VALIDATION_PREFIX, ValidationConfig
 from rlctl.telemetry.headline import error_of
 from rlctl.telemetry.metrics import LOSS
 

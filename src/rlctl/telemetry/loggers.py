@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
-from rlctl.config.schema import LoggerName, RunConfig
 from rlctl.errors import InputError
+from rlctl.settings.run import LoggerName, RunConfig
 from rlctl.telemetry.metrics import Metrics, flatten
 
 NAMES = {

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
-from rlctl.config.schema import Rounding
+from rlctl.settings.training import Rounding
 from rlctl.transport.rounds import ALIGNMENT, Chunk, MessagePart, Rounds, message_bytes
 from rlctl.weights.layout import ITEM_BYTES
 from rlctl.weights.transfer_plan import Copy

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.config.schema import Rounding
+from rlctl.settings.training import Rounding
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import pytest
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import OptimizerConfig, QuantizationConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import RopeFacts
+from rlctl.settings.training import OptimizerConfig, QuantizationConfig
 
 FACTS = lookup("SmolLM2-135M")
 

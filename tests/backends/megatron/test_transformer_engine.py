@@ -12,9 +12,9 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron import args
 from rlctl.backends.megatron.backend import policy_world, refuse_wrong_numbers
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
+from rlctl.settings.training import LoraConfig
 
 
 @pytest.fixture

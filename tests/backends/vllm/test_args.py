@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import args, compat
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.load import resolve
-from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
+from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.settings.config import RlctlConfig
 from support.layout_families import FAMILIES
 
 

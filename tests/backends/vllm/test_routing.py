@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.routing import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
+from rlctl.jobs.tiny_model import write_tiny_family
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import choices, generate
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints import staging
 from rlctl.checkpoints.conversion import hf_megatron as convert
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
@@ -30,6 +29,7 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError, MachineError, VerificationError
+from rlctl.jobs.tiny_model import write_tiny_family
 from support.families import hf_model
 
 

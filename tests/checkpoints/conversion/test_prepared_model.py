@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints.conversion import prepared_model
 from rlctl.checkpoints.conversion.prepared_model import (
     _unseen,
@@ -29,6 +28,7 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, MachineError
+from rlctl.jobs.tiny_model import write_tiny_family
 
 
 def block_scaled(directory: Path) -> Path:

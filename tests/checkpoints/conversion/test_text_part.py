@@ -15,8 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.apps.open_model import find_model, published_facts
-from rlctl.apps.tiny_model import CHAT_TEMPLATE, VOCAB_SIZE
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
 from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, require_seen
 from rlctl.checkpoints.hf.hf_model import open_hf_model
@@ -24,8 +22,10 @@ from rlctl.checkpoints.hf.text_part import text_config
 from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
-from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
+from rlctl.jobs.open_model import find_model, published_facts
+from rlctl.jobs.tiny_model import CHAT_TEMPLATE, VOCAB_SIZE
+from rlctl.settings.data import ModelConfig
 from support.multimodal_models import MODELS, write_multimodal
 
 QUICK = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "llama4")

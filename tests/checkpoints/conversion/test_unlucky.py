@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
@@ -17,6 +16,7 @@ from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.errors import InputError
+from rlctl.jobs.tiny_model import write_tiny_family
 
 
 @pytest.fixture

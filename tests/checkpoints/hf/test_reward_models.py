@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.apps.tiny_model import FAMILIES, llama_config, write_tiny_model
 from rlctl.checkpoints.hf.reward_models import SCORE, require_loadable
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.errors import InputError
+from rlctl.jobs.tiny_model import FAMILIES, llama_config, write_tiny_model
 from rlctl.weights.layout import ParamSpec
 
 

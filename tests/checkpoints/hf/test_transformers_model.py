@@ -21,7 +21,6 @@ from rlctl.checkpoints.hf.transformers_model import computed_buffers, meta_model
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError, InputError, RlctlError
 from rlctl.models.catalog import facts_of
 from rlctl.models.facts import ListedTensor, RopeFacts
@@ -29,6 +28,7 @@ from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import completions_workload, plan_from_config
 from rlctl.planner.make_plan import Plan
+from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.weights.dtensor import DTensorWorld
 from support.families import FAMILIES, OTHERS, SEPARATE, hf_model
 from support.pool import slowly

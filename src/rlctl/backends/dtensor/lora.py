@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.lora import Adapted, Adapter, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_path
-from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 from rlctl.models.matrices import Role
+from rlctl.settings.training import LoraConfig
 from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.megatron_names import slot
 

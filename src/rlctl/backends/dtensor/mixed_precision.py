@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from rlctl.backends.quantization import WeightGrid
 from rlctl.checkpoints.rounding import narrowed
-from rlctl.config.schema import Rounding
 from rlctl.errors import MachineError
+from rlctl.settings.training import Rounding
 
 
 @dataclass(frozen=True)

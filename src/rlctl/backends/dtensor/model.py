@@ -28,10 +28,10 @@ from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
 from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import Rounding
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import BUFFER_ROLES, Role
+from rlctl.settings.training import Rounding
 from rlctl.weights.dtensor import DTensorWorld
 
 ATTENTION = "rlctl_rows"

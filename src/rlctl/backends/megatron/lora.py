@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlctl.backends.lora import Adapted, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.backends.megatron.modules import normed_output
-from rlctl.config.schema import LoraConfig
+from rlctl.settings.training import LoraConfig
 
 
 class AdaptedParallel(Adapted):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlctl.backends.movement import Movement
 from rlctl.checkpoints.rounding import narrow_into
-from rlctl.config.schema import OptimizerConfig, Rounding
 from rlctl.errors import ConfigError
+from rlctl.settings.training import OptimizerConfig, Rounding
 
 
 class RoundingOptimizer(DistributedOptimizer):

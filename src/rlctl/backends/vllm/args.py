@@ -18,11 +18,11 @@ from rlctl.backends.vllm.interfaces import (
     cpu_latent_widths,
     packs_latent_attention,
 )
-from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
 from rlctl.models.facts import ModelFacts, RopeFacts
 from rlctl.models.matrices import Role
+from rlctl.settings.config import RlctlConfig
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
 PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"

@@ -19,10 +19,10 @@ from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, sca
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, computed_in, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model, value_head
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
-from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
+from rlctl.settings.training import Rounding
 from rlctl.weights.layout import Layout, ParamSpec, Piece
 from rlctl.weights.transfer_plan import SingleWorld, World
 

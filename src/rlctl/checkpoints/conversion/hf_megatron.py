@@ -39,9 +39,9 @@ from rlctl.checkpoints.model_source import Tell
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
-from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, listed
 from rlctl.models.families import weights_of
+from rlctl.settings.training import Rounding
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import Layout, ParamSpec, Shape

@@ -18,8 +18,8 @@ import torch
 from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transformed
 from rlctl.checkpoints.rounding import narrow_into
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
-from rlctl.config.schema import Rounding
 from rlctl.errors import InputError, VerificationError, listed
+from rlctl.settings.training import Rounding
 from rlctl.vector_math import warm_up
 from rlctl.weights.layout import Fill, ParamSpec, Shape
 from rlctl.weights.readings import combine

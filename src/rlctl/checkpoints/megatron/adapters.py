@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlctl.checkpoints.megatron.megatron_directory import Base
-from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
+from rlctl.settings.training import Rounding
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.dtensor import param_names
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span

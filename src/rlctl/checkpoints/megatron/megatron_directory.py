@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.config.schema import Rounding
 from rlctl.errors import InputError
+from rlctl.settings.training import Rounding
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

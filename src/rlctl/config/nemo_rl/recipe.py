@@ -44,9 +44,9 @@ from rlctl.config.nemo_rl.mapping_rules import (
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import TARGETS
-from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError, InputError, first_line
+from rlctl.settings.config import RlctlConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.tiny_model import FAMILIES, write_tiny_family
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.weights.locate import RENAMED
@@ -17,6 +16,7 @@ from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.doctor.software import installed_versions
 from rlctl.errors import WorkerError
+from rlctl.jobs.tiny_model import FAMILIES, write_tiny_family
 from rlctl.refit.verify import Comparison, compare
 from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.vllm import VllmWorld

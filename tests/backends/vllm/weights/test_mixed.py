@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.apps.tiny_model import write_tiny_family
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import Sampling
 from rlctl.errors import WorkerError
+from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.refit.verify import Comparison, compare
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate

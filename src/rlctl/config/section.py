@@ -1,0 +1,54 @@
+"""The base of every configuration section, and the types of its numbers and paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from rlctl.config.files import user_path
+
+MOST = 2**31 - 1
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Threads = Annotated[int, Field(gt=0, le=4096)]
+Bytes = Annotated[int, Field(gt=0, le=2**50)]
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""A time limit. The system calls that wait take no more than 24 days."""
+PositiveNumber = Annotated[float, Field(gt=0)]
+NonNegativeNumber = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+"""A part of a whole, neither none nor all of it."""
+PathText = Annotated[str, AfterValidator(lambda text: str(user_path(text)) if text.startswith("~") else text)]
+"""A path, or something else that does not begin with `~`. The shell expands that in no file and in no `--set`."""
+
+
+class Section(BaseModel):
+    """A part of the configuration. It is immutable and refuses unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class PassThrough(Section):
+    """A section that takes, in addition to its own keys, every field of a class of the installed Megatron-Core or vLLM.
+    The fields are checked where the configuration is resolved (`config.passthrough`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def passed(self) -> dict[str, Any]:
+        """Fields that are handed on, by their own names."""
+        return dict(self.model_extra or {})
+
+
+def _changed(section: Section, plain: Section, prefix: str) -> Iterator[tuple[str, object]]:
+    """Yield each key of `section` whose value is not that of `plain`, with the value of `plain`."""
+    for name in type(section).model_fields:
+        value, usual = getattr(section, name), getattr(plain, name)
+        if isinstance(value, Section):
+            yield from _changed(value, usual, f"{prefix}{name}.")
+        elif value != usual:
+            yield f"{prefix}{name}", usual

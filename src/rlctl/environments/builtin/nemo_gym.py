@@ -1,0 +1,139 @@
+"""Rows of NeMo Gym, which its own servers play: rlctl asks the agent of a row to run it, and answers what the agent
+asks the model.
+
+    episode -- row --> agent's /run -- Gym's model server --> `listen` -- the episode's own address --> the model
+    episode <-- reward -- agent
+
+Gym's model server knows one address of a model, its `policy_base_url`. A small server listens there, and passes each
+question on to the episode that it belongs to. The episode's address travels with the row, in
+`responses_create_params.metadata.extra_body`, which Gym's model server adds to what it asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import closing, nullcontext, suppress
+from typing import Any
+from urllib.request import urlopen
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from rlctl.environments.builtin.program import Program, serve
+from rlctl.errors import InputError, first_line
+
+EPISODE = "rlctl_episode"
+"""Field of a question that has the address of its episode."""
+LIMIT_S, RETRY_S = 30.0, 0.2
+NO_LIMIT = ClientTimeout(total=None)
+
+
+class NemoGym(Program):
+    """`head` is the address of Gym's head server, and `listen` the HOST:PORT that Gym's `policy_base_url` names;
+    `agent` names the agent of rows without an `agent_ref`."""
+
+    def __init__(self, head: str, listen: str = "127.0.0.1:8700", agent: str | None = None) -> None:
+        super().__init__([])
+        self.head, self.listen, self.agent = head, listen, agent
+
+    @classmethod
+    def prepare(cls, head: str, listen: str = "127.0.0.1:8700", agent: str | None = None) -> str:
+        """Look whether Gym is there, and listen where it asks. Raises InputError where there is no Gym."""
+        servers = _servers(head)
+        names = [name for name in servers if agents_of(servers, name)]
+        command = [sys.executable, "-m", __name__, listen]
+        cls.listener = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert cls.listener.stdout is not None
+        if not cls.listener.stdout.readline():
+            raise InputError(
+                f"environment.params.listen = {listen} is not an address that rlctl can listen at.",
+                "Name a HOST of this machine and a PORT, as policy_base_url of NeMo Gym has them.",
+            )
+        return f"agents of NeMo Gym at {head}: {', '.join(names)}; its policy_base_url is http://{listen}/v1"
+
+    async def run(self, row: Mapping[str, Any], seed: int, address: str) -> Mapping[str, Any]:
+        """Have the agent of the row play it; return its answer, which has the reward."""
+        name = (row.get("agent_ref") or {}).get("name") or self.agent
+        servers = await asyncio.to_thread(_servers, self.head)
+        found = agents_of(servers, str(name))
+        if not found:
+            known = [one for one in servers if agents_of(servers, one)]
+            raise InputError(
+                f"The row names the agent {name!r}, and NeMo Gym at {self.head} has {', '.join(known) or 'none'}.",
+                "Start Gym with its configuration, or name one for all rows: --set environment.params.agent=NAME",
+            )
+        asked = dict(row.get("responses_create_params") or {})
+        metadata = dict(asked.get("metadata") or {})
+        extra = json.loads(metadata.get("extra_body") or "{}") | {EPISODE: address}
+        asked["metadata"] = metadata | {"extra_body": json.dumps(extra)}
+        async with ClientSession(timeout=NO_LIMIT) as session:
+            body = {**row, "responses_create_params": asked}
+            async with session.post(f"{found[0]}/run", json=body) as answer:
+                if answer.status != 200:
+                    said = (await answer.text()).strip().partition("\n")[0]
+                    raise RuntimeError(f"the agent {name} says: {said} ({answer.status})")
+                return dict(await answer.json())
+
+
+def agents_of(servers: Mapping[str, Any], name: str) -> list[str]:
+    """Return the addresses of an agent among Gym's servers; none where there is no such agent."""
+    own = servers.get(name)
+    kinds = own.get("responses_api_agents") if isinstance(own, Mapping) else None
+    return [f"http://{one['host']}:{one['port']}" for one in (kinds or {}).values()]
+
+
+def _servers(head: str) -> dict[str, Any]:
+    """Return what Gym's head server says of its servers."""
+    from omegaconf import OmegaConf
+
+    try:
+        with closing(urlopen(f"{head.rstrip('/')}/global_config_dict_yaml", timeout=LIMIT_S)) as answer:
+            found: Any = OmegaConf.to_container(OmegaConf.create(json.loads(answer.read())), resolve=True)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"There is no head server of NeMo Gym at {head}: {first_line(error)}.",
+            "Start Gym, and give its address: --set environment.params.head=http://HOST:PORT",
+        ) from error
+    return dict(found)
+
+
+async def _listens(host: str, port: int) -> bool:
+    """Return whether a server listens at an address."""
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        return True
+    return False
+
+
+async def _pass_on(request: web.Request) -> web.Response:
+    """Pass a question on to the episode that it belongs to."""
+    asked = await request.json()
+    address = asked.pop(EPISODE, None)
+    if address is None:
+        return web.json_response({"error": {"message": "This question belongs to no episode."}}, status=400)
+    try:
+        url = f"{address}{request.path}"
+        async with ClientSession(timeout=NO_LIMIT) as session, session.post(url, json=asked) as answer:
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+    except ClientError as error:
+        return web.json_response({"error": {"message": f"The episode is over: {error}"}}, status=400)
+
+
+async def main() -> None:
+    """Listen until the process that has started this one is gone. While another engine's process listens there, wait
+    for its end."""
+    host, _, port = sys.argv[1].rpartition(":")
+    gone, server = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), None
+    while server is None and not gone.done():
+        with suppress(OSError) if await _listens(host, int(port)) else nullcontext():
+            server, _ = await serve({"/v1/chat/completions": _pass_on}, host, int(port))
+        print("ready", flush=True)
+        await asyncio.wait([gone], timeout=None if server else RETRY_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

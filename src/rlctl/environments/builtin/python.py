@@ -1,0 +1,115 @@
+"""Programs that the model writes, with tests as the reward. They run behind the layers of `environments/sandbox.py`."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlctl.environments import sandbox
+from rlctl.environments.interface import Message, Step
+from rlctl.errors import InputError
+
+BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+ASK = "Write a Python program in one block that begins with ```python and ends with ```."
+SHOWN = 1000
+"""Characters of a failure that the model is told."""
+HARNESS = """
+def _(program, tests, mark):
+    import os
+    if os.path.exists("program.py"):
+        os.remove("program.py")
+    scope = {{"__name__": "__main__"}}
+    exec(compile(program, "program", "exec"), scope)
+    for number, test in enumerate(tests):
+        try:
+            exec(compile(test, "test", "exec"), scope)
+        except BaseException as error:
+            said = " ".join(f"{{type(error).__name__}}: {{error}}".rstrip(": ").split())
+            print(f"\\n{{mark}} {{number}} {{said}}", flush=True)
+        else:
+            print(f"\\n{{mark}} {{number}}", flush=True)
+_({program!r}, {tests!r}, {mark!r})
+"""
+
+
+class Python:
+    """The row has `tests`, a list of statements such as asserts, or `inputs` and the `outputs` that the program prints
+    for them. The reward is the share of them that the last program passes, with `all_or_nothing` 1 for all and else 0.
+    Until `attempts` programs are written, the model is told the first failure. `seconds` and `memory_mib` limit one
+    run: that of all `tests`, or of one input."""
+
+    def __init__(
+        self, attempts: int = 1, all_or_nothing: bool = False, seconds: float = 5.0, memory_mib: int = 512
+    ) -> None:
+        self.attempts, self.all_or_nothing = attempts, all_or_nothing
+        self.limits = sandbox.Limits(seconds=seconds, memory_mib=memory_mib)
+
+    @classmethod
+    def prepare(cls, **params: Any) -> str:
+        return f"programs run behind: {', '.join(sandbox.layers())}"  # once; the episodes then know them
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str:
+        self.made, self.rewarded = 0, 0.0
+        found = [row.get(name) or [] for name in ("tests", "inputs", "outputs")]
+        self.tests, self.inputs, self.outputs = ([one] if isinstance(one, str) else list(one) for one in found)
+        if bool(self.tests) == bool(self.inputs) or len(self.inputs) != len(self.outputs):
+            raise InputError("A row for `python` needs either `tests`, or as many `outputs` as `inputs`.")
+        return [] if row["prompt"] else ASK
+
+    def step(self, message: Message) -> Step:
+        self.made += 1
+        blocks = BLOCK.findall(message["content"])
+        failures: list[str | None] = self.failures(blocks[-1]) if blocks else [f"The message has no program. {ASK}"]
+        share = failures.count(None) / len(failures)
+        right = share == 1.0
+        worth = float(right) if self.all_or_nothing else share
+        done = right or self.made == self.attempts
+        first = next(filter(None, failures), "")
+        # The sum of an episode's rewards is what its last program is worth, whatever ends it.
+        reward, self.rewarded = worth - self.rewarded, worth
+        metrics = {"programs": float(bool(blocks)), "right": float(right)}
+        return Step("" if done else f"{first[:SHOWN]}\n\nCorrect the program.", reward, done, metrics=metrics)
+
+    def failures(self, program: str) -> list[str | None]:
+        """Return why each test failed; None: it passed."""
+        if self.tests:
+            return self.failed_tests(program)
+        return [self.failed_output(program, *pair) for pair in zip(self.inputs, self.outputs, strict=True)]
+
+    def failed_tests(self, program: str) -> list[str | None]:
+        """Run all tests in one process. Only lines with a secret mark count, so that a program that ends early or
+        prints what it likes has passed nothing."""
+        mark = secrets.token_hex(16)
+        outcome = sandbox.run(HARNESS.format(program=program, tests=self.tests, mark=mark), limits=self.limits)
+        said = dict[int, str]()
+        for line in outcome.output.splitlines():
+            if line.startswith(mark + " "):
+                number, _, failure = line[len(mark) + 1 :].partition(" ")
+                said.setdefault(int(number), failure)
+        ended = self.ended(outcome) or "The program ended before this test."
+        failures = [said.get(number, ended) for number in range(len(self.tests))]
+        return [f"{test}\n{why}" if why else None for test, why in zip(self.tests, failures, strict=True)]
+
+    def failed_output(self, program: str, given: str, wanted: str) -> str | None:
+        """Run the program on one input; blanks at the ends of lines do not count."""
+        outcome = sandbox.run(program, given, self.limits)
+        if why := self.ended(outcome):
+            return f"Input:\n{given}\n{why}"
+        if _lines(outcome.output) == _lines(wanted):
+            return None
+        return f"Input:\n{given}\nOutput:\n{outcome.output}\nExpected:\n{wanted}"
+
+    def ended(self, outcome: sandbox.Outcome) -> str | None:
+        """Return how a program that failed has ended."""
+        if outcome.code is None:
+            return f"The program took longer than {self.limits.seconds:g} s."
+        if outcome.code < 0:
+            return f"The program was ended by signal {-outcome.code}."
+        last = next(reversed(outcome.errors.strip().splitlines()), "")
+        return f"The program failed: {last or f'exit code {outcome.code}'}" if outcome.code else None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,359 @@
+"""From the configured environment to a plan that is known to work, and from a class of any accepted form to one whose
+episodes can be asked for steps."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+from rlctl.config.plugins import find_plugin, load_plugin, plugin_names
+from rlctl.data.prompt_rows import PromptRow, checked_messages
+from rlctl.data.rollouts import REWARD_PART
+from rlctl.environments.builtin import BUILT_IN
+from rlctl.environments.interface import Ask, Environment, Message, Step
+from rlctl.environments.tools import Call, as_text, read_calls, refusal, schema_of, typed
+from rlctl.errors import InputError, first_line, suggest
+from rlctl.isolation.user_function import LARGEST_REWARD, UserCode, is_reference
+from rlctl.settings.rewards import EnvironmentConfig
+
+NOT_TOOLS = ("reset", "step", "close", "prepare", "get_reward")
+
+
+@dataclass(frozen=True)
+class EnvironmentPlan:
+    """The environment of a run as plain data; made by `plan_environment`."""
+
+    name: str
+    """The name that the user gave it; empty: there are only tools."""
+    params: dict[str, Any]
+    code: UserCode | None
+    """The class, where it is in a file of the user's."""
+    tools: tuple[UserCode, ...]
+    """Functions of the user's that the model may call."""
+    memory_gib: float
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The JSON schema of each tool, by its name."""
+    form: str = "hermes"
+    """The format in which the model writes calls."""
+    tool_role: str = "user"
+    """The role of the messages that hold results of tools."""
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name or "the tools"
+
+    def load(self) -> LoadedEnvironment:
+        """Import what episodes need. Raises InputError where that fails."""
+        functions = {code.name: code.load() for code in self.tools}
+        return LoadedEnvironment(self, self._class(), functions)
+
+    def _class(self) -> type:
+        if not self.name:
+            return Environment
+        if self.code is not None:
+            found = self.code.load()
+        elif self.name in BUILT_IN:
+            module, _, name = BUILT_IN[self.name].partition(":")
+            found = getattr(import_module(module), name)
+        else:
+            entry = find_plugin("rlctl.environments", self.name)
+            assert entry is not None  # `plan_environment` has found it
+            found = load_plugin(entry)
+        if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
+            raise InputError(
+                f"Environment {self.label!r} is not a class with a method `reset`.",
+                "The form of an environment is in docs/environments.md.",
+            )
+        return found
+
+
+class LoadedEnvironment:
+    """A class whose episodes can be begun, and the tools that are offered with it."""
+
+    def __init__(self, plan: EnvironmentPlan, kind: type, functions: dict[str, Callable[..., Any]]) -> None:
+        self.plan, self._kind, self._functions = plan, kind, functions
+        own = list(getattr(kind, "tools", ()))
+        self.steps = kind is not Environment and getattr(kind, "step", None) not in (None, Environment.step)
+        if not self.steps and not own and kind is not Environment:
+            own = [n for n, f in inspect.getmembers(kind, callable) if not n.startswith("_") and n not in NOT_TOOLS]
+        if missing := [name for name in own if not callable(getattr(kind, name, None))]:
+            raise InputError(f"Environment {plan.label!r} names a tool {missing[0]!r} and has no such method.")
+        self._own = own
+        if not self.steps and not own and not functions:
+            raise InputError(
+                f"Environment {plan.label!r} has neither a method `step` nor tools.",
+                "The form of an environment is in docs/environments.md.",
+            )
+        try:
+            inspect.signature(kind).bind(**plan.params)
+        except TypeError as error:
+            takes = ", ".join(inspect.signature(kind).parameters) or "none"
+            raise InputError(
+                f"Environment {plan.label!r} does not take these parameters (environment.params): {error}.",
+                f"Its parameters are: {takes}.",
+            ) from error
+        prepare = getattr(kind, "prepare", None)
+        self.note = str(prepare(**plan.params) or "") if prepare else ""
+
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each tool, by its name."""
+        found = {name: MethodType(getattr(self._kind, name), self) for name in self._own} | self._functions
+        return {name: schema_of(function, f"{name!r} of {self.plan.label}") for name, function in found.items()}
+
+    def begin(self) -> RunningEpisode:
+        """Return a new episode."""
+        return RunningEpisode(self, self._kind(**self.plan.params), self._functions)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn of the model, as the process of its environment gets it."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    prompt_tokens: Sequence[int] = ()
+    stop_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of an environment's process to one message: a `Step`, with what became of calls."""
+
+    messages: tuple[Message, ...]
+    reward: float = 0.0
+    done: bool = False
+    stop: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ask: Ask | None = None
+    calls: int = 0
+    """Calls of tools that were made."""
+    broken: int = 0
+    """Calls that could not be read or were refused."""
+    schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """The JSON schema of each tool, by its name, where these were asked for."""
+    note: str = ""
+    """A line that a run shows about the environment, with the schemas."""
+
+
+class RunningEpisode:
+    """One episode, in the process that it has to itself. Errors of the user's code go through."""
+
+    def __init__(self, loaded: LoadedEnvironment, made: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._loaded, self._made = loaded, made
+        self._tools = {name: getattr(made, name) for name in loaded._own} | dict(functions)
+        self._schemas = {name: one["function"] for name, one in loaded.plan.schemas.items()}
+        self._stop = _stops(getattr(made, "stop", ()))
+        self._asked: Ask | None = None
+
+    async def reset(self, row: PromptRow, seed: int) -> Reply:
+        """Begin. The messages are those behind the row's prompt."""
+        columns = {**row.fields, "prompt": row.prompt, "answer": row.answer}
+        parameters = inspect.signature(self._made.reset).parameters
+        if {"seed", "options"} <= parameters.keys():  # as Gymnasium calls it
+            found = await _called(self._made.reset, seed=seed, options=columns)
+        elif any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # as TRL calls it
+            found = await _called(self._made.reset, **columns)
+        else:
+            found = await _called(self._made.reset, columns, *([seed] if len(parameters) > 1 else []))
+        return self._reply(_begun(found))
+
+    async def step(self, answer: Answer) -> Reply:
+        """Answer what the model wrote."""
+        text = answer.text
+        written = read_calls(text, self._loaded.plan.form) if self._tools else []
+        if calls := [typed(call, self._schemas) for call in written]:
+            answers, broken = [], 0
+            for call in calls:
+                if why := refusal(call, self._schemas):
+                    broken += 1
+                    answers.append(f"Error: {why}.")
+                    continue
+                try:
+                    answers.append(as_text(await _called(self._tools[call.name], **call.arguments)))
+                except Exception as error:  # noqa: BLE001 - the model may read what it has done wrong
+                    answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
+            return self._told(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])
+        if not self._loaded.steps:
+            return Reply((), done=True)
+        if next(iter(inspect.signature(self._made.step).parameters), "") != "message":
+            return self._reply(_step(await _called(self._made.step, text)))
+        message: dict[str, Any] = {"role": "assistant", "content": text, **vars(answer)}
+        del message["text"]
+        if self._asked is not None and self._asked.tools:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{number:05}",
+                    "type": "function",
+                    "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
+                }
+                for number, one in enumerate(readable_calls(text, self._loaded.plan.form, self._asked.tools))
+            ]
+        return self._reply(_step(await _called(self._made.step, message)))
+
+    async def schemas(self) -> Reply:
+        """Return the JSON schema of each tool, and what a run says of the environment."""
+        return Reply((), schemas=self._loaded.schemas(), note=self._loaded.note)
+
+    async def close(self) -> Reply:
+        """End the episode, and return what `get_reward` says of it."""
+        reward = 0.0
+        if hasattr(self._made, "get_reward"):
+            reward = _number(await _called(self._made.get_reward), "what get_reward returned")
+        parts = {f"{REWARD_PART}{name}": part for name, part in getattr(self._made, "reward_parts", {}).items()}
+        if hasattr(self._made, "close"):
+            await _called(self._made.close)
+        return Reply((), reward, done=True, metrics=_numbers(parts))
+
+    def _told(self, answers: Sequence[str], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
+        role = self._loaded.plan.tool_role
+        if role == "user":  # as one message: templates may want questions and answers to alternate
+            answers, names = ["\n\n".join(answers)], ()
+        messages = [{"role": role, "content": text} for text in answers]
+        named = [{**one, "name": name} for one, name in zip(messages, names, strict=True)] if names else messages
+        return Reply(_plain(named), stop=self._stop, calls=made, broken=broken)
+
+    def _reply(self, step: Step) -> Reply:
+        stop = self._stop if step.stop is None else _stops(step.stop)
+        self._asked = step.ask and _checked(step.ask)
+        reward, numbers = _number(step.reward, "the reward"), _numbers(step.metrics)
+        return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._asked)
+
+
+def readable_calls(text: str, form: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+    """Return the calls of some tools in a text; none where one of them cannot be read, as a server of models."""
+    calls = read_calls(text, form)
+    schemas = {one["function"]["name"]: one["function"] for one in tools}
+    return [] if any(one.broken for one in calls) else [typed(one, schemas) for one in calls]
+
+
+async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    found = function(*arguments, **named)
+    return await found if inspect.isawaitable(found) else found
+
+
+OBSERVED = ("observations", "observation", "obs")
+"""Further names of the messages that an environment returns: SkyRL-gym's, Gymnasium's and its short form."""
+ENDED = ("terminated", "truncated")
+UNREAD = ("info", "metadata")
+
+
+def _step(found: Any, method: str = "step") -> Step:
+    """Return what a method returned as a Step: one, a mapping with its fields, Gymnasium's tuple of an observation, the
+    reward, whether it has terminated, whether it was truncated, and further information (or the older one of four), or
+    messages alone. Raises TypeError for anything else."""
+    if isinstance(found, Step):
+        return found
+    if isinstance(found, tuple) and len(found) in (4, 5) and not _is_message(found[-1]):
+        observation, reward, *ended, _ = found
+        return Step(observation, reward, any(map(bool, ended)))
+    if isinstance(found, str | list) or _is_message(found):
+        return Step(found)
+    known = [one.name for one in fields(Step)]
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{method} returned {found!r:.80}, and has to return a Step, a mapping with its fields "
+            f"({', '.join(known)}), messages, or Gymnasium's (observation, reward, terminated, truncated, info)"
+        )
+    if odd := [str(name) for name in found if name not in (*known, *OBSERVED, *ENDED, *UNREAD)]:
+        raise TypeError(
+            f"{method} returned a mapping with the field {odd[0]!r}. Its fields are {', '.join(known)}; for messages "
+            f"also {', '.join(OBSERVED)}, for done also {' and '.join(ENDED)}; {' and '.join(UNREAD)} are not read"
+        )
+    if len(said := [name for name in ("messages", *OBSERVED) if name in found]) > 1:
+        raise TypeError(f"{method} returned a mapping with both {said[0]!r} and {said[1]!r}, which are the same field")
+    values = {name: value for name, value in found.items() if name in known}
+    if said:
+        values["messages"] = found[said[0]]
+    if ended := [found[name] for name in ENDED if name in found]:
+        values["done"] = any(map(bool, (*ended, found.get("done", False))))
+    return Step(**values)
+
+
+def _begun(found: Any) -> Step:
+    """Return what `reset` returned as a Step: as `_step`, and Gymnasium's (observation, information). Raises
+    TypeError for anything else."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) and not _is_message(found[1]):
+        found = found[0]
+    return _step(found, "reset") if isinstance(found, Step | Mapping) else Step(found)
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, Mapping) and {"role", "content"} <= found.keys()
+
+
+def _messages(found: Any) -> tuple[Message, ...]:
+    """Return messages as they were given, or as one text. Raises TypeError for anything else."""
+    if not found:
+        return ()
+    listed = (
+        [{"role": "user", "content": found}] if isinstance(found, str) else [found] if _is_message(found) else found
+    )
+    if not isinstance(listed, Iterable) or isinstance(listed, Mapping | bytes):
+        raise TypeError(f"{found!r:.80} is neither a text nor messages")
+    listed = list(listed)
+    for one in listed:
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
+            raise TypeError(f"{one!r:.80} is not a message: it needs the texts `role` and `content`")
+    return _plain(listed)
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Return messages as plain data, whose texts any tokenizer takes: without halves of characters, which models write
+    in JSON, and without types of the user's own."""
+    text = json.dumps([dict(one) for one in messages], ensure_ascii=False, default=str)
+    return tuple(json.loads(text.encode(errors="replace")))
+
+
+def _checked(ask: Ask) -> Ask:
+    """Return what an environment asks as plain data. Raises InputError or ValueError for what no engine takes."""
+    numbers = {"max_tokens": [ask.max_tokens or 1], "stop_token_ids": ask.stop_token_ids, "tokens": ask.tokens or [0]}
+    for name, given in numbers.items():
+        if not all(isinstance(one, int) and one >= (name == "max_tokens") for one in given):
+            raise ValueError(f"{name} is {getattr(ask, name)!r:.80}, and no engine takes that")
+    held = () if ask.tokens else checked_messages(list(ask.messages), "messages", "The conversation")
+    return replace(ask, messages=_plain(held), tools=_plain(ask.tools), stop=_stops(ask.stop))
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a number that a run can reckon with. Raises ValueError for anything else."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not abs(found) <= LARGEST_REWARD:
+        raise ValueError(f"{what} is {value!r:.80}, and has to be a number between ±{LARGEST_REWARD:g}")
+    return found
+
+
+def _numbers(named: Any) -> dict[str, float]:
+    return {str(name): _number(value, f"the metric {name!r}") for name, value in dict(named or {}).items()}
+
+
+def _stops(found: Any) -> tuple[str, ...]:
+    """Return texts that end a turn, given as one text or as several. Raises TypeError for anything else."""
+    texts = (found,) if isinstance(found, str) else tuple(found)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TypeError(f"`stop` is {found!r:.80}, and has to hold texts that are not empty")
+    return tuple(map(str, texts))
+
+
+def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
+    """Return the plan of a run's environment, of which nothing was run yet. Raises InputError for names that nothing
+    has."""
+    name, code = config.name or "", None
+    if is_reference(name):
+        code = UserCode.read(name, "Environment")
+    elif name and name not in BUILT_IN and name not in plugin_names("rlctl.environments"):
+        known = (*BUILT_IN, *plugin_names("rlctl.environments"))
+        hint = suggest(name, known) or f"Environments are {', '.join(known)} and path/to/file.py:Class."
+        raise InputError(f"Unknown environment {name!r} (--env).", hint)
+    tools = tuple(UserCode.read(one, "Tool") for one in config.tools)
+    return EnvironmentPlan(name, dict(config.params), code, tools, config.memory_gib)

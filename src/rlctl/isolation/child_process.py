@@ -1,0 +1,104 @@
+"""A child process for code of others: started with a plan, under supervisors that end what it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.isolation.supervisor import supervise
+
+T = TypeVar("T")
+START_TIMEOUT_S = 180.0
+"""To import reasoning-gym or a user's file; seconds from a local disk."""
+CLOSE_TIMEOUT_S = 20.0
+PACKAGES = str(Path(__file__).parents[2])
+# Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
+CHILD = "import sys; sys.path.append(sys.argv[2]); from {module} import main; main()"
+
+
+class ChildProcess:
+    """A process that runs `main` of a module. It is given a plan, and answers with None once it can work."""
+
+    def __init__(self, module: str, what: str) -> None:
+        """Messages name its work by `what`, such as `the scorers (exact-match)`."""
+        self._module, self._what = module, what
+        self._process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+        """None: it does not run."""
+
+    def start(self, plan: object, environment: dict[str, str] | None = None) -> Connection:
+        """Start it and wait until it can work. Raises what building the plan raised."""
+        ours, theirs = Pipe()
+        # -P: no module of the directory that the user works in replaces one of Python's.
+        script = CHILD.format(module=self._module)
+        command = [sys.executable, "-P", "-c", script, str(theirs.fileno()), PACKAGES]
+        # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+        theirs.close()
+        self.connection = ours
+        try:
+            ours.send(plan)
+            if not ours.poll(START_TIMEOUT_S):
+                raise WaitTimeoutError(f"The process of {self._what} was not ready within {START_TIMEOUT_S:.0f} s.")
+            if (error := ours.recv()) is not None:
+                raise error
+        except (EOFError, ConnectionError) as error:
+            raise WorkerError(
+                f"The process of {self._what} died at its start ({self.ending()}).",
+                "Its output is above, or in the log of the worker.",
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        return ours
+
+    def ending(self) -> str:
+        """Return how the process ended, for a message; cleans up after it."""
+        process = self._process
+        assert process is not None  # it has just ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+        code = process.returncode
+        self.close()
+        return "still running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        """Ends the child and whatever it has started; may be called twice."""
+        if self.connection is not None:
+            self.connection.close()  # its supervisors end everything then
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.kill()  # does nothing where it has ended
+            self._process.wait()
+        self.connection = self._process = None
+
+
+def begun(build: Callable[[Any], T]) -> tuple[Connection, Any, T]:
+    """Begin in the child: put supervisors above it, take the plan, and answer. Return the connection, the plan and what
+    `build` makes of it. Where the user erred, the parent is told, and the child ends."""
+    number = int(sys.argv[1])
+    supervise(number)
+    connection = Connection(number)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
+    os.set_inheritable(number, False)
+    os.environ.pop("PYTHONSAFEPATH", None)  # a script that user code starts may have neighbors of its own
+    plan = connection.recv()
+    try:
+        built = build(plan)
+    except RlctlError as error:
+        connection.send(error)
+        sys.exit(0)
+    connection.send(None)
+    return connection, plan, built

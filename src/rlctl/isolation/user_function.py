@@ -1,0 +1,314 @@
+"""Functions of the user's own, `path/to/file.py:function`: how they are loaded, and how one scores.
+
+A reward function takes one completion, or, where a parameter is called `completions`, all of a step in TRL's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.config.files import read_text, user_path
+from rlctl.config.plugins import find_plugin, load_plugin
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.errors import InputError, RlctlError, suggest, suggest_file
+from rlctl.settings.rewards import MODEL
+
+T = TypeVar("T")
+TURNS = "turns"
+"""Argument of a reward function that takes all turns of an episode."""
+LARGEST_REWARD = 1e30
+"""Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""
+SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
+BATCHED_SIGNATURE = "(prompts: list, completions: list, **columns) -> list[float | None]"
+ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL's trainer gives to reward functions and that rlctl does not have."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """A function or class of a user's file. It is pickled as path and source, so that any process can load it."""
+
+    path: Path
+    source: str
+    name: str
+    what: str
+    """`Reward`, `Loss` or `Algorithm`, for messages."""
+
+    @classmethod
+    def read(cls, reference: str, what: str) -> UserCode:
+        """Read the file that `path/to/file.py:function` names, and import nothing. Raises InputError without one."""
+        path, name = split_reference(reference, what)
+        return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
+
+    @property
+    def reference(self) -> str:
+        return f"{self.path}:{self.name}"
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of the file's text."""
+        return sha256(self.source.encode()).hexdigest()
+
+    def load(self) -> Callable[..., Any]:
+        """Return the function, from a module that this process runs once. Raises InputError naming file and line."""
+        module = _module(self)
+        if callable(found := getattr(module, self.name, None)):
+            return found
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = suggest(self.name, functions) or f"It has {', '.join(functions) or 'none'}."
+        raise InputError(f"{self.what} {self.reference!r}: the file has no function {self.name!r}.", near)
+
+    def place(self, error: BaseException) -> str | None:
+        """Return the last line of the file on the way to an error; None: the error is not of the file."""
+        passed = any(frame.filename == str(self.path) for frame in traceback.extract_tb(error.__traceback__))
+        return _last_frame(error, self.path) if passed else None
+
+    def error(self, error: BaseException, doing: str) -> InputError:
+        """Return what to raise where the function raised `error` while `doing` something."""
+        place = _last_frame(error, self.path)
+        kind = self.what if self.what == "Algorithm" else f"{self.what} function"
+        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a name is meant as `path/to/file.py:function`."""
+    return (":" in name or name.endswith(".py")) and not name.startswith(MODEL)
+
+
+def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
+    """Return absolute path and function name; InputError where that is not the form of `name`."""
+    file, colon, function = name.rpartition(":")
+    if not colon or not file.endswith(".py") or not function.isidentifier():
+        raise InputError(f"{what} {name!r} does not name a function.", "Write path/to/file.py:function.")
+    path = user_path(file).absolute()
+    if not path.exists():
+        raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
+    return path, function
+
+
+def reward_digest(name: str) -> str | None:
+    """Return a digest of the file of a reward function, or of a reward model; None for any other scorer."""
+    if name.startswith(MODEL):
+        from rlctl.rewards.reward_model import reward_model
+
+        return model_fingerprint(reward_model(name))
+    return UserCode.read(name, "Reward").fingerprint if is_reference(name) else None
+
+
+def turns_of(row: PromptRow, completion: str) -> list[dict[str, Any]]:
+    """Return the turns of an episode, each with `role`, `text`, `tokens` and `reward`; without an environment one."""
+    return row.fields.get(TURNS) or [{"role": "assistant", "text": completion, "tokens": None, "reward": None}]
+
+
+class NoListError(InputError):
+    """A function of many completions returned something else than a value for each, whatever the completions are."""
+
+
+class UserFunction:
+    """A reward function that is loaded, and what its signature takes."""
+
+    form = SIGNATURE
+
+    def __init__(self, name: str, code: UserCode, function: Callable[..., Any]) -> None:
+        self.name, self._code, self._function = name, code, function
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._takes = {parameter.name for parameter in named}
+        self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        self._runner: asyncio.Runner | None = None
+
+    def _call(self, given: dict[str, Any], rows: str) -> Any:
+        """Return what the function returns for the arguments of `given` that it takes; `rows` names what is scored."""
+        taken = self._taken(given, rows)
+        with self._naming(rows):
+            value = self._function(**taken)
+            return self._run(_awaited(value)) if inspect.isawaitable(value) else value
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. There is one event loop, so that clients which the function keeps can go on."""
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(work)
+
+    def _taken(self, given: dict[str, Any], rows: str) -> dict[str, Any]:
+        """Return the arguments of `given` that the function takes. Raises InputError where it needs others."""
+        missing = sorted(self._required - given.keys())
+        if missing:
+            absent = [name for name in missing if name in ONLY_TRL]
+            raise InputError(
+                f"Reward function {self.name} needs {', '.join(missing)}, which "
+                + (f"rlctl does not give ({rows})." if absent == missing else f"{rows} does not have."),
+                f"It can have {', '.join(given)}; its form is {self.form}.",
+            )
+        return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
+
+    @contextlib.contextmanager
+    def _naming(self, rows: str) -> Iterator[None]:
+        """Name file, line and rows where the function fails in the block."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            raise self._code.error(error, f"scoring {rows}") from error
+
+    def _number(self, value: Any, row: PromptRow) -> float:
+        number = math.nan
+        if hasattr(value, "__float__"):  # also Decimal, and numbers of numpy and torch
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                number = float(value)
+        if not -LARGEST_REWARD <= number <= LARGEST_REWARD:
+            raise InputError(
+                f"Reward function {self.name} returned {repr(value)[:80]} for {row.where}.",
+                f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
+            )
+        return number
+
+
+async def _awaited(value: Awaitable[T]) -> T:
+    return await value
+
+
+class UserScorer(UserFunction):
+    """Scores one completion. Raises InputError, naming row and line, where that fails."""
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        return self._number(self._call(self._given(completion, row), row.where), row)
+
+    def _given(self, completion: str, row: PromptRow) -> dict[str, Any]:
+        given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
+        return given | {TURNS: turns_of(row, completion)} if TURNS in self._takes else given
+
+
+class UserAsyncScorer(UserScorer):
+    """Scores completions one by one with an `async def` function, all of a step at the same time."""
+
+    limit_s: float | None = None
+    """Seconds that a call may take; None: as long as the step."""
+
+    def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | RlctlError]:
+        """Return the score of each completion, or the error that names its row and line."""
+
+        async def scored(completion: str, row: PromptRow) -> float | RlctlError:
+            try:
+                taken = self._taken(self._given(completion, row), row.where)
+                with self._naming(row.where):
+                    value = await self._in_time(self._function(**taken), row.where)
+                return self._number(value, row)
+            except InputError as error:
+                return error
+
+        async def all_scored() -> list[float | RlctlError]:
+            return await asyncio.gather(*(scored(*one) for one in zip(completions, rows, strict=True)))
+
+        return self._run(all_scored())
+
+    async def _in_time(self, call: Awaitable[Any], where: str) -> Any:
+        timer = asyncio.timeout(self.limit_s)
+        try:
+            async with timer:
+                return await call
+        except TimeoutError:
+            if not timer.expired():  # it is the function's own
+                raise
+            raise InputError(
+                f"Reward function {self.name} took longer than {self.limit_s:g} s to score {where}.",
+                "Raise reward.timeout_s, or make it faster.",
+            ) from None
+
+
+class UserBatchScorer(UserFunction):
+    """Scores the completions of a step in one call, in TRL's form. Raises InputError where that fails."""
+
+    form = BATCHED_SIGNATURE
+
+    def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]:
+        """Return the score of each completion; None where the function does not apply to it."""
+        scored = f"{len(rows)} completions from {rows[0].where} on" if len(rows) > 1 else rows[0].where
+        names = dict.fromkeys(name for row in rows for name in row.fields)
+        columns: dict[str, list[Any]] = {
+            **{name: [row.fields.get(name) for row in rows] for name in names},
+            "answer": [row.answer for row in rows],
+            "prompts": [row.prompt for row in rows],
+            "completions": [  # chats where prompts are chats, as TRL has them
+                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+                for text, row in zip(completions, rows, strict=True)
+            ],
+        }
+        if TURNS in self._takes:
+            columns[TURNS] = [turns_of(row, text) for row, text in zip(rows, completions, strict=True)]
+        values = self._call(columns, scored)
+        if hasattr(values, "tolist"):  # an array or a tensor
+            values = values.tolist()
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
+            what = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(values)[:80]
+            raise NoListError(
+                f"Reward function {self.name} returned {what} for {scored}.",
+                f"It takes `completions`, so it must return a list with one number (or None) for each of them: "
+                f"{self.form}.",
+            )
+        return [None if value is None else self._number(value, row) for value, row in zip(values, rows, strict=True)]
+
+
+def user_scorer(name: str, limit_s: float | None = None) -> UserScorer | UserBatchScorer:
+    """Import the file or the installed package, and return the scorer of the form that its signature has. `limit_s` is
+    the time for each call of an `async def` function of one completion."""
+    entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
+    if entry is None:
+        code = UserCode.read(name, "Reward")
+        function = code.load()
+    else:
+        function = load_plugin(entry)
+        code = UserCode(Path(sys.modules[entry.module].__file__ or ""), "", entry.attr, "Reward")
+    if "completions" in inspect.signature(function).parameters:
+        return UserBatchScorer(name, code, function)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    scorer = (UserAsyncScorer if is_async else UserScorer)(name, code, function)
+    if isinstance(scorer, UserAsyncScorer):
+        scorer.limit_s = limit_s
+    return scorer
+
+
+@functools.lru_cache(maxsize=16)
+def _module(code: UserCode) -> ModuleType:
+    """Run the source as a module. It may import its neighbors, unless an installed module has the name."""
+    what = f"{code.what} {code.reference!r}"
+    spec = importlib.util.spec_from_loader(f"rlctl_user_{code.path.stem}", loader=None, origin=str(code.path))
+    assert spec is not None  # without a loader there is always one
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(code.path)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
+    if str(code.path.parent) not in sys.path:
+        sys.path.append(str(code.path.parent))
+    try:
+        exec(compile(code.source, code.path, "exec"), vars(module))
+    except SyntaxError as error:
+        place = f"{error.filename or code.path}" + (f", line {error.lineno}" if error.lineno else "")
+        raise InputError(f"{what}: {place}: {error.msg}.") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{what}: importing {code.path.name} raised {type(error).__name__}: {error} "
+            f"({_last_frame(error, code.path)})."
+        ) from error
+    return module
+
+
+def _last_frame(error: BaseException, path: Path) -> str:
+    """Return the last line of the user's own file on the way to the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([frame for frame in frames if frame.filename == str(path)] or frames)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"

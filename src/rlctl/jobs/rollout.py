@@ -1,0 +1,121 @@
+"""A few episodes of an environment, played by a model without training it, to look at.
+
+data or environment ---> engines play ---> rewards ---> one record an episode
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rlctl.backends.batch import LogprobStats
+from rlctl.backends.clients import generate_groups
+from rlctl.backends.messages import GroupResult, Sampling
+from rlctl.checkpoints.model_source import Tell
+from rlctl.cluster.ray_session import fetch
+from rlctl.config.load import Resolved
+from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
+from rlctl.errors import InputError
+from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
+from rlctl.refit.decoding import policy_difference
+from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.rewards.rewards import any_reward, mixed_rewards
+from rlctl.rewards.scorers import Rewards
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.scored_groups import groups_of
+from rlctl.rollouts.source import sample_seed
+from rlctl.runs.directory import Checkpoint
+
+
+@dataclass(frozen=True)
+class EpisodesJob:
+    """The episodes to play: who plays them, and on which rows."""
+
+    completions: CompletionJob
+    prompts: PromptStream
+    rewards: Rewards | None
+    count: int
+
+    def describe(self) -> list[str]:
+        """Return what is played, in lines for a person."""
+        environment = self.prompts.environment
+        of_rewards = self.rewards.describe() if self.rewards else []
+        return [*self.prompts.describe(), *(environment.describe() if environment else []), *of_rewards]
+
+
+def episodes_job(
+    resolved: Resolved, checkpoint: Checkpoint | None, count: int, compares: bool, tell: Tell
+) -> EpisodesJob:
+    """Open model, data and environment. Raises InputError for what is wrong with them."""
+    job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
+    if checkpoint is not None and compares:
+        raise InputError("--check is for a model: a checkpoint's refit is verified as it is.", "Leave it out.")
+    prompts = PromptStream.open(job.config, job.model.source.directory)
+    for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
+        tell(note)
+    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
+    rewards = mixed_rewards(listed, opened=prompts.encoder.opens_thought) if any_reward(listed) else None
+    if rewards is None and prompts.environment is None:
+        raise InputError(
+            "There is no environment and no reward: nothing to look at.", "Give --env, --tool or --reward."
+        )
+    return EpisodesJob(job, prompts, rewards, count)
+
+
+def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
+    """Yield a record for each episode: `turns` [{role, text, tokens, reward}], `reward`, `stop_reason`, `counts`, and
+    `logprob_diff` {mean, max} where a policy compares."""
+    config, prompts = job.completions.config, job.prompts
+    rows = {position: prompts.prompt_at(position) for position in range(job.count)}
+    plan = job.completions.checked_plan([len(prompts.tokens(row)) for row in rows.values()])
+    resolved = job.completions.resolved.with_values(plan.config_values())
+    job = replace(job, completions=replace(job.completions, resolved=resolved))
+    seeds = {position: (sample_seed(config.run.seed, position, 0),) for position in rows}
+    requests = [prompts.request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]
+    encoder = prompts.encoder
+    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    with started_engines(job.completions, plan, tell, prompts.environment) as (engines, policy, turn):
+        with turn:
+            results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
+        differences = [
+            policy_difference(policy, [result]) if policy and job.completions.compares else None for result in results
+        ]
+        answers = _scores(job.rewards, results, [rows[result.group] for result in results])
+        groups, _ = groups_of(results, rows, seeds, answers, "drop")
+        for group, difference in zip(groups, differences, strict=True):
+            yield _record(group, difference)
+
+
+def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Sequence[Any]) -> list[GroupScores | None]:
+    if rewards is None:
+        return [None] * len(results)
+    with contextlib.closing(RewardWorker(rewards, fetch)) as worker:
+        asked = [
+            ScoreRequest(row, one.texts, one.transcripts if one.episodes else None)
+            for row, one in zip(rows, results, strict=True)
+        ]
+        return list(worker.score(asked))
+
+
+def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, Any]:
+    """Return an episode as JSON. One whose environment failed says why, and has no reward."""
+    texts: list[str] = fetch(group.texts)
+    turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []
+    rollout: Rollout | None = next(iter(group.rollouts), None)
+    if not turns:
+        asked = group.prompt.prompt
+        said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        turns = [Turn(one["role"], one["content"], 0, None) for one in said]
+        turns.append(Turn("assistant", texts[0], rollout.response_tokens if rollout else 0, rollout and rollout.reward))
+    return {
+        "episode": group.position,
+        "turns": [asdict(turn) for turn in turns],
+        "reward": rollout and rollout.reward,
+        **({"terms": dict(rollout.terms)} if rollout and rollout.terms else {}),
+        "stop_reason": rollout.stop_reason if rollout else "environment",
+        **({"error": group.dropped[0]} if group.dropped else {}),
+        **({"counts": dict(rollout.episode.counts)} if rollout and rollout.episode else {}),
+        **({"logprob_diff": {"mean": difference.mean_abs, "max": difference.max_abs}} if difference else {}),
+    }

@@ -1,0 +1,519 @@
+"""A run from start to end: its processes, the parts of the loop, its files, and how it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rlctl.backends.clients import PolicyClient, Teacher
+from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_processes
+from rlctl.cluster.usage import UsageSampler, system_metrics
+from rlctl.cluster.workers import WorkerGroup, telling_waits
+from rlctl.config.algorithm_settings import command_of
+from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
+from rlctl.errors import RlctlError, WorkerError
+from rlctl.jobs.prepare import Job, loggers_of
+from rlctl.jobs.report import LiveReport, write_report
+from rlctl.jobs.run_workers import RunWorkers, start_run_workers
+from rlctl.methods.rl.critic import Critic
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.result import Plan
+from rlctl.refit.records import RefitReport
+from rlctl.refit.sync import WeightSync
+from rlctl.rewards.reward_worker import RewardWorker
+from rlctl.rollouts.asynchronous import AsynchronousSource
+from rlctl.rollouts.dataset import DatasetSource, HeldOutTexts, TextStream
+from rlctl.rollouts.scored_groups import Scorers
+from rlctl.rollouts.source import RolloutBatch, RolloutSource
+from rlctl.rollouts.synchronous import SynchronousSource
+from rlctl.rollouts.validation import SampledValidation, Validated
+from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
+from rlctl.runs.interrupt import StopRequest
+from rlctl.runs.samples import Sample, chosen, one_line
+from rlctl.settings.run import BatchConfig
+from rlctl.telemetry.display import Display
+from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline
+from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
+from rlctl.telemetry.metrics import LOSS, Metric, MetricsFile
+from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.terminal import colored
+from rlctl.training.agreement import Agreement, error_limit, precision_of
+from rlctl.training.health import Health
+from rlctl.training.loop import Loop, Parts, filtered
+from rlctl.training.reference import precompute_reference
+from rlctl.training.saving import Saver, newest_intact
+from rlctl.training.text_validation import TextValidation
+
+SHOWN_METRICS = ("reward_mean", "accuracy")
+"""Metrics of rewards, which a run without them does not have."""
+LOSS_COLUMN = Metric(LOSS, "sum", column="loss", form=".4f")
+"""Shown where a run has no rewards to be judged by."""
+SAMPLES_EVERY = 10
+"""Steps between two looks at samples in a terminal, where run.show_samples is unset."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    directory: str
+    steps: int
+    """Finished steps, those before a resume included."""
+    interrupted: bool
+    headline: Change | None
+    """How the reward has changed, or the loss where there is none; None: no step was finished."""
+    findings: tuple[str, ...]
+    """Sentences on what kept steps from teaching much, with what to do about it."""
+    seconds: float
+    checkpoint: str | None
+    dropped_rollouts: int = 0
+    """Rollouts that were left out because a reward function failed on them."""
+    stopped_by: str | None = None
+    """The signal that stopped it; None: none did."""
+    command: str = "train grpo"
+    """The command that resumes it."""
+
+    def text(self) -> str:
+        """Return the summary as a person reads it."""
+        by = f"stopped by {self.stopped_by} after" if self.stopped_by else "stopped after"
+        ended = colored(by if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout)
+        is_saved = (self.checkpoint or "").endswith(f"step_{self.steps}")
+        saved = f", {'saved' if is_saved else 'not saved'}" if self.interrupted else ""
+        lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s{saved}"]
+        if self.headline is not None:
+            lines.append(self.headline.text())
+        lines += self.findings
+        if self.dropped_rollouts:
+            lines.append(f"{self.dropped_rollouts} rollouts were left out: a reward function failed on them")
+        if self.steps:
+            lines.append(f"report: {self.directory}/report.html")
+        if self.checkpoint:
+            place, scores = shlex.quote(self.directory), self.command == "train rm"
+            tried = f"convert megatron-to-hf {place} DIR" if scores else f"generate --run-dir {place} --prompt '...'"
+            lines.append(f"{'export' if scores else 'try'} it: rlctl {tried}")
+        if self.interrupted:
+            lines.append(f"resume with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
+        return "\n".join(lines)
+
+
+def run_training(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool, loop: type[Loop] = Loop
+) -> RunSummary:
+    """Train until the last step or a stop request. The run directory is locked and has its manifest.
+
+    With `resume` it goes on from the newest checkpoint that is intact.
+
+    Raises the error of whatever failed, with how to resume as its hint once a step is finished.
+    """
+    started = time.perf_counter()
+    stop.limit_s = job.config.run.stop_within_s
+    losses = () if job.config.makes_rollouts else (LOSS_COLUMN,)
+    display.metrics = (*losses, *job.metrics, *filtered(job.config.filter))
+    if job.rewards is None:
+        display.without = SHOWN_METRICS[1:] if job.prompts.environment else SHOWN_METRICS
+    try:
+        with run.writing():
+            steps, interrupted = _train(job, run, display, stop, resume, loop)
+    except RlctlError as error:
+        _report(run, display, "stopped")
+        raise _with_resume_hint(error, run, command_of(job.config.run.algorithm)) from error
+    except KeyboardInterrupt:
+        _report(run, display, "stopped")
+        if run.has_steps():
+            display.say(f"Stopped by {stop.by}. {how_to_resume(run, command_of(job.config.run.algorithm))}")
+        raise
+    lines = _report(run, display, "stopped" if interrupted else "finished")
+    checkpoints = run.checkpoints()
+    return RunSummary(
+        directory=str(run.path),
+        steps=steps,
+        interrupted=interrupted,
+        headline=headline(lines),
+        findings=tuple(findings(lines)),
+        stopped_by=stop.by if interrupted else None,
+        seconds=time.perf_counter() - started,
+        checkpoint=str(checkpoints[-1].path) if checkpoints else None,
+        command=command_of(job.config.run.algorithm),
+        dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),
+    )
+
+
+def _train(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool, loop: type[Loop]
+) -> tuple[int, bool]:
+    """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
+    requested."""
+    manifest = job.manifest()
+    with contextlib.ExitStack() as stack:
+        job = _converted(job, display)
+        display.doing("starting Ray")
+        gpus = 0 if job.device == "cpu" else None
+        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
+        stack.enter_context(telling_waits(display.say))
+        stop.install()  # an import of Ray's may have swallowed a signal
+        stop.trouble = dead_process
+        workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing))
+        policy = _load_policy(job, workers, display)
+        if job.config.preference.precompute:
+            display.doing("log-probs of the reference model")
+            _precompute_reference(job, run, policy)
+        resume_from = _load_newest(run, policy, display, manifest) if resume else None
+        loggers = _loggers(job, run, resume_from, display, stack)
+        sync = agreement = None
+        if workers.engines is not None:
+            trained = resume_from is not None or not job.config.makes_rollouts
+            sync = _weight_sync(job, workers, None if trained else job.source, display, stack)
+        if sync is not None and job.config.makes_rollouts:
+            agreement = Agreement.from_config(job.config, precision_of(job.config, job.dtype))
+            if agreement.note:
+                display.say(agreement.note)
+        saver = Saver(run, policy, job.config, display.say)
+        stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
+        timer = StepTimer()
+        timer.watch, display.progress = display.phase, _progress_of(workers, job.config.batch)
+        rollouts = stack.enter_context(_rollouts(job, workers, sync, timer, display))
+        journal = RunJournal(job, run, display, loggers, Machine(workers))
+        validation = _validation(job, workers, policy, sync, journal)
+        begun = {"step": 0, "version": 0}
+        if resume_from is not None:
+            begun = resume_from.state()
+            rollouts.restore(begun["source"], resume_from.path)
+            if validation is not None:
+                validation.restore(begun.get("validation") or {})
+        parts = Parts(
+            source=rollouts,
+            algorithm=job.algorithm,
+            policy=policy,
+            sync=sync if job.config.makes_rollouts else None,
+            saver=saver,
+            journal=journal,
+            agreement=agreement,
+            health=Health(job.config.checks),
+            timer=timer,
+            validation=validation,
+            critic=Critic(job.config, policy) if job.config.has_critic else None,
+        )
+        steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
+        interrupted = steps.run(stop)
+        if steps.step < job.config.run.steps:
+            require_processes()
+        display.doing("stopping the processes")
+        _keep_memory(run, workers, display)
+        return steps.step, interrupted
+
+
+def _validation(
+    job: Job, workers: RunWorkers, policy: PolicyClient, sync: WeightSync | None, journal: RunJournal
+) -> SampledValidation | TextValidation | None:
+    """Return the measure of held-out texts, or of answers to held-out prompts; None: the run does not validate."""
+    if isinstance(job.validation, HeldOutTexts):
+        return TextValidation(job.config, job.validation, policy, job.algorithm, sync, journal.refitted)
+    if job.validation is None or sync is None:
+        return None
+    scorers = _scorers(job, workers.validation, policy)
+    return SampledValidation(job.config, job.validation, sync.engines, scorers, sync)
+
+
+def _weight_sync(
+    job: Job, workers: RunWorkers, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
+) -> WeightSync:
+    """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
+    checkpoint."""
+    sync = workers.weight_sync(
+        job.config.refit, source, offload=job.offload, tell=display.say,
+        restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
+    )  # fmt: skip
+    assert workers.spec.engines is not None  # weights are sent to engines
+    flag = workers.spec.engines.backend.without_graphs
+    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, flag)) else None
+    return stack.enter_context(sync)
+
+
+def crowded(plan: Plan, used: tuple[int, int], flag: str) -> str:
+    """Return why training will not fit after all, with `used` (bytes in use, all bytes) of a GPU on which policy and
+    engines sleep; empty: it fits. `flag`: the one with which engines keep less, empty where there is none."""
+    in_use, size = used
+    training = plan.memory["training"]
+    planned = training.parts["engine asleep"] + plan.memory["generation"].parts["policy asleep"]
+    need = training.total + in_use - planned
+    if need <= size:
+        return ""
+    return (
+        f"While policy and engines sleep, {in_use / GIB:.1f} GiB of a GPU are in use, and the plan has "
+        f"{planned / GIB:.1f}. Training then needs about {need / GIB:.1f} GiB of {size / GIB:.1f} and may run out of "
+        "memory. Give it less with --set training.micro_batch_tokens=N"
+        + (f", or engines that keep less with {flag} (no CUDA graphs)." if flag else ".")
+    )
+
+
+def _converted(job: Job, display: Display) -> Job:
+    """Return the job with the policy's and the teacher's models converted, where the backend reads converted ones.
+
+    Raises MachineError where the run has nodes that may not see the model."""
+    for source in (job.source, *([job.teacher.source] if job.teacher else [])):
+        require_seen(source, job.plan.cluster.nodes)
+    if job.converts and job.source.megatron is None:
+        display.doing("preparing the converted model", own_bar=True)
+        job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
+    if job.converts and job.teacher is not None and job.config.teacher.model:
+        display.doing("preparing the converted teacher", own_bar=True)
+        source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
+        job = replace(job, teacher=replace(job.teacher, source=source))
+    return job
+
+
+def _progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
+    """Return how far a phase of a step has come: completions of all engines, or micro-batches of a rank."""
+
+    def progress(phase: Phase) -> tuple[int, int] | None:
+        if phase is Phase.GENERATION and workers.engines is not None:
+            told = workers.engines.group.progress()
+            return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
+        if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
+            return workers.policy.group.part([0]).progress().get(0)
+        return None
+
+    return progress
+
+
+def _rollouts(
+    job: Job, workers: RunWorkers, sync: WeightSync | None, timer: StepTimer, display: Display
+) -> contextlib.AbstractContextManager[RolloutSource]:
+    """Return the source that `rollouts.mode` asks for."""
+    if isinstance(job.prompts, TextStream):
+        return contextlib.nullcontext(DatasetSource(job.config, job.prompts))
+    assert sync is not None  # prompts are answered by engines
+    parts = (job.config, job.prompts, sync.engines, _scorers(job, workers.reward, workers.policy), sync, timer)
+    if job.config.rollouts.mode == "async":
+        return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
+    return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
+
+
+def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
+    """Return the scorers of `workers`, with the reward model where that is what computes beside the policy."""
+    model = None if job.config.teacher.model else policy.teacher
+    return Scorers(workers, model) if workers is not None else None
+
+
+def _keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:
+    """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
+    try:
+        write_json(run.memory, {name: group.peak_memory() for name, group in workers.groups.items()})
+    except (WorkerError, OSError) as error:
+        display.say(f"The processes' memory was not recorded: {error}")
+
+
+def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, Any]]:
+    """Write report.html from the metrics of the run, which are returned. A run does not fail for lack of a report."""
+    try:
+        return write_report(run, state)
+    except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
+        display.say(f"The report could not be written: {type(error).__name__}: {error}")
+    return []
+
+
+def _load_policy(job: Job, workers: RunWorkers, display: Display) -> PolicyClient:
+    """Return the policy on running processes, with the weights that the run begins with."""
+    policy = workers.policy
+    display.doing("loading weights")
+    policy.load_model(job.source.weights)
+    if "reference_logprobs" in job.algorithm.needs:
+        # The reference is the model the run began with, also when it goes on from a checkpoint.
+        policy.hold_reference()
+    if workers.teacher is not None and job.teacher is not None:
+        display.doing(f"loading the {workers.teacher.group.name}")
+        # Rollouts are scored while the policy trains, where they are sampled meanwhile.
+        stays = job.config.rollouts.mode == "async" and not job.config.teacher.model
+        policy.teacher = Teacher(workers.teacher, job.offload and not stays)
+        policy.teacher.load_model(job.teacher.source.weights)
+        if job.projection is not None:
+            policy.hold_projection(job.projection)
+    return policy
+
+
+def _precompute_reference(job: Job, run: RunDirectory, policy: PolicyClient) -> None:
+    """Give training and validation the log-probs of the reference, which is what the policy is now."""
+    assert isinstance(job.prompts, TextStream)  # pairs are texts
+    parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
+    if isinstance(job.validation, HeldOutTexts):
+        parts.append(("held out", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
+    precompute_reference(run.path / "reference.json", policy, job.algorithm, parts, job.config.batch.prompts)
+
+
+def _load_newest(
+    run: RunDirectory, policy: PolicyClient, display: Display, manifest: dict[str, Any]
+) -> Checkpoint | None:
+    """Bring the policy to where the run goes on from; None: there is no checkpoint yet. Only then does `manifest`
+    replace the stored one: with a change that the checkpoint cannot be loaded with, the run stays what it was."""
+    display.doing("checking the checkpoint")
+    found = newest_intact(run, policy, display.say)
+    if found is None:
+        display.say("no checkpoint yet: starting again from step 1")
+    else:
+        display.say(f"resuming after step {found.step}")
+        policy.load_saved(found.policy)
+    run.write_manifest(manifest)
+    return found
+
+
+class RunJournal:
+    """Shows and keeps what happens in a run: lines in the terminal, metrics in every logger, some of its rollouts."""
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        display: Display,
+        loggers: Sequence[MetricsFile | LoggerThread],
+        machine: Machine,
+    ) -> None:
+        self._kept = job.config.run.log_rollouts
+        every = job.config.run.show_samples
+        self._show_every = (SAMPLES_EVERY if display.in_terminal else 0) if every is None else every
+        self._prompts = job.prompts
+        self._run, self._display, self._loggers, self._machine = run, display, loggers, machine
+        self._report = LiveReport(run, display.say)
+        self._examples: list[Sample] = []
+
+    def doing(self, what: str) -> None:
+        self._display.doing(what)
+
+    def begin_step(self, step: int) -> None:
+        self._display.begin_step(step)
+
+    def say(self, text: str) -> None:
+        self._display.say(text)
+
+    def refitted(self, report: RefitReport) -> None:
+        unread = f"; {report.unread} cannot be read back from it" if report.unread else ""
+        decoded = "" if report.decoding is None else f"; its log-probs are within {report.decoding:.1e} of the policy's"
+        self.say(
+            f"weights in the engine: {report.bytes / 1e6:.0f} MB in {sum(report.seconds.values()):.1f} s, "
+            f"{report.verified} tensors compared, all equal{unread}{decoded}"
+        )
+        if 2 * report.unread_bytes > report.bytes:
+            share = f"{report.unread_bytes / report.bytes:.0%} of the weights"
+            self.say(f"warning: {share} in the engine were not compared with the policy's: {report.unread_why}.")
+        for share in report.shares:
+            self._display.note(str(share))
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        metrics = {**metrics, "system": self._machine.metrics()}
+        for logger in self._loggers:
+            logger.log(step, metrics)
+        self._display.step(step, metrics)
+        for name, example in zip(("best", "worst"), self._examples, strict=False):
+            self.say(one_line(example, name, self._display.width))
+        self._report.step()
+
+    def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
+        """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
+        shows = self._show_every > 0 and (step - 1) % self._show_every == 0
+        if not (sampled := _sampled(batch.groups)):
+            return
+        pairs = chosen(sampled, max(self._kept, 2 * shows))
+        samples = [self._sample(step, group, rollout) for group, rollout in pairs]
+        self._examples = samples[:2] if shows else []
+        if self._kept:
+            self._run.write_rollouts(step, samples[: self._kept])
+
+    def validated(self, step: int, found: Validated) -> None:
+        shown = [name for name in (*SHOWN_METRICS, LOSS) if name in found.metrics]
+        metrics = ", ".join(f"{name} {Mean(found.metrics[name], found.metrics.get(error_of(name)))}" for name in shown)
+        when = f"after step {step}" if step else "before step 1"
+        self.say(f"validation {when}: {metrics} ({found.measured} {self._prompts.kind}s)")
+        if not (sampled := _sampled(found.groups)):
+            return
+        pairs = chosen(sampled, max(self._kept, 2))
+        samples = [self._sample(step, group, rollout, trained=False) for group, rollout in pairs]
+        self._run.write_rollouts(step, samples[: self._kept], "validation")
+        for name, example in zip(("best", "worst"), samples, strict=False):
+            self.say(one_line(example, name, self._display.width))
+
+    def _sample(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
+        turns: list[Turn] = fetch(group.transcripts)[rollout.sample] if group.transcripts else []
+        said = {
+            "messages": [{"role": one.role, "content": one.text} for one in turns],
+            "turns": [asdict(one) for one in turns],
+        }
+        return {
+            "step": step,
+            "prompt": group.prompt.prompt,
+            **(said if turns else {"rendered": self._prompts.text(group.prompt)} if trained else {}),
+            "answer": group.prompt.answer,
+            "completion": fetch(group.texts)[rollout.sample],
+            **({"source": group.prompt.source} if group.prompt.source else {}),
+            "reward": rollout.reward,
+            "terms": dict(rollout.terms),
+            "right": None if rollout.accuracy is None else rollout.accuracy == 1,
+            "tokens": rollout.response_tokens,
+            "truncated": rollout.truncated,
+            "stop_reason": rollout.stop_reason,
+            **({"error": rollout.episode.failure} if rollout.episode and rollout.episode.failure else {}),
+            "position": rollout.position,
+            "sample": rollout.sample,
+            "seed": rollout.seed,
+        }
+
+
+def _sampled(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups that engines sampled; nobody needs to see again what a dataset holds."""
+    return [group for group in groups if group.texts is not None]
+
+
+class Machine:
+    """Asks once a step for the memory and processors that driver, ranks and engines use."""
+
+    def __init__(self, workers: RunWorkers) -> None:
+        self._workers, self._driver = workers, UsageSampler()
+        self.metrics()  # the next answer is of the time since this one
+
+    def metrics(self) -> dict[str, float]:
+        """Return `system` of a metrics line. Processes that are gone are left out."""
+        driver = self._driver.sample()
+        try:
+            used = {name: group.usage() for name, group in self._workers.groups.items()}
+            policy = [one for name in ("policy", "teacher", "reward-model") for one in used.get(name, [])]
+            return system_metrics(driver, policy, used.get("engine", []))
+        except RlctlError:  # Ray is broken, which the step that needs it tells
+            return system_metrics(driver, [], [])
+
+
+def _loggers(
+    job: Job, run: RunDirectory, resume_from: Checkpoint | None, display: Display, stack: contextlib.ExitStack
+) -> Sequence[MetricsFile | LoggerThread]:
+    """Return the metrics file and what else is wanted; closed by `stack`."""
+    finished = 0 if resume_from is None else resume_from.step
+    loggers: list[MetricsFile | LoggerThread] = [run.open_metrics(resume_from)]
+    config, options = job.config.model_dump(mode="json"), job.config.run
+    logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
+    for logger in start_loggers(loggers_of(job.resolved), logged, display.say):
+        loggers.append(logger)
+        stack.callback(logger.close)
+    return loggers
+
+
+def _with_resume_hint(error: RlctlError, run: RunDirectory, command: str) -> RlctlError:
+    """Return an error of the same kind that also tells how to go on, once there is something to go on from."""
+    if not run.has_steps():
+        return error
+    hints = [error.hint, how_to_resume(run, command)]
+    return type(error)(error.message, " ".join(hint for hint in hints if hint))
+
+
+def how_to_resume(run: RunDirectory, command: str = "train grpo") -> str:
+    """Say which checkpoint the run can be resumed from, and how."""
+    checkpoints = run.checkpoints()
+    if not checkpoints and run.damaged:
+        return "No checkpoint is left to resume from."
+    if not checkpoints:
+        return "There is no checkpoint yet to resume from (run.checkpoint_minutes says when they are saved)."
+    place = shlex.quote(str(run.path))
+    return f"Resume from step {checkpoints[-1].step} with: rlctl {command} --resume --run-dir {place}"

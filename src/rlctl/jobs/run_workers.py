@@ -1,0 +1,522 @@
+"""The processes of a run: what a plan wants of policy, engines and scorers, and their start and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.backends.base import (
+    CriticSpec,
+    Device,
+    EngineSpec,
+    EngineWorker,
+    EpisodeWorker,
+    PolicySpec,
+    PolicyWorker,
+    Teaching,
+    resolve_dtype,
+)
+from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, policy_backend
+from rlctl.backends.messages import Sampling, Truncation
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.cluster.placement import Bundle, Placement
+from rlctl.cluster.ray_session import fetch
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.errors import ConfigError, MachineError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.quantized import quantized_matrices
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.make_plan import Refusal
+from rlctl.planner.result import Plan
+from rlctl.refit.weight_sender import SendingPolicy
+from rlctl.rewards.reward_worker import RewardWorker
+from rlctl.rewards.scorers import Rewards
+from rlctl.rollouts.episodes import ONE_TURN, PlaySpec
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.generation import RefitConfig
+from rlctl.settings.run import ClusterConfig
+from rlctl.settings.training import LoraConfig, QuantizationConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from rlctl.refit.sync import WeightSync
+
+
+POLICY_WORKER = "rlctl.refit.weight_sender:policy_worker"
+ENGINE_WORKER = "rlctl.rollouts.episodes:engine_worker"
+REWARD_WORKER = "rlctl.rewards.reward_worker:RewardWorker"
+# Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
+# refit, and one that looks.
+ENGINE_CALLS = 5
+
+
+@dataclass(frozen=True)
+class EnginesSpec:
+    """The engines to start, one on the devices behind those of the other, of those that the engines have."""
+
+    backend: EngineBackend
+    engine: EngineSpec
+    count: int
+    ranks: int
+    """Devices of one replica of an engine."""
+    nodes: int = 1
+    """Most nodes of one replica."""
+    episode: str | PlaySpec = ONE_TURN
+    """The course of an episode, or its name as `module:function`."""
+
+    @property
+    def devices(self) -> int:
+        return self.count * self.engine.replicas * self.ranks
+
+
+@dataclass(frozen=True)
+class RunWorkersSpec:
+    """The processes to start. Policy rank r is on device r, and engines are on the same devices or on others."""
+
+    backend: PolicyBackend
+    policy: PolicySpec
+    training: TrainingConfig
+    micro_batch_tokens: int
+    """Most tokens of a packed row."""
+    engines: EnginesSpec | None
+    """None: nothing is sampled."""
+    reward: Rewards | None
+    """None: there is no scorer."""
+    limits: ClusterConfig
+    """How long processes may take."""
+    validation: Rewards | None = None
+    """The scorer of validation; None: there is none."""
+    teacher: PolicySpec | None = None
+    """The teacher or the reward model, on the policy's devices; None: there is neither."""
+    colocated: bool = True
+    """False: the engines have devices of their own."""
+    own_nodes: bool = False
+    """The engines' devices are on nodes without the policy."""
+    whole_groups: bool = False
+    """The loss compares the rollouts of a group, which are trained on in one row."""
+
+    @property
+    def policy_devices(self) -> int:
+        """Devices of the policy, which its teacher shares."""
+        return max(one.parallel.world_size for one in (self.policy, self.teacher) if one is not None)
+
+
+@dataclass(frozen=True)
+class RunWorkers:
+    """The running processes."""
+
+    spec: RunWorkersSpec
+    policy: PolicyClient[SendingPolicy]
+    engines: EngineClient | None
+    reward: WorkerGroup[RewardWorker] | None
+    validation: WorkerGroup[RewardWorker] | None = None
+    """The scorer of validation."""
+    teacher: PolicyClient[PolicyWorker] | None = None
+    """The teacher or the reward model."""
+
+    @property
+    def groups(self) -> dict[str, WorkerGroup[Any]]:
+        """The processes that compute, by the name of their kind."""
+        clients = {"policy": self.policy, "engine": self.engines}
+        if self.teacher is not None:
+            clients[self.teacher.group.name] = self.teacher
+        return {name: client.group for name, client in clients.items() if client is not None}
+
+    def weight_sync(
+        self,
+        settings: RefitConfig,
+        source: ModelSource | None,
+        *,
+        offload: bool | None = None,
+        decode_limit: float | None = None,
+        **options: Any,
+    ) -> WeightSync:
+        """Return the synchronization of weights, with further `options` of `WeightSync`.
+
+        `source` is the model that the policy's weights are of; None: they are those of a checkpoint. The policy waits
+        in host memory as `offload` says; None: where the engines can sleep. With `decode_limit` what the engines decode
+        is compared too (`DecodeCheck`).
+        """
+        from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
+        from rlctl.refit.decoding import NEW_TOKENS, DecodeCheck
+        from rlctl.refit.sync import WeightSync
+
+        assert self.engines is not None  # without engines there is no refit
+        assert self.spec.engines is not None
+        policy, engine = self.spec.policy, self.spec.engines.engine
+        if source is not None:
+            rounded = quantized_matrices(policy.facts, policy.quantization)
+            found = fingerprints_of(source, policy.dtype).items()
+            options["converted"] = {name: value for name, value in found if name not in rounded}
+            options["converted_at"] = source.megatron and source.megatron.parent
+        if decode_limit is not None:
+            vocab, length = policy.facts.vocab, engine.max_length
+            kept = policy.truncation or Truncation()
+            sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p)
+            graphs = self.spec.engines.backend.without_graphs
+            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs)
+        options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
+        options["offload"] = engine.sleeps if offload is None else offload
+        return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)
+
+
+@contextlib.contextmanager
+def start_run_workers(
+    spec: RunWorkersSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None
+) -> Iterator[RunWorkers]:
+    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
+    is told what is waited for: policy and engines start side by side, and the second takes what is left of it."""
+    with _starting(spec.policy.device, spec.limits, log_dir) as start:
+        shared = spec.engines is None or spec.colocated
+        engine_devices = spec.engines.devices if spec.engines is not None else 0
+        start.of_policy = start.reserve(max(spec.policy_devices, engine_devices if shared else 0))
+        away_from = start.of_policy.bundles if spec.own_nodes else ()
+        start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
+        ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
+        teacher_ranks = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
+        engines = start.engines(spec.engines) if spec.engines is not None else None
+        reward = start.reward(spec.reward) if spec.reward is not None else None
+        validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
+        doing("starting processes")
+        start.ready()
+        start_s = spec.limits.start_timeout_s
+        engines_sleep = spec.engines is not None and spec.engines.engine.sleeps
+        loading = engines.within(start_s).submit(EngineWorker.start) if engines is not None else None
+        if engines is not None and loading is not None and engines_sleep:
+            # vLLM measures what is free on the device: alone, and gives it back before others come
+            doing("starting engines")
+            loading.results()
+            engines.call(EngineWorker.sleep)
+            loading = None
+        doing("starting policy")
+        ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(ranks))
+        if loading is not None:
+            doing("starting engines")
+            loading.results()
+        if teacher_ranks is not None:
+            doing(f"starting {teacher_ranks.name}")
+            teacher_ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(teacher_ranks))
+        for scorer in filter(None, (reward, validation)):
+            doing("starting scorer")
+            scorer.within(start_s).call(RewardWorker.setup)
+        rows = {"micro_batch_tokens": spec.micro_batch_tokens, "whole_groups": spec.whole_groups}
+        policy = PolicyClient(ranks, spec.policy, spec.training, **rows)
+        teacher = None
+        if teacher_ranks is not None and spec.teacher is not None:
+            teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
+        client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
+        yield RunWorkers(spec, policy, client, reward, validation, teacher)
+
+
+@contextlib.contextmanager
+def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> Iterator[EngineClient]:
+    """Start engines without a policy and stop them at the end; on an error or an interrupt they are ended at once."""
+    with _starting(spec.engine.device, limits, log_dir) as start:
+        start.of_engines = start.reserve(spec.devices)
+        engines = start.engines(spec)
+        start.ready()
+        engines.within(limits.start_timeout_s).call(EngineWorker.start)
+        yield EngineClient(engines)
+
+
+def _meeting_port(ranks: WorkerGroup[Any]) -> int:
+    return ranks.part([0]).call(PolicyWorker.open_store)[0]
+
+
+@contextlib.contextmanager
+def _starting(device: Device, limits: ClusterConfig, log_dir: Path) -> Iterator[_Start]:
+    """Start what the block starts; at the end stop it (on an error end it), and give the devices back."""
+    start = _Start(device, limits, log_dir)
+    try:
+        yield start
+        for group in start.groups:
+            group.stop()
+    except BaseException:
+        for group in start.groups:
+            group.kill()
+        raise
+    finally:
+        for placement in reversed(start.placements):
+            placement.release()
+
+
+class _Start:
+    """Starts groups of workers on their places; the slow starts (imports) run side by side until `ready`."""
+
+    of_policy: Placement
+    of_engines: Placement
+
+    def __init__(self, device: Device, limits: ClusterConfig, log_dir: Path) -> None:
+        self.device, self.limits, self.log_dir = device, limits, log_dir
+        self.placements: list[Placement] = []
+        self.groups: list[WorkerGroup] = []
+
+    def reserve(self, devices: int, away_from: Sequence[Bundle] = ()) -> Placement:
+        """Reserve devices, none of them on a node that holds one of `away_from`."""
+        gpus, limit_s = self.device == "cuda", self.limits.start_timeout_s
+        self.placements.append(Placement(devices, gpus=gpus, timeout_s=limit_s, away_from=away_from))
+        return self.placements[-1]
+
+    def ready(self) -> None:
+        for group in self.groups:
+            group.ready()
+
+    def policy(self, spec: RunWorkersSpec) -> WorkerGroup[SendingPolicy]:
+        return self._group(
+            "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": spec.backend.worker}), self.of_policy
+        )
+
+    def teacher(self, spec: RunWorkersSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
+        name = "reward-model" if teacher.valued else "teacher"
+        return self._group(name, spec.backend.worker, self._ranks(spec, teacher, {}), self.of_policy)
+
+    def _ranks(self, spec: RunWorkersSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
+        places = self.of_policy.bundles
+        size, address = policy.parallel.world_size, places[0].node
+        env = policy_environment(policy.threads, policy.device, spec.training)
+        shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
+        return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
+
+    def engines(self, spec: EnginesSpec) -> WorkerGroup[EpisodeWorker]:
+        places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks, spec.nodes)
+        env = spec.engine.environment
+        shared = {"worker": spec.backend.worker, "episode": spec.episode, "spec": spec.engine}
+        engines = [
+            WorkerSpec(shared | {"index": index}, first, env, others=others)
+            for index, (first, others) in enumerate(places)
+        ]
+        calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
+        return self._group("engine", ENGINE_WORKER, engines, self.of_engines, concurrency=calls)
+
+    def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
+        # No device of its own, and none visible: scorers run user code.
+        env = {"CUDA_VISIBLE_DEVICES": ""}
+        worker = WorkerSpec({"plan": plan, "fetch": fetch, "apart": True}, (self.of_policy.bundles[0],), env)
+        return self._group(name, REWARD_WORKER, [worker], self.of_policy)
+
+    def _group(
+        self, name: str, worker: str, specs: list[WorkerSpec], place: Placement, *, concurrency: int = 1
+    ) -> WorkerGroup:
+        group = WorkerGroup(
+            name, worker, specs, place, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
+            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency,
+        )  # fmt: skip
+        self.groups.append(group)
+        return group
+
+
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables by which a user configures torch's allocator."""
+
+
+def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:
+    """The variables of a training process; the user's own win."""
+    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    if device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
+        env["THP_MEM_ALLOC_ENABLE"] = "1"
+    else:  # on Hopper torch prefers cuDNN's attention, which builds and keeps a plan for each shape of a row
+        env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
+        if not ALLOCATOR.intersection((*os.environ, *training.env)):  # rows differ in length from step to step
+            env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return env | training.env
+
+
+def engine_bundles(
+    bundles: tuple[Bundle, ...], engines: int, replicas: int, ranks: int, most: int
+) -> list[tuple[tuple[Bundle, ...], tuple[Bundle, ...]]]:
+    """The devices of each engine, those of a replica behind those of the other, in two parts: those of its first
+    process, and those of the others, which have as many each. Raises MachineError where those of one replica are on
+    more than `most` nodes, or not as many on each."""
+    shares = [bundles[index * ranks : (index + 1) * ranks] for index in range(engines * replicas)]
+    counts = [Counter(bundle.node for bundle in share) for share in shares]
+    for index, nodes in enumerate(counts):
+        if len(nodes) > most or len(set(nodes.values())) > 1 or len(nodes) != len(counts[0]):
+            whose = f"engine {index // replicas}" if replicas == 1 else f"a replica of engine {index // replicas}"
+            found = ", ".join(f"{count} on {node}" for node, count in sorted(nodes.items()))
+            wanted = f"{ranks} on one node" if most == 1 else f"as many on each of {most} nodes at most"
+            raise MachineError(
+                f"Ray gave the {ranks} devices of {whose} on {len(nodes)} nodes ({found}); it takes {wanted}.",
+                "Free devices so that each node has a multiple of generation.tp x generation.pp, or set smaller ones.",
+            )
+    of_engine = [sum(shares[first : first + replicas], ()) for first in range(0, len(shares), replicas)]
+    size = next(iter(counts[0].values()))
+    return [(own[:size], own[size:]) for own in of_engine]
+
+
+def device_of(plan: Plan) -> Device:
+    """The kind of device that policy and engines compute on."""
+    return "cpu" if plan.cluster.is_cpu else "cuda"
+
+
+def converts(config: RlctlConfig, plan: Plan) -> bool:
+    """Whether the policy of a plan starts from a conversion of the model."""
+    return config.model.convert and policy_backend(plan.backend).takes_conversion
+
+
+def training_of(plan: Plan) -> TrainingChoice:
+    """The training half of a plan that has one, as all but those for completions alone."""
+    assert plan.training is not None
+    return plan.training
+
+
+def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains: bool = True) -> PolicySpec:
+    """The policy that a plan starts; `config` holds the plan's values. Raises ConfigError for what its backend
+    refuses."""
+    training, samples = training_of(plan), trains and config.makes_rollouts
+    policy = PolicySpec(
+        facts=facts,
+        parallel=training.parallel,
+        dtype=resolve_dtype(config.model.dtype, device_of(plan)),
+        device=device_of(plan),
+        optimizer=config.optimizer,
+        temperature=config.generation.temperature if samples else 1.0,
+        truncation=Truncation.from_config(config.generation, facts.vocab) if samples else None,
+        threads=training.threads,
+        seed=config.run.seed,
+        timeout_s=config.cluster.step_timeout_s,
+        recompute=training.recompute,
+        optimizer_offload=training.optimizer_offload,
+        reference_offload=training.reference_offload,
+        freeze_router=config.training.freeze_router,
+        router_replay=config.training.router_replay,
+        lora=config.training.lora,
+        quantization=config.training.quantization,
+        critic=planned_critic(config, plan) if trains else None,
+        valued=config.trains_reward_model,
+        megatron=config.megatron.passed,
+        ddp=config.ddp.passed,
+    )
+    policy_backend(plan.backend).refuse(policy)
+    return policy
+
+
+def refusal_of(config: RlctlConfig, facts: ModelFacts, teacher: ModelFacts | None = None) -> Refusal:
+    """Return what says why the backend of a plan refuses the configuration."""
+
+    def refused(plan: Plan) -> str | None:
+        try:
+            planned_policy(config, facts, plan)
+            if teacher is not None:
+                planned_teacher(config, facts, teacher, plan)
+        except ConfigError as error:
+            return error.message
+        return None
+
+    return refused
+
+
+def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
+    """The critic next to the policy. Raises ConfigError where the backend has none."""
+    if not config.has_critic:
+        return None
+    if not policy_backend(plan.backend).has_critic:
+        raise ConfigError(
+            f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
+            "Train with --backend megatron, or with an algorithm without a critic.",
+        )
+    critic = config.critic
+    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
+    turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
+    return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
+
+
+def planned_teacher(
+    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
+) -> PolicySpec:
+    """The teacher or the reward model that a plan starts; `config` holds the plan's values, and the algorithm needs the
+    `top` most likely tokens of each position of a teacher. It computes as the policy does, without what is the policy's
+    own: adapters, quantization, a critic, routers that follow the engines, and fields that are passed through."""
+    assert plan.teacher is not None  # it was planned with the policy
+    own = config.teacher.own_tokenizer
+    choice, vocab = plan.teacher.choice, teacher.vocab if own else min(student.vocab, teacher.vocab)
+    spec = replace(
+        planned_policy(config, student, plan),
+        facts=teacher,
+        parallel=choice.parallel,
+        threads=choice.threads,
+        recompute="none",
+        optimizer_offload=False,
+        freeze_router=False,
+        router_replay=False,
+        lora=LoraConfig(),
+        quantization=QuantizationConfig(),
+        critic=None,
+        valued=choice.valued,
+        megatron={},
+        ddp={},
+        teaches=Teaching(vocab, min(top, vocab), by_text=own),
+    )
+    policy_backend(plan.backend).refuse(spec)
+    return spec
+
+
+def planned_workers(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    plan: Plan,
+    model_dir: Path,
+    rewards: Rewards | None,
+    *,
+    max_length: int | None = None,
+    dummy_weights: bool = False,
+    trains: bool = True,
+) -> RunWorkersSpec:
+    """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engines
+    read none; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
+
+    Raises ConfigError for what a backend refuses.
+    """
+    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
+    max_length = max_length or config.model.max_length or plan.workload.max_length
+    engines, pairs = None, config.data.rows == "pairs"
+    if plan.generation is not None:
+        engines = planned_engines(
+            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
+        )
+    return RunWorkersSpec(
+        backend=policy_backend(plan.backend),
+        policy=policy,
+        training=config.training,
+        micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length * (2 if pairs else 1)),
+        engines=engines,
+        reward=rewards,
+        limits=config.cluster,
+        colocated=plan.colocated,
+        own_nodes=plan.engines_have_nodes,
+        whole_groups=pairs,
+    )
+
+
+def planned_engines(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    plan: Plan,
+    model_dir: Path,
+    max_length: int,
+    *,
+    colocated: bool = True,
+    dummy_weights: bool = False,
+) -> EnginesSpec:
+    """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
+    themselves, and never sleep."""
+    backend, generation = engine_backend(config.generation.backend), plan.generation
+    assert generation is not None  # a plan without engines starts none
+    spec = backend.spec(
+        config,
+        facts,
+        model_dir,
+        device=device_of(plan),
+        max_length=max_length,
+        tp=generation.tp,
+        threads=generation.threads,
+        colocated=colocated,
+        dummy_weights=dummy_weights,
+    )
+    ranks, cluster = generation.replica_gpus, plan.cluster
+    nodes = cluster.nodes if cluster.is_cpu else cluster.nodes_of(ranks)
+    return EnginesSpec(backend, spec, generation.engines, ranks, nodes)

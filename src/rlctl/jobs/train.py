@@ -1,0 +1,264 @@
+"""From a resolved configuration to a run: new or resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.files import user_path
+from rlctl.config.keys import LAYOUT
+from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
+from rlctl.config.parallel import SIZES
+from rlctl.config.sources import ALGORITHM, Source, Value
+from rlctl.errors import InputError
+from rlctl.jobs.dry_run import DryRun, about
+from rlctl.jobs.prepare import Job, content_changes, prepare_job, version_changes
+from rlctl.jobs.run import RunSummary, run_training
+from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
+from rlctl.runs.interrupt import StopRequest
+from rlctl.telemetry.display import Display
+from rlctl.telemetry.metrics import read_metrics
+from rlctl.training.loop import Loop
+
+RUNS = Path("runs")
+# A resumed run may change how long, where and how it is watched, and nothing that its numbers follow from. The model
+# may have moved: what it holds is compared.
+CHANGEABLE = (
+    "run.steps", "run.epochs", "run.dir", "run.goal", "run.checkpoint_every", "run.checkpoint_minutes", "run.keep_last",
+    "run.keep_best", "run.save_final", "run.stop_within_s", "run.log_rollouts", "run.show_samples", "run.loggers",
+    "run.project", "run.name", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "reward.on_error",
+    "model.name", "teacher.model", "checks.", "validation.every", "validation.at_start", "validation.at_end",
+    "validation.data", "validation.max_prompts", "validation.samples", "validation.temperature", "validation.reward",
+    "validation.stop_after",
+)  # fmt: skip
+
+
+# Changes with which no checkpoint can be loaded, whatever is allowed: it holds other adapters, or no critic.
+UNLOADABLE = (
+    "`training.lora.rank`", "`training.lora.targets`", "`training.lora.exclude`", "`advantage.baseline` = 'critic'",
+)  # fmt: skip
+
+
+def train_grpo(
+    resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False, loop: type[Loop] | None = None
+) -> RunSummary:
+    """Begin or continue a run; returns when it is finished or was asked to stop. `loop` takes the steps in place of
+    rlctl's own."""
+    with Display(steps=resolved.config.run.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
+        display.doing("reading model and data, planning")
+        try:
+            if resume:
+                return _resume(resolved, display, stop, allow_changes, loop or Loop)
+            return _begin(resolved, display, stop, loop or Loop)
+        except Exception as error:
+            display.note(f"{type(error).__name__}: {error}")
+            raise
+
+
+def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[Loop]) -> RunSummary:
+    if resolved.config.run.dir:
+        RunDirectory(Path(resolved.config.run.dir)).require_place()
+    job = prepare_job(resolved, display.say, starts=True)
+    display.steps = job.config.run.steps
+    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
+    with _locked(run, run.create):
+        try:
+            display.log_to(run.log)
+            run.write_manifest(job.manifest())
+            _introduce(display, job, run)
+            return run_training(job, run, display, stop, resume=False, loop=loop)
+        except BaseException as error:
+            if not run.has_steps():
+                run.abandon(keep_logs=isinstance(error, Exception))
+            raise
+
+
+def _resume(
+    resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool, loop: type[Loop]
+) -> RunSummary:
+    run = run_to_resume(resolved)
+    with _locked(run, run.reopen):
+        display.log_to(run.log)
+        run.recover_partial(display.say)
+        job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
+        display.steps = job.config.run.steps
+        _introduce(display, job, run)
+        return run_training(job, run, display, stop, resume=True, loop=loop)
+
+
+def run_to_resume(resolved: Resolved) -> RunDirectory:
+    """Return the run that `--run-dir` names, or the newest."""
+    named = resolved.config.run.dir
+    return RunDirectory(Path(named) if named else newest_run(RUNS))
+
+
+def values_of_run(place: Any) -> list[Value]:
+    """Return what the user of the run in `place` (None: the newest) has set, for the command line to be read on top of.
+    Where there is no run, nothing: the resume says so."""
+    run = RunDirectory(user_path(place) if isinstance(place, str) else newest_run(RUNS))
+    if not (run.path / MANIFEST).exists():
+        return []
+    # The run may have been moved, and algorithm and planner decide again.
+    values = (value for value in stored_values(run.manifest()["config"]) if value.key != "run.dir")
+    return [value for value in values if not value.origin.startswith((ALGORITHM, PLANNER))]
+
+
+def dry_resume(
+    resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, completion: str | None = None
+) -> DryRun:
+    """Return what `--resume` would go on with, checked as a resume is."""
+    run = run_to_resume(resolved)
+    job = resumed_job(run, resolved, tell, allow_changes=allow_changes, starts=False, completion=completion)
+    return DryRun.of(job)
+
+
+def resumed_job(
+    run: RunDirectory,
+    resolved: Resolved,
+    tell: Callable[[str], None],
+    *,
+    allow_changes: bool,
+    starts: bool = True,
+    completion: str | None = None,
+) -> Job:
+    """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
+    InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` reports it."""
+    stored = run.manifest()
+    read_metrics(run.metrics)  # what is wrong with it is told before anything starts
+    edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
+    merged, changes = continued(stored, resolved)
+    changes = [*edited, *version_changes(stored, tell), *changes]
+    if changes and not allow_changes:
+        raise _refusal(changes[0])
+    if (lost := [change for change in changes if change.startswith(UNLOADABLE)]) and run.checkpoints():
+        raise InputError(
+            f"--resume: {lost[0]}, and no checkpoint of the run can be loaded with that.",
+            "Leave it out, or start a new run.",
+        )
+    with run.opened_from_here():
+        job = prepare_job(merged, tell, starts=starts, completion=completion)
+    for change in [*changes, *content_changes(stored, job)]:
+        if not allow_changes:
+            raise _refusal(change)
+        tell(f"going on although {change}")
+    if change := _layout_change(stored, job):
+        tell(change)
+    checkpoints = run.checkpoints()
+    if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
+        if starts:  # a run that was killed while it saved its last step lacks the line of it
+            run.open_metrics(checkpoints[-1])
+        raise InputError(
+            f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
+            "Give more with --steps.",
+        )
+    return job
+
+
+def _refusal(change: str) -> InputError:
+    return InputError(
+        f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
+    )
+
+
+def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
+    """Return a note where the layout of the policy is not the one that the run was last started with."""
+    then, now = stored.get("plan", {}).get("training") or {}, job.plan.training
+    if now is None:
+        return None
+    before = replace(now.parallel, **{size: then[size] for size in SIZES if size in then})
+    backend = then.get("backend", job.plan.backend)
+    if (backend, before) == (job.plan.backend, now.parallel):
+        return None
+    was, now_is = before.name(), now.parallel.name()
+    if backend != job.plan.backend:
+        return (
+            f"training was laid out as {was} by {backend} and goes on as {now_is} by {job.plan.backend}: the weights "
+            "are the same, and the optimizer's moments start from zero"
+        )
+    return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
+
+
+@contextlib.contextmanager
+def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
+    """Hold the run directory while the block writes to it."""
+    lock()
+    try:
+        with run.writing():
+            yield
+    finally:
+        run.release()
+
+
+def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, list[str]]:
+    """Return the stored configuration with what `resolved` newly sets, and what of that a resumed run should not
+    change. Where the layout changes, the planner decides its values again; what the user has set stays."""
+    then, values = stored["config"], stored_values(stored["config"])
+    given = [value for value in resolved.given() if not _yields_to_user(value, then)]
+    changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
+    if any(value.key == "run.algorithm" for value in changed):
+        values = [value for value in values if not value.origin.startswith(ALGORITHM)]
+    if any(value.key in LAYOUT for value in changed):
+        # A backend that the planner chose goes on too, unless another is asked for.
+        values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
+    changes = []
+    for value in changed:
+        before = then.get(value.key)
+        if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
+            continue
+        if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
+            begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
+            changes.append(f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}")
+    undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
+    return from_sources([Source(values), Source([*undecided, *changed])]), changes
+
+
+def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
+    """Return whether a path, or `file.py:name`, is another way to write the one that the run was begun with."""
+    if not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    then, here = begun_in / user_path(before), user_path(now)
+    if os.path.exists(then) and os.path.exists(here):  # Path.exists raises for a long template
+        return os.path.samefile(then, here)
+    (file, colon, name), (file_now, _, name_now) = before.rpartition(":"), now.rpartition(":")
+    return bool(colon) and name == name_now and _is_same_file(begun_in, file, file_now)
+
+
+def _yields_to_user(value: Value, stored: dict[str, Any]) -> bool:
+    """Return whether an algorithm sets a value here that the user has set when the run began."""
+    before = stored.get(value.key, {"origin": DEFAULT})["origin"]
+    return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))
+
+
+def unused_place(place: Path) -> Path:
+    """Make `place`, or with a number behind its name where it is there: another run may have begun in this second."""
+    for number in itertools.count(1):
+        numbered = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        try:
+            numbered.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break  # `create` says why
+        return numbered
+    return place
+
+
+def _name(job: Job) -> str:
+    parts = [Path(job.config.model.name or "model").name, (job.config.data.name or "mix").split(":")[-1]]
+    words = [re.sub(r"[^\w.-]+", "-", Path(part).stem if "/" in part else part) for part in parts]
+    return "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]).lower()
+
+
+def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
+    """Say in a few lines what is about to happen."""
+    display.say(f"run: {run.path}")
+    for line in about(job):
+        display.say(line)
+    display.say(f"plan: {job.plan.name()}")

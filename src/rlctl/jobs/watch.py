@@ -1,0 +1,96 @@
+"""The report of a run that trains, served to browsers: the same page, which looks every two seconds for a newer one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rlctl.errors import InputError
+from rlctl.jobs.report import reported, state_of
+from rlctl.report.page import page
+from rlctl.runs.directory import RunDirectory
+
+PORT = 8642
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""A browser lets the page do nothing but ask this server."""
+SCRIPT = Path(__file__).with_name("watch.js")
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of one run. Raises InputError where there is no run, or the address cannot be listened on."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, host: str, port: int | None) -> None:
+        self.run = RunDirectory(directory)
+        self.run.manifest()
+        self._made = threading.Lock()
+        self._page: tuple[str, bytes] = ("", b"")
+        ports = [PORT, 0] if port is None else [port]
+        for place, number in enumerate(ports):
+            try:
+                super().__init__((host, number), _Handler)
+                break
+            except (OSError, OverflowError) as error:
+                if place + 1 < len(ports):
+                    continue
+                why = getattr(error, "strerror", None) or error
+                hint = "Name another --port (0: any that is free), or another --host."
+                raise InputError(f"--host {host} --port {number} cannot be listened on: {why}.", hint) from error
+
+    @property
+    def address(self) -> str:
+        """The address to open in a browser."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/"
+
+    def page(self) -> tuple[str, bytes]:
+        """Return the page as it is now, after a tag that changes with it."""
+        with self._made:
+            parts: list[object] = [self.run.is_locked()]
+            for path in (self.run.metrics, self.run.log, self.run.path / "manifest.json", self.run.memory):
+                with contextlib.suppress(OSError):
+                    found = path.stat()
+                    parts.append((path.name, found.st_size, found.st_mtime_ns))
+            tag = f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
+            if tag != self._page[0]:
+                shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT.read_text(encoding="utf-8"))
+                self._page = (tag, shown.encode(errors="replace"))
+            return self._page
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/":
+            self._answer(HTTPStatus.NOT_FOUND, b"There is one page, at /.")
+            return
+        try:
+            tag, body = self.server.page()
+        except InputError as error:  # the run was removed, or a file of it is damaged
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message} {error.hint or ''}".encode())
+            return
+        headers = [("ETag", tag), ("Cache-Control", "no-cache"), ("Content-Security-Policy", POLICY)]
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", headers)
+        else:
+            self._answer(HTTPStatus.OK, body, headers, "text/html")
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes, headers: Sequence[tuple[str, str]] = (), kind: str = "text/plain"
+    ) -> None:
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # a browser that was closed
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal shows the address."""

@@ -1,0 +1,91 @@
+"""Checks of data, rewards and environment in a dry run whose model is not on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+from rlctl.data.holdout import hold_out, open_validation
+from rlctl.data.mixing import SourceSettings, source_settings
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
+from rlctl.data.prompts import open_prompts
+from rlctl.environments.plan import plan_environment
+from rlctl.environments.process import EnvironmentHost
+from rlctl.errors import AbsentError
+from rlctl.rewards.rewards import prepare_rewards, require_usable
+from rlctl.rewards.scorers import Trial
+from rlctl.settings.config import RlctlConfig
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The result of the checks."""
+
+    passed: tuple[str, ...]
+    """Lines on data, rewards and environment."""
+    skipped: tuple[str, ...]
+    """Further parts of the run that could not be checked, and why."""
+    trials: tuple[Trial, ...]
+    """Scores of the first reference answers, and of the completion that the user gave."""
+
+
+def check_without_model(config: RlctlConfig, completion: str | None = None) -> Checks:
+    """Open the data, try the rewards (also on `completion`) and import the environment, as far as that needs no
+    tokenizer. Raises InputError for what is wrong with any of them; sources on the hub that are absent are skipped."""
+    passed, skipped, trials = list[str](), list[str](), list[Trial]()
+    opened = list[PromptSource]()
+    scored = _scored(config)
+    for one in _sources(config):
+        name = one.label or str(one.data.name)
+        try:
+            source = open_prompts(one.data, seed=config.run.seed)
+        except AbsentError:
+            skipped.append(f"rows of {name}{' and their rewards' * scored}: the dataset is not on this machine")
+            if scored:
+                passed.append(f"reward: {require_usable(one.reward, name)} can be loaded")
+            continue
+        opened.append(source)
+        passed.append(f"data: {name} ({len(source):,} row{'s' * (len(source) != 1)})")
+        if scored:
+            plan = prepare_rewards(one.reward, source, completion, apart=True)
+            passed += plan.describe()
+            trials += plan.trials
+    skipped += _validation(config, opened)
+    passed += _environment(config)
+    return Checks(tuple(passed), tuple(skipped), tuple(trials))
+
+
+def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
+    alone = config.environment.name and not (config.data.name or config.data.sources)
+    return () if alone else source_settings(config)
+
+
+def _scored(config: RlctlConfig) -> bool:
+    """Whether rollouts are scored apart from what their environment says."""
+    own = any(one.reward.terms or (one.data.name or "").startswith(GYM_PREFIX) for one in _sources(config))
+    return config.makes_rollouts and (own or (config.learns_from_rewards and not config.environment.name))
+
+
+def _validation(config: RlctlConfig, opened: list[PromptSource]) -> Iterator[str]:
+    """Open the rows of validation; yield what was skipped."""
+    if not config.validation.wanted:
+        return
+    held_out = None
+    if config.validation.holdout:
+        if len(opened) != 1:
+            return  # absent, and said so
+        held_out = hold_out(opened[0], config.validation.holdout, config.run.seed)[1]
+    try:
+        open_validation(config, held_out)
+    except AbsentError:
+        yield f"rows of {config.validation.data.name}: the dataset is not on this machine"
+
+
+def _environment(config: RlctlConfig) -> Iterator[str]:
+    """Import the class and the tools of the environment."""
+    if config.makes_rollouts and config.environment.wanted:
+        plan = plan_environment(config.environment)
+        with closing(EnvironmentHost(plan)) as host:
+            host.start()
+        yield f"environment: {plan.label} can be loaded; no episode was begun"

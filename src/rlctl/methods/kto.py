@@ -1,0 +1,143 @@
+"""Kahneman-Tversky optimization: completions that are each labeled as good or bad, without pairs.
+
+    r(y)  = log pi(y | x) - log pi_ref(y | x)                   summed over the tokens of a completion
+    z0    = max(0, mean of r(y') over a batch)                  y': the completion of another prompt
+    loss  = l_D (1 - sigmoid(beta (r(y) - z0)))                 where the label is good
+            l_U (1 - sigmoid(beta (z0 - r(y))))                 where it is bad
+
+Ethayarajh et al. 2024 (arXiv 2402.01306), equations 7 and 8. A loss is averaged over the completions of a batch. z0
+estimates KL(pi || pi_ref) and has no gradient: it is computed before the step, over the whole batch, so that it does
+not depend on how completions are packed. `preference.good_weight` is l_D and `preference.bad_weight` l_U.
+
+A group has two texts: the completion, and next to it that of the next row, behind the same prompt, for z0 alone. The
+reference is the model that the run began with. Suffix N: the completions of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.backends.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.data.texts import LABEL
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.settings.config import RlctlConfig
+from rlctl.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+GOOD, BAD = "good", "bad"
+
+
+class Kto(Algorithm):
+    """Learns which completions are good."""
+
+    rows = "labels"
+    requires = frozenset({"reference_logprobs"})
+    metrics = (
+        Metric(GOOD, "sum"),
+        Metric(BAD, "sum"),
+        Metric("rewards/chosen", "mean", curve="reward of good completions", per=GOOD, flat=True),
+        Metric("rewards/rejected", "mean", curve="reward of bad completions", per=BAD, flat=True),
+        Metric("logps/chosen", "mean", curve="log-prob of good completions", per=GOOD, flat=True),
+        Metric("logps/rejected", "mean", curve="log-prob of bad completions", per=BAD, flat=True),
+        Metric("kl", "max", curve="estimate of the divergence from the reference", column="kl"),
+    )
+
+    def __init__(self, config: RlctlConfig, z0: float = 0.0) -> None:
+        super().__init__(config)
+        self.z0 = z0
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        """Return zeros; `batch_advantages` has the labels."""
+        return np.zeros(len(rewards_G))
+
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        """Return 1 for a good completion and -1 for a bad one, and 0 for the text next to it."""
+        return [np.array([1.0 if group.prompt.fields[LABEL] else -1.0, 0.0]) for group in groups]
+
+    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
+        """Return the weight of a completion in the mean over completions; the texts next to them are not trained on."""
+        weights_N = np.full(len(response_tokens_N), 2 / max(1, len(response_tokens_N)))
+        weights_N[1::2] = 0.0
+        return weights_N
+
+    def before_training(
+        self, batch: TrainBatch
+    ) -> tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]]:
+        texts = [*batch.skipped, *(rollout for one in batch.minibatches for rollout in one)]
+        others = tuple(replace(rollout, token_weight=1.0) for rollout in texts if rollout.sample == 1)
+        columns = {one.position: batch.columns[one.position] for one in others}
+        return TrainBatch((others,), columns), _Divergence(), self._take_divergence
+
+    def _take_divergence(self, results: Sequence[MinibatchResult]) -> None:
+        total, count = (sum(result.sums.get(name, 0.0) for result in results) for name in ("ratio", "texts"))
+        self.z0 = max(0.0, total / count) if count else 0.0
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        import torch
+
+        options, ratio_N, good_N = self.config.preference, _ratios(batch), self._good(batch)
+        moved_N = options.beta * (ratio_N - self.z0)
+        loss_N = torch.where(
+            good_N, options.good_weight * (1 - moved_N.sigmoid()), options.bad_weight * (1 - (-moved_N).sigmoid())
+        )
+        return _spread(loss_N, batch)
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        good_N, logps_N = self._good(batch), _summed(batch.logprobs_R, batch)
+        rewards_N, present_N = self.config.preference.beta * _ratios(batch), _tokens(batch) > 0
+        found = {
+            GOOD: good_N & present_N,
+            BAD: ~good_N & present_N,
+            "rewards/chosen": rewards_N * good_N,
+            "rewards/rejected": rewards_N * ~good_N,
+            "logps/chosen": logps_N * good_N,
+            "logps/rejected": logps_N * ~good_N,
+        }
+        spread = {name: _spread(values_N, batch) for name, values_N in found.items()}
+        return spread | {"kl": batch.logprobs_R.new_tensor(self.z0)}
+
+    def _good(self, batch: TokenBatch) -> torch.Tensor:
+        return _summed(batch.advantages_R, batch) > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kto, (self.config, self.z0)
+
+
+@dataclass(frozen=True)
+class _Divergence:
+    """Sums of the log ratios of texts, and the number of texts."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        texts = (_tokens(batch) > 0).sum()
+        return LossOutput(batch.logprobs_R.new_zeros(()), {"ratio": _ratios(batch).sum().detach(), "texts": texts})
+
+
+def _summed(values_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Return the sum [N] over the tokens of each text."""
+    import torch
+
+    sums = torch.zeros(int(batch.rollout_R.max()) + 1, dtype=values_R.dtype, device=values_R.device)
+    return sums.index_add(0, batch.rollout_R, values_R)
+
+
+def _tokens(batch: TokenBatch) -> torch.Tensor:
+    import torch
+
+    return _summed(torch.ones_like(batch.logprobs_R, requires_grad=False), batch)
+
+
+def _ratios(batch: TokenBatch) -> torch.Tensor:
+    assert batch.reference_logprobs_R is not None  # `requires` has them
+    return _summed(batch.logprobs_R - batch.reference_logprobs_R, batch)
+
+
+def _spread(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Return values [R] whose sum over the tokens is that of `values_N` over the texts."""
+    return (values_N / _tokens(batch).clamp(min=1))[batch.rollout_R]

@@ -1,0 +1,131 @@
+"""From rewards to advantages, and from lengths to token weights: the driver's numpy on per-rollout scalars.
+
+Suffixes: G the rollouts of a group, N those of one optimizer mini-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from rlctl.backends.batch import equal_up_to_rounding
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation, so that a group of equal rewards has advantage 0 rather than 0/0."""
+
+
+Baseline = Literal["mean", "leave-one-out", "none", "critic"]
+Level = Literal["token", "sequence", "constant"]
+StdOf = Literal["group", "others"]
+
+
+def nearly_equal(values: np.ndarray) -> bool:
+    """Return whether rewards or advantages, at least one, are the same up to rounding."""
+    return equal_up_to_rounding(float(values.min()), float(values.max()))
+
+
+def group_advantages(
+    rewards_G: np.ndarray, baseline: Baseline = "mean", normalize_std: bool = True, std_of: StdOf = "group"
+) -> np.ndarray:
+    """Return the advantage of each rollout over the others of its group; float64 [G].
+
+    - `mean` subtracts the mean of the group (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    - `leave-one-out` subtracts the mean of the *other* rollouts (RLOO: arXiv 2402.14740, equation 7), which equals the
+      former times G / (G - 1). It is an unbiased baseline: independent of the rollout that it is subtracted from.
+    - `none` subtracts nothing (REINFORCE++, arXiv 2501.03262, which compares over the batch: see `whitened`).
+    - `critic` subtracts nothing here: the ranks subtract the values of each rollout's tokens (`methods/rl/critic.py`).
+    - `normalize_std` divides by the group's sample standard deviation (G - 1 degrees of freedom, as published
+      implementations of GRPO do). Without it each prompt weighs as its rewards do (Dr. GRPO, arXiv 2503.20783).
+      With `std_of` others it is that of the *other* rollouts, and where these are all equal nothing is divided.
+
+    Rewards that are equal up to rounding have exactly the advantage 0 wherever they are compared: without a baseline
+    too, where `normalize_std` finds no deviation to divide by.
+
+    Raises ValueError when a group has a single rollout, and this has to be compared with others.
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float64)
+    size = len(rewards_G)
+    if baseline in ("none", "critic") and not normalize_std:
+        return rewards_G
+    if size < 2:
+        raise ValueError("a group needs at least two rollouts to have a baseline")
+    if nearly_equal(rewards_G):
+        return np.zeros(size)
+    deviation_G = rewards_G - rewards_G.sum() / size
+    match baseline:
+        case "mean":
+            advantages_G = deviation_G
+        case "leave-one-out":
+            advantages_G = deviation_G * size / (size - 1)
+        case _:
+            advantages_G = rewards_G
+    if not normalize_std:
+        return advantages_G
+    if std_of == "group":
+        return advantages_G / (np.sqrt((deviation_G**2).sum() / (size - 1)) + STD_EPSILON)
+    others = (np.delete(rewards_G, index) for index in range(size))
+    return advantages_G / [one.std(ddof=1) + STD_EPSILON if not nearly_equal(one) else 1.0 for one in others]
+
+
+def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndarray:
+    """Return the advantages with mean 0 and standard deviation 1 over all response tokens of the batch; float64 [N].
+
+    REINFORCE++ (arXiv 2501.03262) normalizes the advantages of tokens over the batch, and GDPO (arXiv
+    2601.05242) the sums of its terms. The tokens of a rollout share its advantage, so that a rollout counts by its
+    length. A batch of equal advantages has nothing to compare, and advantage 0.
+    """
+    advantages_N, tokens_N = np.asarray(advantages_N, np.float64), np.asarray(response_tokens_N, np.float64)
+    counted_N = advantages_N[tokens_N > 0]
+    if not len(counted_N) or nearly_equal(counted_N):
+        return np.zeros_like(advantages_N)
+    deviation_N = advantages_N - np.average(advantages_N, weights=tokens_N)
+    return deviation_N / (np.sqrt(np.average(deviation_N**2, weights=tokens_N)) + STD_EPSILON)
+
+
+def whitened_rollouts(advantages_N: np.ndarray) -> np.ndarray:
+    """Return the advantages with mean 0 and sample standard deviation 1 over the rollouts of the batch, long or short;
+    float64 [N]. Equal ones have advantage 0."""
+    if nearly_equal(advantages_N):
+        return np.zeros(len(advantages_N))
+    return (advantages_N - advantages_N.mean()) / advantages_N.std(ddof=1)
+
+
+def overlong_penalty(response_tokens_N: np.ndarray, limit: int, buffer: float, factor: float) -> np.ndarray:
+    """Return what the length of each completion costs; float64 [N], never positive.
+
+    min(0, -exceed / buffer) x factor, with exceed = tokens - (limit - buffer): DAPO's soft overlong punishment (arXiv
+    2503.14476, equation 13). `limit` is in tokens, and `buffer` is a part of it; 0: nothing costs anything.
+    """
+    tokens_N = np.asarray(response_tokens_N, np.float64)
+    if not buffer:
+        return np.zeros_like(tokens_N)
+    width = buffer * limit
+    return factor * np.minimum(0.0, (limit - width - tokens_N) / width)
+
+
+def token_weights(response_tokens_N: np.ndarray, level: Level, divisor: float = 1.0) -> np.ndarray:
+    """Return the weight of each response *token* of a rollout in the loss of one optimizer mini-batch; float64 [N].
+
+    The backend sums weight * loss over the tokens of every rank and micro-batch and divides by nothing, so that the
+    result does not depend on how rollouts were dealt to ranks and packed. `response_tokens_N`, counted by the loss
+    mask, must hold the whole mini-batch, of all data-parallel ranks.
+
+    - `token`: 1 / (all response tokens); long rollouts weigh more (DAPO, arXiv 2503.14476, section 3.3).
+    - `sequence`: 1 / (n * tokens of this rollout); the mean over rollouts of their token means (GRPO, arXiv 2402.03300,
+      equation 3).
+    - `constant`: 1 / (n * divisor); the mean over rollouts of their token sums, by the same divisor for short and long
+      ones (Dr. GRPO, arXiv 2503.20783, section 3.1; REINFORCE and RLOO with the divisor 1).
+
+    n counts the rollouts with response tokens. One without, or of which none is learned from, has weight 0.
+    """
+    tokens_N = np.asarray(response_tokens_N, dtype=np.float64)
+    rollouts = np.count_nonzero(tokens_N)
+    match level:
+        case "token":
+            denominator_N = np.full_like(tokens_N, tokens_N.sum())
+        case "sequence":
+            denominator_N = tokens_N * rollouts
+        case "constant":
+            denominator_N = np.full_like(tokens_N, divisor * rollouts)
+    return np.divide(1.0, denominator_N, out=np.zeros_like(tokens_N), where=tokens_N > 0)

@@ -1,0 +1,126 @@
+"""On-policy distillation: the policy learns from a teacher's probabilities on its own rollouts.
+
+    sampled   GRPO's loss, with A = weight * sg[log teacher - log pi_old] + reward_weight * A(rewards) of each token
+    top-k     weight * (s KL(teacher || pi) + (1 - s) KL(pi || teacher)) + reward_weight * GRPO's loss; s: forward_share
+
+`sampled` is the policy gradient of the reverse KL divergence KL(pi || teacher), estimated by the token that was
+sampled, with the outcome's advantage added: MiMo-V2-Flash (arXiv 2601.02780). A token is held to account for itself
+and not for those that follow, as there.
+
+`top-k` compares the two distributions at each position over the K tokens that are most likely for the teacher
+(on-policy generalised knowledge distillation, arXiv 2306.13649, over part of the vocabulary). Probabilities of the
+other tokens are left out (`renormalize`: both distributions are those of the K tokens alone), or are one further event
+(`tail`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.sections import DistillationConfig
+from rlctl.settings.config import RlctlConfig
+from rlctl.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+TEACHER_KL = Metric("teacher_kl", "mean", curve="KL(policy || teacher)", column="teach", form=".3f")
+"""The mean of log pi - log teacher over the sampled tokens, which is unbiased for that divergence of the next token."""
+OF_TOP = (
+    Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f"),
+    Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f"),
+)
+
+
+class Distillation(Grpo):
+    """GRPO's loss with a teacher's log-probs in its advantages, or next to it."""
+
+    requires = frozenset({"teacher_logprobs"})
+
+    def __init__(self, config: RlctlConfig) -> None:
+        super().__init__(config)
+        self.metrics = (TEACHER_KL, *(OF_TOP if self.teacher_top else ()), *self.metrics)
+
+    @property
+    def teacher_top(self) -> int:
+        return self.config.distillation.top_k if self.config.distillation.loss == "top-k" else 0
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """The teacher says something of every token, whatever its reward is."""
+        return True
+
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        """Return the weighted advantages of the rewards, where they are learned from."""
+        weight = self.config.distillation.reward_weight
+        if not weight:
+            return [np.zeros(len(group.rollouts)) for group in groups]
+        return [weight * advantages_G for advantages_G in super().batch_advantages(groups)]
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        """Return GRPO's loss, with the divergence over the teacher's most likely tokens where that is the loss."""
+        loss_R = super().token_loss(batch)
+        return (
+            loss_R + self.config.distillation.weight * top_kl(batch, self.config.distillation)
+            if self.teacher_top
+            else loss_R
+        )
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        """Return how far the policy is from the teacher, and what GRPO measures."""
+        from rlctl.methods.rl.losses import old_full_logprobs
+
+        found = {"teacher_kl": old_full_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
+        if self.teacher_top:
+            found |= of_top(batch, self.config.distillation)
+        return found
+
+    def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
+        from rlctl.methods.rl.losses import old_full_logprobs
+
+        batch = super()._with_penalised_advantages(batch)
+        if self.teacher_top:
+            return batch
+        gain_R = (_of_teacher(batch) - old_full_logprobs(batch)).detach()
+        return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
+
+
+def top_kl(batch: TokenBatch, o: DistillationConfig) -> torch.Tensor:
+    """Return the divergence [R] over the teacher's most likely tokens, with gradient."""
+    import torch
+
+    assert batch.teacher_top_RK is not None  # `teacher_top` asks for both
+    assert batch.top_logprobs_RK is not None
+
+    def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
+        if o.outside != "tail":
+            return torch.log_softmax(logprobs_RK, -1)
+        # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
+        rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+        return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
+
+    log_t_RK, log_p_RK = completed(batch.teacher_top_RK), completed(batch.top_logprobs_RK)
+    loss_R = torch.zeros_like(log_t_RK[:, 0])
+    if o.forward_share:
+        loss_R = loss_R + o.forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
+    if o.forward_share < 1:
+        loss_R = loss_R + (1 - o.forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
+    return loss_R
+
+
+def of_top(batch: TokenBatch, options: DistillationConfig) -> dict[str, torch.Tensor]:
+    """Return the values [R] of the metrics `OF_TOP`."""
+    assert batch.teacher_top_RK is not None  # its loss was computed before
+    return {"top_kl": top_kl(batch, options), "top_mass": batch.teacher_top_RK.exp().sum(-1)}
+
+
+def _of_teacher(batch: TokenBatch) -> torch.Tensor:
+    assert batch.teacher_logprobs_R is not None  # `requires` has them
+    return batch.teacher_logprobs_R

@@ -1,0 +1,194 @@
+"""Sections of reinforcement learning: advantages, losses, the critic, distillation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlctl.config.section import NonNegative, NonNegativeNumber, Positive, PositiveNumber, Section
+from rlctl.settings.training import LogprobColumn, SchedulerConfig
+
+
+class AdvantageConfig(Section):
+    """From rewards to the advantages of rollouts."""
+
+    baseline: Literal["mean", "leave-one-out", "none", "critic"] = "mean"
+    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, none,
+    or at each token the value that a critic gives it (see the section `critic`)."""
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group."""
+    std_of: Literal["group", "others"] = "group"
+    """Rewards of that standard deviation: those of the whole group, or those of its other rollouts, where advantages
+    stay as they are if these are all equal. NeMo-RL has `others` with its leave-one-out baseline."""
+    per_term: bool = False
+    """Compute the advantages of each reward term by itself and add them up by the weights of the terms (GDPO)."""
+    whiten: bool = False
+    """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
+    whiten_over: Literal["tokens", "rollouts"] = "tokens"
+    """Unit of that mean and standard deviation: tokens, so that long rollouts count more, or rollouts."""
+    clip_low: float | None = None
+    """Least advantage of a rollout, below which it is cut; unset: none."""
+    clip_high: float | None = None
+    """Largest advantage of a rollout, above which it is cut; unset: none."""
+    malformed_thinking: float | None = None
+    """Advantage of the tokens of a turn with `<think>` or `</think>` where its answer stands, whatever its episode has;
+    unset: that of its episode."""
+    invalid_tool_call: float | None = None
+    """Advantage of the tokens of a turn whose call of a tool cannot be read or is refused; unset: that of its episode.
+    It goes before `malformed_thinking`."""
+
+    @model_validator(mode="after")
+    def validate_where_advantages_are_clipped(self) -> AdvantageConfig:
+        if self.baseline == "critic" and (self.clip_low, self.clip_high) != (None, None):
+            raise ValueError("advantage.clip_low and advantage.clip_high need a baseline other than critic")
+        return self
+
+    @property
+    def judges_turns(self) -> bool:
+        """Whether turns with a fault have an advantage of their own."""
+        return (self.malformed_thinking, self.invalid_tool_call) != (None, None)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the rollouts of a group are compared with each other."""
+        return self.baseline in ("mean", "leave-one-out") or self.normalize_std
+
+
+class LossConfig(Section):
+    """The policy loss, its KL penalty, and the correction for what the engine computes differently."""
+
+    function: str | None = None
+    """Loss of your own, `path/to/file.py:function`, instead of the algorithm's: it takes a TokenBatch and returns the
+    loss of each response token."""
+    needs: tuple[LogprobColumn, ...] | None = None
+    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
+    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
+    become less likely."""
+    clip_high: PositiveNumber = 0.2
+    """Upper bound: the ratio of the policies is clipped at 1 + clip_high. For dppo the largest divergence of tokens
+    that become more likely."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
+    kl_coefficient: NonNegativeNumber = 0.0
+    """Weight of the KL penalty to the reference policy; with 0 no reference model is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence to the reference policy."""
+    kl_cap: PositiveNumber | None = None
+    """Largest KL penalty of one token, before its weight; unset: no limit."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL penalty: a term of the loss, or of the reward, where the advantage of a token loses the penalty
+    of that token and of all that follow it. `advantage.whiten` whitens what is left (REINFORCE++)."""
+    kl_weight: Literal["off", "policy", "importance"] = "off"
+    """With `kl_in=loss`, the weight of each token's penalty, which has a gradient: the probability of the token under
+    the policy, divided by itself without gradient (`policy`: the value stays, and the token is held to account for its
+    own penalty), or by that under the engine (`importance`). NeMo-RL has `policy`, and with
+    `use_on_policy_kl_approximation` `importance`."""
+    kl_score_term: bool = False
+    """With `kl_in=loss`, also hold each token to account for the penalty of the tokens that follow it: the gradient of
+    the estimator alone leaves that out, and is not the gradient of the KL divergence."""
+    entropy_coefficient: NonNegativeNumber = 0.0
+    """Weight of the entropy of each token's distribution, which is added to what is maximised."""
+    level: Literal["token", "sequence", "constant"] = "token"
+    """Unit of the average: all tokens of the batch; sequences, each with the mean of its tokens; or sequences, each
+    with the sum of its tokens divided by `length_divisor`."""
+    length_divisor: Positive | None = None
+    """Divisor of every sequence's sum with `level=constant`; unset: generation.max_new_tokens."""
+    importance_correction: Literal["off", "untruncated", "truncated", "masked", "ratio"] = "truncated"
+    """Correction for the difference between the engine's and the trainer's log-probs: tokens weigh by the ratio of the
+    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]. With
+    `ratio` they have no weight, and the clipped ratio is that of the policy to the engine's log-probs."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Unit of that ratio: each token, or the product over the tokens of a rollout, which all of them then have."""
+    importance_cap: PositiveNumber = 2.0
+    """Upper bound of the importance weight."""
+    importance_floor: NonNegativeNumber | None = None
+    """Lower bound of the importance weight; unset: with `masked` 1 / importance_cap, with `truncated` none."""
+    sequence_mask: tuple[NonNegativeNumber, PositiveNumber] | None = None
+    """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
+    outside of them is not learned from. Unset: off."""
+    error_mask: Annotated[float, Field(gt=1)] | None = None
+    """Largest mean of exp|log(trainer / engine)| over the tokens of a rollout; a rollout beyond it is not learned from.
+    Unset: off."""
+    off_policy_mask: PositiveNumber | None = None
+    """Largest mean of log(engine / policy) over the tokens of a rollout with a negative advantage, in nats; a rollout
+    beyond it is not learned from. Unset: off."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence that dppo bounds: total variation, or KL, of the chosen token against all others."""
+    sapo_temperature_positive: PositiveNumber = 1.0
+    """Temperature of sapo's gate where the advantage is positive."""
+    sapo_temperature_negative: PositiveNumber = 1.05
+    """Temperature of sapo's gate where the advantage is negative."""
+    positive_nll_weight: NonNegativeNumber = 0.0
+    """Weight of the negative log-likelihood of rollouts with a positive reward, which is added: its mean over all their
+    tokens (VAPO). NeMo-RL has it as `positive_example_nll_weight`."""
+
+    @model_validator(mode="after")
+    def validate_bounds_of_importance(self) -> LossConfig:
+        floor, cap = self.importance_floor, self.importance_cap
+        if floor is not None and floor > cap:
+            raise ValueError(f"loss.importance_floor = {floor:g} is above loss.importance_cap = {cap:g}")
+        if floor is None and self.importance_correction == "masked" and cap <= 1:
+            raise ValueError(
+                f"loss.importance_cap = {cap:g} leaves no weight where loss.importance_floor is unset, which is 1 / "
+                "importance_cap then: set loss.importance_floor"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def validate_bounds_of_the_sequence_mask(self) -> LossConfig:
+        if self.sequence_mask is not None and self.sequence_mask[0] >= self.sequence_mask[1]:
+            raise ValueError(f"loss.sequence_mask = {list(self.sequence_mask)}: the lower bound comes first")
+        return self
+
+
+class DistillationConfig(Section):
+    """The loss of `--algorithm distillation` and of `train distill`, which learn from a teacher."""
+
+    loss: Literal["sampled", "top-k"] = "sampled"
+    """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
+    KL), and `top-k` compares the distributions over the teacher's `top_k` most likely tokens."""
+    weight: PositiveNumber = 1.0
+    """Weight of what is learned from the teacher."""
+    reward_weight: NonNegativeNumber = 0.0
+    """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
+    learned from."""
+    sft_weight: NonNegativeNumber = 0.0
+    """With `train distill`, weight of the negative log-likelihood of the texts, which is added."""
+    balanced: bool = False
+    """With `train distill`, multiply the divergence of each text by the number that makes it as large as the negative
+    log-likelihood of the text."""
+    top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
+    """With `top-k`, the number of the teacher's most likely tokens at each position; all tokens where the vocabulary
+    has no more."""
+    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
+    outside: Literal["renormalize", "tail"] = "renormalize"
+    """With `top-k`, the treatment of all other tokens: leave them out and let the `top_k` add up to 1, or count them as
+    one further event."""
+
+
+class CriticConfig(Section):
+    """The value model of `advantage.baseline=critic`, which ppo sets: how it learns, and how advantages are made of its
+    values. Betas and epsilon of its Adam, and what passes through to Megatron's, are those of `optimizer`."""
+
+    lr: PositiveNumber = 1e-5
+    """Learning rate of the critic; with a schedule its highest value."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Weight decay of the critic."""
+    clip_grad: NonNegativeNumber = 1.0
+    """Largest norm of the critic's gradient; 0 turns clipping off."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate and weight decay of the critic over the steps, with the keys of the section `scheduler`."""
+    warmup_steps: NonNegative = 0
+    """Number of steps at the start of a run in which the critic alone is trained."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of a reward for each token that lies between."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation: 1 learns from whole rollouts, 0 from the value of the next token."""
+    value_clip: PositiveNumber | None = 0.2
+    """Largest distance from its value before the step at which the value of a token is still moved; unset: no limit."""
+    loss_weight: PositiveNumber = 1.0
+    """Factor of the critic's loss: half of the mean squared distance from the returns."""

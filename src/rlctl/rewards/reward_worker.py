@@ -1,0 +1,226 @@
+"""The worker that scores a step's completions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.errors import InputError
+from rlctl.isolation.user_function import LARGEST_REWARD, TURNS
+from rlctl.rewards.reward_model import ModelTexts
+from rlctl.rewards.scorers import MixedRewards, RewardPlan, Rewards
+from rlctl.rewards.scoring_process import Score, ScoringProcess, Work, at_once
+from rlctl.settings.rewards import MODEL, RewardTerm
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """The completions of one group."""
+
+    row: PromptRow
+    texts: object
+    """Handle of the completions, `list[str]` of length G."""
+    turns: object | None = None
+    """Handle of the episodes turn by turn, `list[list[Turn]]` of length G; None: they have one turn."""
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """Scores of one group, rollout by rollout."""
+
+    rewards: tuple[float | None, ...]
+    """None where a function of the user's failed and the rollout is to be dropped."""
+    accuracies: tuple[float, ...] | None
+    """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
+    terms: dict[str, tuple[float | None, ...]]
+    """Score of each reward term before its weight, by its label; None where it does not apply."""
+    failures: int = 0
+    """Completions on which a scorer failed, and which count as wrong for it or are dropped."""
+    dropped: tuple[str, ...] = ()
+    """Why the user's function failed on each rollout that is to be dropped."""
+    answered: tuple[bool, ...] | None = None
+    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
+
+
+@dataclass(frozen=True)
+class WrittenGroup:
+    """The texts of one group as a reward model reads them. Its score stands at one more token at the end."""
+
+    prompt_tokens: int
+    """Tokens that all texts begin with."""
+    tokens: tuple[int | str, ...]
+    """The tokens of each, or why it cannot be read."""
+
+
+class RewardWorker:
+    """Scores completions where they are fetched, so that texts do not pass through the driver."""
+
+    def __init__(self, plan: Rewards, fetch: Callable[[object], list[Any]], *, apart: bool = False) -> None:
+        """`fetch` turns a handle of texts into the texts. `apart`: the scores of a reward model are given."""
+        self._fetch = fetch
+        self._plans = plan.plans if isinstance(plan, MixedRewards) else {"": plan}
+        self._processes: dict[str, ScoringProcess] = {}
+        self._models: dict[str, str] = {}
+        """By source, the reward model whose scores are given."""
+        self._texts: ModelTexts | None = None
+        for source, one in self._plans.items():
+            own = tuple(term for term in one.terms if not (apart and term.name.startswith(MODEL)))
+            if own:
+                self._processes[source] = ScoringProcess(replace(one, terms=own))
+            if model := next((term.name for term in one.terms if term not in own), None):
+                self._models[source] = model
+        self._logged: set[str] = set()
+
+    def setup(self) -> None:
+        """Starts the scorers, so that the first step does not wait for their imports."""
+        for process in self._processes.values():
+            process.start()
+        if self._models:
+            self._texts = ModelTexts(next(iter(self._models.values())))  # a run has one
+
+    def write(self, requests: Sequence[ScoreRequest]) -> tuple[list[WrittenGroup], list[RolloutColumns]]:
+        """Write the texts of each group for the reward model; return them with their columns."""
+        written, columns = [], []
+        for one in requests:
+            found: list[np.ndarray | str] = []
+            for text in self._fetch(one.texts) if one.row.source in self._models else ():
+                assert self._texts is not None  # `setup` came before
+                try:
+                    found.append(self._texts.tokens(text, one.row))
+                except InputError as error:
+                    found.append(str(error))
+            texts = [text if isinstance(text, np.ndarray) else np.zeros(0, np.int32) for text in found]
+            columns.append(text_columns(texts))
+            shared = common_prefix([text for text in texts if len(text)])
+            counts = (len(text) + 1 if isinstance(text, np.ndarray) else text for text in found)
+            written.append(WrittenGroup(shared, tuple(counts)))
+        return written, columns
+
+    def score(
+        self, requests: Sequence[ScoreRequest], given: Sequence[Sequence[float | str]] | None = None
+    ) -> list[GroupScores]:
+        """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`. `given`
+        has what the reward model gives each text of each group, or why it cannot be read."""
+        found: dict[int, GroupScores] = {}
+
+        def score_source(source: str, plan: RewardPlan) -> None:
+            process, model = self._processes.get(source), self._models.get(source)
+            own = process.plan.scorers if process is not None else ()
+            texts = {i: self._fetch(one.texts) for i, one in enumerate(requests) if one.row.source == source}
+            rows = {i: self._rows(requests[i], len(group)) for i, group in texts.items()}
+            work = [
+                Work(scorer, text, row)
+                for i, group in texts.items()
+                for scorer in range(len(own))
+                for text, row in zip(group, rows[i], strict=True)
+            ]
+            scores = iter(process.score(work) if process is not None and work else ())
+            for i, group in texts.items():
+                by_scorer = {name: list(islice(scores, len(group))) for name in own}
+                if model is not None and given is not None:
+                    by_scorer[model] = [_given(plan, value) for value in given[i]]
+                in_order = [by_scorer[name] for name in plan.scorers]
+                found[i] = self._group_scores(plan, requests[i], group, in_order)
+
+        at_once([partial(score_source, source, plan) for source, plan in self._plans.items()])
+        return [found[i] for i in range(len(requests))]
+
+    def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
+        """Return the row of each rollout: the group's, with the turns of its own episode where there are several."""
+        if request.turns is None:
+            return [request.row] * rollouts
+        episodes = [[asdict(turn) for turn in turns] for turns in self._fetch(request.turns)]
+        return [replace(request.row, fields={**request.row.fields, TURNS: turns}) for turns in episodes]
+
+    def _group_scores(
+        self, plan: RewardPlan, request: ScoreRequest, texts: Sequence[str], scores_by_scorer: list[list[Score]]
+    ) -> GroupScores:
+        """Return the scores of a group; the first failure of each scorer is logged."""
+        named = list(zip(plan.scorers, scores_by_scorer, strict=True))
+        values = {name: tuple(score.value for score in scores) for name, scores in named}
+        failed = {name: [score.failure for score in scores if score.failure is not None] for name, scores in named}
+        for name, failures in failed.items():
+            if failures and name not in self._logged:
+                self._logged.add(name)
+                log.warning("scorer %s failed on a completion of %s: %s", name, request.row.where, failures[0])
+        lost = [
+            next((one.failure for one in scores if one.failure is not None and one.value is None), None)
+            for scores in zip(*scores_by_scorer, strict=True)
+        ]
+        rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        scored = None if plan.accuracy_by is None else values[plan.accuracy_by]
+        accuracies = None if scored is None else tuple(float(value is not None and value >= 1.0) for value in scored)
+        return GroupScores(
+            rewards=tuple(
+                None if why else weighted_sum(plan.terms, scores, request.row)
+                for scores, why in zip(rollouts, lost, strict=True)
+            ),
+            accuracies=accuracies,
+            terms=dict(zip(plan.labels, values.values(), strict=True)),
+            answered=plan.answers(texts, accuracies),
+            failures=sum(map(len, failed.values())),
+            dropped=tuple(filter(None, lost)),
+        )
+
+    def close(self) -> None:
+        """Ends the scoring processes."""
+        for process in self._processes.values():
+            process.close()
+
+
+def _given(plan: RewardPlan, value: float | str) -> Score:
+    """Return the score that a reward model gives a text, or what its failure counts. Raises InputError where that ends
+    the run."""
+    if not isinstance(value, str):
+        return Score(value)
+    if plan.on_error == "stop":
+        raise InputError(value)
+    return Score(0.0 if plan.on_error == "zero" else None, value)
+
+
+def common_prefix(texts: Sequence[np.ndarray]) -> int:
+    """Return the number of tokens that all texts begin with."""
+    if not texts:
+        return 0
+    shortest = min(map(len, texts))
+    alike_T = np.all([text[:shortest] == texts[0][:shortest] for text in texts], axis=0)
+    return shortest if alike_T.all() else int(alike_T.argmin())
+
+
+def text_columns(texts: Sequence[np.ndarray]) -> RolloutColumns:
+    """Return the columns of texts, each with its last token once more, at which its score stands."""
+    longer = [np.append(text, text[-1:]).astype(np.int32) for text in texts]
+    tokens_T = np.concatenate([*longer, np.zeros(0, np.int32)])
+    offsets_G = np.cumsum([0, *map(len, longer)]).astype(np.int32)
+    mask_T = np.zeros(len(tokens_T), bool)
+    mask_T[[end - 1 for text, end in zip(texts, offsets_G[1:], strict=True) if len(text)]] = True
+    zeros_T = np.zeros(len(tokens_T), np.float32)
+    return RolloutColumns(tokens_T, offsets_G, mask_T, zeros_T, np.full(len(tokens_T), -1, np.int32))
+
+
+def weighted_sum(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:
+    """Return the weighted sum of the terms that apply. Raises InputError where none does, or it is too large."""
+    applying = [(term, value) for term in terms if (value := scores[term.name]) is not None]
+    if not applying:
+        raise InputError(
+            f"No reward applies to {row.where}: {', '.join(term.name for term in terms)} returned None.",
+            "Return a number for every row, add another --reward, or leave the row out.",
+        )
+    reward = sum(term.weight * value for term, value in applying)
+    if not abs(reward) <= LARGEST_REWARD:
+        parts = " + ".join(f"{term.weight:g} x {value:g} ({term.name})" for term, value in applying)
+        raise InputError(
+            f"The reward for {row.where} is {reward:g}: {parts}.",
+            f"Lower the weights in --reward: a reward is between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
+        )
+    return reward

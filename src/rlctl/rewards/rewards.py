@@ -1,0 +1,271 @@
+"""From the configured reward to a plan that is known to work, before anything expensive starts."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from rlctl.checkpoints.model_source import require_name_or_directory
+from rlctl.config.files import user_path
+from rlctl.config.plugins import plugin_names
+from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
+from rlctl.errors import InputError, RlctlError, suggest
+from rlctl.isolation.user_function import is_reference, split_reference
+from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
+from rlctl.rewards.reward_model import reward_model
+from rlctl.rewards.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
+from rlctl.rewards.scoring_process import LATE, Score, ScoringProcess, Work, outcomes
+from rlctl.settings.rewards import MODEL, OnError, RewardConfig, RewardTerm, SourceReward
+
+QUICK = frozenset(("task", "exact-match"))
+"""Scorers that are tried in this process, which has imported all that they need."""
+
+
+def prepare_rewards(
+    reward: RewardConfig,
+    source: PromptSource,
+    completion: str | None = None,
+    *,
+    apart: bool = False,
+    opened: bool = False,
+) -> RewardPlan:
+    """Return the plan for this reward on this source, after a trial of every scorer (`tried`).
+
+    `completion` is tried too. `apart`: a reward model is computed by the training engine, and is not tried. `opened`:
+    prompts end inside of a thought. Raises InputError for a scorer that is unknown, does not fit the data, cannot be
+    loaded, or raises.
+    """
+    terms = _checked_terms(reward, source)
+    names = [term.name for term in terms]
+    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
+    # What decides accuracy: the first term that compares with the reference answer, if there is one.
+    accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
+    plan = RewardPlan(
+        terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened
+    )
+    own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
+    return replace(tried(replace(plan, terms=own), source, completion) if own else plan, terms=terms)
+
+
+def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTerm, ...]:
+    terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
+    if not terms:
+        raise InputError(
+            f"No reward: {source.label} brings no scorer of its own.",
+            "Give --reward exact-match, math-verify, ifeval, model:DIR or path/to/file.py:function.",
+        )
+    terms = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
+    names = [term.name for term in terms]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"Reward {twice!r} is given twice.", "Give it once, with the sum of the weights.")
+    return terms
+
+
+def require_usable(reward: RewardConfig, label: str) -> str:
+    """Return the names of the scorers of a source whose rows are not on this machine. Raises InputError for a scorer
+    that no rows could bring, or that cannot be loaded."""
+    terms = _checked_terms(
+        reward, PromptSource(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
+    )
+    own = tuple(term for term in terms if not term.name.startswith(MODEL))
+    plan = RewardPlan(own, "full", None, None, None, reward.timeout_s)
+    with contextlib.closing(ScoringProcess(plan)) as process:
+        process.start()
+    return ", ".join(term.name for term in terms)
+
+
+def mixed_rewards(
+    sources: Iterable[tuple[str, RewardConfig, PromptSource]],
+    completion: str | None = None,
+    *,
+    apart: bool = False,
+    opened: bool = False,
+) -> Rewards:
+    """Return the plan of one source or of several by their labels; the other arguments are those of
+    `prepare_rewards`."""
+    plans = {
+        label: prepare_rewards(reward, source, completion, apart=apart, opened=opened)
+        for label, reward, source in sources
+    }
+    return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
+
+
+def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
+    """Return whether any of the sources has a scorer, named by the user or its own."""
+    return any(reward.terms or source.task for _, reward, source in sources)
+
+
+def require_known(reward: SourceReward) -> None:
+    """Raises InputError for a scorer that no data could bring: an unknown name, or a file or directory that is not
+    there. A reward model of the hub is looked for when a run starts."""
+    for term in reward.terms:
+        if term.name.startswith(MODEL):
+            require_name_or_directory(term.name.removeprefix(MODEL))
+        if not term.name.startswith(MODEL) or user_path(term.name.removeprefix(MODEL)).is_dir():
+            _known_name(term.name)
+
+
+def _known_name(name: str) -> str:
+    """Return the name as the scoring process understands it."""
+    if name.startswith(MODEL):
+        return f"{MODEL}{reward_model(name)}"
+    if is_reference(name):
+        path, function = split_reference(name)
+        return f"{path}:{function}"
+    known = (*BUILT_IN, *(plugin_names("rlctl.rewards") if name not in BUILT_IN else ()))
+    if name in known:
+        return name
+    hint = suggest(name, known) or f"Rewards are {', '.join(known)}, model:DIR and path/to/file.py:function."
+    raise InputError(f"Unknown reward {name!r} (--reward).", hint)
+
+
+def _checked_name(name: str, source: PromptSource) -> str:
+    """Return the name as the scoring process understands it, if it fits the data."""
+    if name not in BUILT_IN:
+        return _known_name(name)
+    if name == "task" and source.task is None:
+        why = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
+        raise InputError(why, "Use exact-match, math-verify or path/to/file.py:function.")
+    if name == "ifeval" and len(source) and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
+        why = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
+        raise InputError(why, "Use data with the fields of google/IFEval.")
+    if name in ("task", "ifeval", *OF_FORM):
+        return name
+    for index in range(source.checked):  # a comparison
+        row = source[index]
+        if row.answer is None:
+            told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
+            usual = [field for field in USUAL_NAMES["--answer-field"] if field in row.fields]
+            meant = f"; `{usual[0]}` may be it" if usual else ""
+            there = f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
+            why = f"Reward {name!r} compares with a reference answer, and {row.where} has none."
+            raise InputError(why, f"{there} {told}")
+        if isinstance(row.answer, dict | list):
+            kind = "an object" if isinstance(row.answer, dict) else "a list"
+            raise InputError(
+                f"Reward {name!r} compares with a text or a number, and the reference answer of {row.where} is {kind}.",
+                "A reward function of your own (path/to/file.py:function) gets it as it is.",
+            )
+    return name
+
+
+TRIED_S = 10.0
+"""Time after which no further reference answers are scored before a run."""
+ROWS_AT_ONCE = 128
+SHOWN_ROWS = 3
+LONG_TEXT = "It goes on and on, and there is no end. " * 500
+UNUSUAL = (("an empty text", ""), ("a text without numbers", "I do not know."), ("a long text", LONG_TEXT))
+"""Completions that models write, and that functions fail on which expect an answer."""
+
+
+def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
+    """Return the plan with what its scorers give the first row's own answer, and `completion`, and with notes on the
+    rows whose reference answers they do not find right, and on functions that give everything the same. Raises
+    InputError for a function that fails on a batch of completions that models write."""
+    row = source[0]
+    own = plan.reference(row.answer if row.answer is not None else "")
+    texts = [text for text in (own, completion) if text is not None]
+    work = [Work(number, text, row) for text in texts for number in range(len(plan.scorers))]
+    with _scoring(plan) as score:
+        scores = score(work, "stop")
+        trials = []
+        for number, text in enumerate(texts):
+            found = scores[number * len(plan.scorers) :][: len(plan.scorers)]
+            values = {term.name: one.value for term, one in zip(plan.terms, found, strict=True)}
+            applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
+            trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
+        notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, source, score)]
+    return replace(plan, trials=tuple(trials), notes=tuple(notes))
+
+
+Scoring = Callable[[list[Work], OnError], list[Score]]
+
+
+@contextlib.contextmanager
+def _scoring(plan: RewardPlan) -> Iterator[Scoring]:
+    """Give the block a function that scores, in this process where the scorers run no code of others."""
+    if QUICK.issuperset(plan.scorers):
+        scorers = plan.build()
+
+        def score_here(work: list[Work], on_error: OnError) -> list[Score]:
+            scores = []
+            for outcome in outcomes(work, plan, scorers):
+                if isinstance(outcome, RlctlError):
+                    raise outcome
+                assert isinstance(outcome, Score)  # no limit of time was given
+                scores.append(outcome)
+            return scores
+
+        yield score_here
+        return
+    with contextlib.closing(ScoringProcess(plan)) as process:
+
+        def score(work: list[Work], on_error: OnError) -> list[Score]:
+            process.plan = replace(plan, on_error=on_error)
+            return process.score(work)
+
+        yield score
+
+
+def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
+    """Yield a note for each scorer that calls reference answers wrong."""
+    judging = [n for n, name in enumerate(plan.scorers) if name in BUILT_IN and name not in (*OF_FORM, "ifeval")]
+    if not judging:
+        return
+    rows = [row for row in source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS) if row.answer is not None]
+    wrong: dict[int, list[tuple[PromptRow, Score]]] = {number: [] for number in judging}
+    deadline, tried_rows = time.monotonic() + TRIED_S, 0
+    batches = -(-len(rows) // ROWS_AT_ONCE)
+    for first in range(batches):
+        batch = rows[first::batches]  # from everywhere in the data, where time allows only some
+        if tried_rows and time.monotonic() > deadline:
+            break
+        work = [Work(number, plan.reference(row.answer), row) for row in batch for number in judging]
+        for one, found in zip(work, score(work, "drop"), strict=True):
+            if found.value is not None and found.value < 1 and not (found.failure or "").startswith(LATE):
+                wrong[one.scorer].append((one.row, found))
+        tried_rows += len(batch)
+    of = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
+    for number, found in wrong.items():
+        if found:
+            shown = sorted(found, key=lambda one: one[0].index)[:SHOWN_ROWS]
+            yield (
+                f"note: {plan.scorers[number]} calls the reference answers of {len(found):,} of the {of} wrong, so "
+                f"these rows can never be right: {'; '.join(_shown(row, one) for row, one in shown)}"
+                f"{'; ...' if len(found) > len(shown) else ''}"
+            )
+
+
+def _shown(row: PromptRow, score: Score) -> str:
+    why = f" ({score.failure})" if score.failure else ""
+    return f"{row.where}, {textwrap.shorten(repr(row.answer), 60, placeholder=' ...')}, has {score.value:g}{why}"
+
+
+def _notes_of_functions(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
+    """Yield notes on the user's functions, which are called with a batch of completions that models write. Raises
+    InputError where one fails on it, unless it may fail (`reward.on_error=zero`)."""
+    own = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
+    if not own:
+        return
+    rows = [source[index] for index in range(min(2, len(source)))]
+    batch = [(plan.reference("" if row.answer is None else row.answer), row) for row in rows]
+    batch += [(text, rows[0]) for _, text in UNUSUAL]
+    for number in own:
+        try:
+            scores = score([Work(number, *one) for one in batch], "zero" if plan.on_error == "zero" else "stop")
+        except InputError as error:
+            raise InputError(
+                f"{error.message} That was a trial before the run, with completions that models write.",
+                error.hint or "Let the function take them, or set reward.on_error=zero, which gives 0 there.",
+            ) from error
+        label, values = plan.labels[number], [one.value for one in scores if one.value is not None]
+        if failed := [one.failure for one in scores if one.failure]:
+            yield f"note: {label} fails on {len(failed)} of {len(batch)} trial completions: {failed[0]}"
+        elif len(values) == len(batch) and len(set(values)) == 1:
+            yield (
+                f"note: {label} gives {values[0]:g} to all trial completions (reference answers, "
+                f"{', '.join(name for name, _ in UNUSUAL)}): nothing is learned from a reward that never varies"
+            )

@@ -1,0 +1,352 @@
+"""Scorers, from one completion and its row to a number, and the plan that a scoring process builds them from."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+from rlctl.data.prompt_rows import GymTask, PromptRow
+from rlctl.errors import InputError, MachineError, RlctlError
+from rlctl.isolation.user_function import user_scorer
+from rlctl.rewards.extraction import (
+    ANSWER,
+    DESCRIPTION,
+    TAG,
+    Extraction,
+    answers_alike,
+    as_number,
+    extract,
+    opens_box,
+    plain_number,
+    readable_math,
+    unspaced,
+    without_thoughts,
+    written_as,
+)
+from rlctl.rewards.reward_model import ModelScorer
+from rlctl.settings.rewards import MODEL, OnError, RewardTerm
+
+OF_FORM = ("tagged-integer", "tagged-format")
+"""Scorers that look at how a completion is written, and at no reference answer."""
+BY_THEMSELVES = ("dapo-math", "tagged-answer")
+"""Scorers that look for the answer in a form of their own, whatever `reward.extract` is."""
+BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval", "tagged-answer", *OF_FORM)
+"""Scorers of which rlctl knows what a failure means (0), rather than the user."""
+CALL_SHARE = 0.75
+"""Share of the time that a step has left which one call of a user's function may take, where others wait for it."""
+TAGGED = re.compile(r"<think>.*</think>\n<answer>.*</answer>\n?", re.DOTALL)
+
+
+class Scorer(Protocol):
+    """1 is a right answer, 0 a wrong one; a user's function may return any number."""
+
+    def __call__(self, completion: str, row: PromptRow) -> float: ...
+
+
+@runtime_checkable
+class BatchScorer(Protocol):
+    """Scores the completions of a step in one call; None where it does not apply to one, an error where it fails."""
+
+    def score_all(
+        self, completions: Sequence[str], rows: Sequence[PromptRow]
+    ) -> Sequence[float | RlctlError | None]: ...
+
+
+class TaskScorer:
+    """The scorer of a reasoning-gym task, on the extracted answer."""
+
+    def __init__(self, task: GymTask, extraction: Extraction, *, opened: bool = False) -> None:
+        # Imports reasoning-gym with all its tasks: seconds.
+        from rlctl.data.prompts import build_task
+
+        self._dataset = build_task(task)
+        self._extraction: Extraction = extraction
+        self._opened = opened
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = extract(completion, self._extraction, opened=self._opened)
+        if answer is None:
+            return 0.0
+        entry = {"question": row.prompt, "answer": row.answer, **row.fields}
+        score, reference = float(self._dataset.score_answer(answer=answer, entry=entry)), str(row.answer)
+        # Many tasks give len(reference) / len(answer) to any answer with the reference in it. For texts that is a hint;
+        # between numbers it is chance, and makes 13 half right where 3 is asked.
+        partly = self._extraction == "last-number" and score not in (0.0, 1.0) and reference in answer
+        return 0.0 if partly and math.isclose(score, len(reference) / len(answer)) else score
+
+
+class ExactMatch:
+    """1 where the extracted answer is the reference: the same number, or the same text up to white space."""
+
+    def __init__(self, extraction: Extraction, *, opened: bool = False) -> None:
+        self._extraction: Extraction = extraction
+        self._opened = opened
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = extract(completion, self._extraction, opened=self._opened)
+        if answer is None:
+            return 0.0
+        reference, number = as_number(row.answer), as_number(answer)
+        if reference is not None and number is not None:
+            return float(reference == number)
+        return float(answer.split() == str(row.answer).split())
+
+
+class MathVerify:
+    """1 where math-verify finds the completion's mathematical expression equal to the reference.
+
+    `extraction` None: the last box decides, then the last `<answer>`; without either math-verify looks for an answer
+    in the text behind the thoughts. math-verify limits its own time by signals, so it must be called from the main
+    thread.
+    """
+
+    def __init__(self, extraction: Extraction | None, *, opened: bool = False) -> None:
+        # Imports sympy.
+        import math_verify
+        from latex2sympy2_extended.antlr_parser import PSParser
+        from math_verify.parser import LatexExtractionConfig
+
+        # OmegaConf needs antlr 4.9, whose grammar has no such atom. The converter asks it of each percentage.
+        if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+            PSParser.AtomContext.FUNC_GAMMA = lambda self: None  # type: ignore[attr-defined]
+        self._math_verify, self._latex = math_verify, [LatexExtractionConfig()]
+        self._extraction: Extraction | None = extraction
+        self._opened = opened
+        self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        reference = str(row.answer)
+        marked, text = self._answer(completion)
+        if not text:
+            return 0.0
+        if marked and unspaced(readable_math(text)) == unspaced(readable_math(reference)):
+            return 1.0
+        return float(self._math_verify.verify(self._reference(reference), self._parsed(text, marked)))
+
+    def _answer(self, completion: str) -> tuple[bool, str | None]:
+        """Return whether the answer is marked as such, and its text; where it is not marked, where to look for it."""
+        if self._extraction is not None:
+            marked = self._extraction in ("boxed", "answer-tag")
+            return marked, extract(completion, self._extraction, opened=self._opened)
+        text = without_thoughts(completion, opened=self._opened)
+        boxed = extract(text, "boxed")
+        if boxed or (boxed is None and opens_box(text)):
+            return True, boxed
+        tagged = extract(completion, "answer-tag", opened=self._opened)
+        return (True, tagged) if tagged else (False, text)
+
+    def _parsed(self, text: str, marked: bool) -> list[Any]:
+        """Return the expressions in an answer, or in a text that is searched for one."""
+        if not marked:
+            return _expressions(self._math_verify.parse(readable_math(text)))
+        text = extract(text, "boxed") or text  # a box inside of a tag
+        if len(re.findall(r"\d+", readable_math(text))) > 1:  # where LaTeX cannot read it, none of them is the answer
+            return self._by_latex(text)
+        return _expressions(self._math_verify.parse(_boxed(text)))
+
+    def _parsed_reference(self, answer: str) -> list[Any]:
+        r"""Return the reference as an expression, by LaTeX alone as NeMo-RL reads it: a number in one that LaTeX cannot
+        read (`11` of `11.\overline{36}`) is another answer. A worked solution has its answer in a box."""
+        return self._by_latex(extract(answer, "boxed") or answer)
+
+    def _by_latex(self, answer: str) -> list[Any]:
+        return _expressions(self._math_verify.parse(_boxed(answer), extraction_config=self._latex))
+
+
+def _boxed(answer: str) -> str:
+    """Return an answer in the box in which math-verify reads all of it; numbers as plain digits."""
+    answer = answer.strip(" \t\n*`").rstrip(".,;:")
+    return rf"\boxed{{{plain_number(answer) or readable_math(answer)}}}"
+
+
+def _expressions(parsed: list[Any]) -> list[Any]:
+    r"""Return what math-verify could read, without the text that it appends, which may be cut: `2^{` of
+    `2^{\mathrm{10}}`."""
+    return [one for one in parsed if not isinstance(one, str)]
+
+
+class DapoMath:
+    """1 where the last `Answer: ...` is the reference, written alike (`envs/minerva.py`). It looks by itself."""
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        return float(answers_alike(completion, str(row.answer)))
+
+
+class Tagged:
+    """1 where the text of the last `<answer>` is the reference to the letter (`answer`), where it is digits alone
+    (`integer`), or where the completion is thoughts and one answer in their tags (`format`): the three rewards that
+    NeMo-RL trains on with GDPO. Without a tag the whole completion is the answer."""
+
+    def __init__(self, what: Literal["answer", "integer", "format"]) -> None:
+        self._what = what
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+        if self._what == "answer":
+            return float(answer == str(row.answer))
+        if self._what == "integer":
+            return float(answer.isdigit())
+        once = completion.count("<answer>") == completion.count("</answer>") == 1
+        return float(once and TAGGED.fullmatch(completion) is not None)
+
+
+class IfEval:
+    """The share of the instructions in a row that the completion follows to the letter (IFEval, arXiv 2311.07911)."""
+
+    def __init__(self) -> None:
+        try:
+            from if_verifiable.common import evaluate_instructions  # pyright: ignore[reportMissingImports]
+            from if_verifiable.ifeval.instructions_registry import (  # pyright: ignore[reportMissingImports]
+                INSTRUCTION_DICT,
+            )
+            from nltk.data import find  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise MachineError(
+                f"The scorer ifeval needs a package that is not installed: {error.name}.",
+                "Install rlctl with its ifeval extra.",
+            ) from error
+        try:
+            find("tokenizers/punkt_tab/english/")
+        except LookupError as error:  # without it, instructions that count sentences could not be judged
+            raise MachineError(
+                "The scorer ifeval needs NLTK's data punkt_tab, which is not on this machine.",
+                "Fetch it with: python -m nltk.downloader punkt_tab",
+            ) from error
+        self._evaluate, self._instructions = evaluate_instructions, INSTRUCTION_DICT
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        names = list(row.fields["instruction_id_list"])
+        if unknown := [name for name in names if name not in self._instructions]:
+            raise InputError(f"{row.where}: the scorer ifeval knows no instruction {unknown[0]!r}.", "Leave it out.")
+        followed, _ = self._evaluate(completion, names, list(row.fields["kwargs"]), row.question, self._instructions)
+        return sum(one.strict_pass for one in followed) / len(names)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The scores of one completion, given before a run begins."""
+
+    where: str
+    """The row of the prompt."""
+    completion: str
+    scores: dict[str, float | None]
+    """By scorer; None: it does not apply."""
+    reward: float | None
+    """Their weighted sum; None: no scorer applies."""
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """The reward of a run as plain data; made by `rewards.prepare_rewards`."""
+
+    terms: tuple[RewardTerm, ...]
+    extraction: Extraction
+    extraction_reason: str | None
+    """Why this extraction; None: the user chose it."""
+    task: GymTask | None
+    accuracy_by: str | None
+    """The term that says whether a completion is right; None: no term compares with the reference answer."""
+    timeout_s: float
+    notes: tuple[str, ...] = ()
+    """Notes for the user before the run."""
+    trials: tuple[Trial, ...] = ()
+    """The first row's reference answer, and the completion that the user gave if there is one."""
+    on_error: OnError = "drop"
+    """Reaction to a function of the user's that fails on a completion."""
+    opened: bool = False
+    """Whether prompts end inside of a thought, so that an answer comes behind its end."""
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """Names of all scorers to run on each completion."""
+        return tuple(term.name for term in self.terms)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
+        forms = [
+            (name.rpartition("/" if name.startswith(MODEL) else ":")[2], name.rpartition("/")[2], name)
+            for name in self.scorers
+        ]
+        counts = [Counter(column) for column in zip(*forms, strict=True)]
+        return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
+
+    def answers(self, completions: Sequence[str], accuracies: Sequence[float] | None = None) -> tuple[bool, ...] | None:
+        """Return whether each completion has an answer that can be read, as each has that is right; None without a
+        reference scorer."""
+        if self.accuracy_by in (None, "ifeval"):
+            return None
+        right = [False] * len(completions) if accuracies is None else [one >= 1.0 for one in accuracies]
+        return tuple(so or self._answers(text) for so, text in zip(right, completions, strict=True))
+
+    def _answers(self, completion: str) -> bool:
+        if self.accuracy_by in BY_THEMSELVES:
+            return bool((ANSWER if self.accuracy_by == "dapo-math" else TAG).search(completion))
+        own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
+        by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
+        ways = own if by_itself else (self.extraction,)
+        return any(extract(completion, way, opened=self.opened) is not None for way in ways)
+
+    def of(self, source: str) -> RewardPlan:
+        """Return the plan for the rows of a source, by its label."""
+        return self
+
+    def reference(self, answer: Any) -> str:
+        """Return a completion that has a reference answer where the scorers look for it."""
+        how = self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction
+        return written_as(str(answer), how, opened=self.opened)
+
+    def build(self) -> list[Scorer | BatchScorer]:
+        """Return the scorers, in the order of `scorers`; imports what they need."""
+        chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
+        made: dict[str, Callable[[], Scorer]] = {
+            "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),
+            "exact-match": lambda: ExactMatch(self.extraction, opened=self.opened),
+            "ifeval": IfEval,
+            "dapo-math": DapoMath,
+            "math-verify": lambda: MathVerify(chosen, opened=self.opened),
+            "tagged-answer": lambda: Tagged("answer"),
+            "tagged-integer": lambda: Tagged("integer"),
+            "tagged-format": lambda: Tagged("format"),
+        }
+
+        def other(name: str) -> Scorer | BatchScorer:
+            return ModelScorer(name) if name.startswith(MODEL) else user_scorer(name, CALL_SHARE * self.timeout_s)
+
+        return [made[name]() if name in made else other(name) for name in self.scorers]
+
+    def describe(self) -> list[str]:
+        """Return lines that say what is rewarded, how answers are found, and what to mind."""
+        terms = " + ".join(term.name if term.weight == 1 else f"{term.weight:g} x {term.name}" for term in self.terms)
+        reason = self.extraction_reason or "reward.extract"
+        accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
+        return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]
+
+
+@dataclass(frozen=True)
+class MixedRewards:
+    """The rewards of a run with several sources of prompts, by the label of the source."""
+
+    plans: dict[str, RewardPlan]
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """Names of the scorers of each source, source after source."""
+        return tuple(name for plan in self.plans.values() for name in plan.scorers)
+
+    def of(self, source: str) -> RewardPlan:
+        """Return the plan for the rows of a source, by its label."""
+        return self.plans[source]
+
+    def describe(self) -> list[str]:
+        """Return the lines of each source under its label."""
+        return [f"{label}: {line}" for label, plan in self.plans.items() for line in plan.describe()]
+
+
+Rewards = RewardPlan | MixedRewards
+"""How the rollouts of a run are scored."""

@@ -1,0 +1,174 @@
+"""Sections on training: backend, parallelism, optimizer, schedules."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlctl.config.section import NonNegative, NonNegativeNumber, PassThrough, Positive, PositiveNumber, Section, Threads
+
+LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
+"""Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA), trained instead of all weights."""
+
+    rank: NonNegative = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: PositiveNumber = 32.0
+    """Scale of the adapters, as alpha / rank."""
+    targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1)] = ("attention", "mlp")
+    """Layers with adapters: projections of attention, and of MLPs (dense and shared experts, not routed experts)."""
+    exclude: tuple[str, ...] = ()
+    """Layers of the targets without adapters, as patterns (`*.out_proj`) of their names in the modules of the backend:
+    transformers' for dtensor, Megatron-Core's for megatron."""
+
+
+class QuantizationConfig(Section):
+    """Training that is aware of quantization: policy and engines compute with weights on a coarse grid, held in
+    model.dtype, and gradients move the optimizer's float32 weights as if there was none (straight-through)."""
+
+    format: Literal["none", "nvfp4"] = "none"
+    """Grid of the weights: nvfp4 has 4-bit numbers (E2M1), a scale (E4M3) for each block along the inputs, and a
+    float32 scale for each matrix; activations are not rounded."""
+    block: Literal[16, 32] = 16
+    """Weights of a row that share a scale; NVFP4's tensor cores take 16."""
+    tensors: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Published names of weights that are rounded, as patterns such as `*.mlp.*`. Only linear layers are: embeddings,
+    the output layer and routers never are."""
+    exclude: tuple[str, ...] = ()
+    """Weights among them that are not rounded, as patterns."""
+
+
+class TrainingConfig(Section):
+    """How the policy is trained: backend, parallelism, rows of tokens, memory."""
+
+    backend: str = "auto"
+    """The backend that trains, by the name of its record; auto is megatron where that can run what is asked for, and
+    else dtensor. dtensor trains transformers' own modules with FSDP2: weights, gradients and states are sharded over
+    the data parallel ranks."""
+    tp: Positive | None = None
+    """Tensor parallel size."""
+    pp: Positive | None = None
+    """Pipeline parallel size."""
+    vpp: Positive | None = None
+    """Virtual pipeline stages on each pipeline rank."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline stage, which also has the embedding; unset: the most even split."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage, which also has the output layer; unset: the most even split."""
+    cp: Positive | None = None
+    """Context parallel size: number of ranks that share one row of tokens."""
+    ep: Positive | None = None
+    """Expert parallel size."""
+    etp: Positive | None = None
+    """Tensor parallel size of the experts."""
+    dp: Positive | None = None
+    """Data parallel size."""
+    replicate: Positive | None = None
+    """Number of copies of the weights that FSDP2 keeps (dtensor), each sharded over dp / replicate ranks; unset: 1."""
+    sequence_parallel: bool | None = None
+    """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Activations that the backward pass computes again: none, those of attention and norms (selective), or those of
+    whole layers (full). With `selective`, `megatron.recompute_modules` can name other parts of a layer (core_attn,
+    layernorm, mla_up_proj, mlp, moe, shared_experts)."""
+    optimizer_offload: bool | None = None
+    """Keep the optimizer's states in host memory; the update brings them to the device, a part at a time."""
+    micro_batch_tokens: Positive | None = None
+    """Largest number of tokens in one packed row (micro-batch) on one rank."""
+    packing: bool = True
+    """Pack rollouts of different lengths into one row; false gives each rollout a row of its own."""
+    dynamic_batching: bool = False
+    """Instead of packing, pad rollouts of similar length to the longest, as many as fit `micro_batch_tokens`."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
+    offload: bool | None = None
+    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use. With a
+    critic, true also moves policy and critic while the other computes; unset: where both together do not fit."""
+    router_replay: bool = False
+    """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
+    still the policy's."""
+    freeze_router: bool = False
+    """Do not train the routers of experts; tokens are still routed differently as the layers below change."""
+    lora: LoraConfig = LoraConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
+    threads: Threads | None = None
+    """Number of CPU threads of each training process."""
+    env: dict[str, str] = {}
+    """Environment variables of the training processes."""
+
+    @model_validator(mode="after")
+    def validate_one_way_of_batching(self) -> TrainingConfig:
+        if self.packing and self.dynamic_batching:
+            raise ValueError("training.dynamic_batching replaces training.packing: set training.packing=false")
+        return self
+
+
+Rounding = Literal["unbiased", "nearest"]
+
+
+class OptimizerConfig(PassThrough):
+    """Adam. Further keys are fields of Megatron's OptimizerConfig."""
+
+    lr: PositiveNumber = 1e-6
+    """Learning rate; with a schedule its highest value. The default of SFT, reward models and distillation on texts is
+    1e-5."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the mean of gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the mean of squared gradients."""
+    eps: PositiveNumber = 1e-8
+    """Constant that is added to the denominator."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Weight decay; by default it is decoupled from the gradient (AdamW)."""
+    clip_grad: NonNegativeNumber = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    rounding: Rounding = "unbiased"
+    """How the optimizer's float32 weights become those that the policy and the engines compute with, in bfloat16 and
+    float16: so that their mean is kept, or to the nearest number, which hides steps that are small next to a weight."""
+
+
+class SchedulerConfig(Section):
+    """Learning rate and weight decay over the steps of a run, as in Megatron's OptimizerParamScheduler."""
+
+    warmup_steps: NonNegative = 0
+    """Number of steps over which the learning rate rises linearly from `init_lr`."""
+    init_lr: NonNegativeNumber = 0.0
+    """Learning rate at the start of the warm-up."""
+    decay: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"
+    """Decay of the learning rate after the warm-up; wsd (warm-up, stable, decay) lets it fall only at the end."""
+    decay_steps: Positive | None = None
+    """Step at which `min_lr` is reached; unset: run.steps."""
+    min_lr: NonNegativeNumber = 0.0
+    """Learning rate at the end of the decay."""
+    wsd_steps: Positive | None = None
+    """Number of steps of the decay at the end of wsd; unset: the last fifth."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
+    """Form of the decay at the end of wsd."""
+    start_weight_decay: NonNegativeNumber | None = None
+    """Weight decay of the first step; unset: optimizer.weight_decay in all steps."""
+    end_weight_decay: NonNegativeNumber | None = None
+    """Weight decay after `weight_decay_steps`."""
+    weight_decay_steps: Positive | None = None
+    """Number of steps over which the weight decay changes; unset: run.steps."""
+    weight_decay_style: Literal["constant", "linear", "cosine"] = "linear"
+    """Form of the change of the weight decay."""
+
+    @model_validator(mode="after")
+    def validate_ends_of_the_weight_decay(self) -> SchedulerConfig:
+        if (self.start_weight_decay is None) != (self.end_weight_decay is None):
+            raise ValueError("scheduler.start_weight_decay and scheduler.end_weight_decay must be set together")
+        if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            raise ValueError("scheduler.weight_decay_style = constant needs equal start_ and end_weight_decay")
+        return self
+
+
+class DdpConfig(PassThrough):
+    """Fields of Megatron's DistributedDataParallelConfig: how gradients are stored and reduced."""
+
+
+class MegatronConfig(PassThrough):
+    """Fields of Megatron's TransformerConfig, which replace the values that rlctl would give."""

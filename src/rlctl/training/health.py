@@ -1,0 +1,86 @@
+"""Whether a policy still learns: steps whose gradients or losses are not finite, and rewards without a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl.data.rollouts import TIMEOUT
+from rlctl.errors import DivergenceError
+from rlctl.settings.run import ChecksConfig
+from rlctl.telemetry.headline import NO_SIGNAL
+
+LEAST_CARRIED = 0.5
+"""Share of the optimizer's movement that the weights should have."""
+
+
+class Health:
+    """Counts steps in a row in which nothing was learned."""
+
+    def __init__(self, checks: ChecksConfig) -> None:
+        self.checks = checks
+        self._skipped = self._without_signal = 0
+        self._warned_of_rounding = False
+
+    def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+        """Return the sentences to tell the user after `step` (counted from 1).
+
+        Raises DivergenceError where the weights were changed by a loss that is not finite, and after
+        `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
+        """
+        said = self._remarks(metrics)
+        if "loss" not in metrics:
+            if "critic" not in metrics:  # else the critic warms up
+                said.append("nothing was trained on, the algorithm dropped every group")
+            return self._told(step, said)
+        skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
+        if skipped < steps and not math.isfinite(metrics["loss"]):
+            raise DivergenceError(
+                f"Stopped after step {step}: its loss is {metrics['loss']}, and the weights were changed by it.",
+                "Look for the cause in the rewards and, if it is one of your own, in the loss function.",
+            )
+        self._skipped = self._skipped + 1 if skipped == steps else 0
+        if skipped:
+            said.append(f"{skipped} optimizer step(s) skipped, the gradient was not finite")
+        if self._skipped >= self.checks.max_skipped_steps:
+            raise DivergenceError(
+                f"Stopped after step {step}: no gradient was finite in {self._skipped} step(s) in a row "
+                "(checks.max_skipped_steps), and the weights stay as they are.",
+                "Lower --lr, look for extreme rewards, or compute in float32 (--set model.dtype=float32).",
+            )
+        return self._told(step, said)
+
+    @staticmethod
+    def _told(step: int, said: list[str]) -> list[str]:
+        return [f"step {step}: {text}" for text in said]
+
+    def _remarks(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Return what a reader of the step should know, apart from its loss."""
+        said = []
+        self._without_signal = self._without_signal + 1 if NO_SIGNAL.holds(metrics) else 0
+        if self._without_signal == self.checks.max_steps_without_signal:
+            reward = f"mean reward {metrics['reward_mean']:.3g}"
+            said.append(f"in the last {self._without_signal} step(s) {NO_SIGNAL.said} ({reward}). {NO_SIGNAL.advice}")
+        carried = metrics.get("rounding", {}).get("carried", 1.0)
+        if carried < LEAST_CARRIED and not self._warned_of_rounding:
+            self._warned_of_rounding = True
+            said.append(
+                f"only {carried:.0%} of what the optimizer has moved its weights by has reached the weights that the "
+                "policy and the engines compute with; rounding hides the rest, and it is lost. "
+                "optimizer.rounding=unbiased loses nothing on average."
+            )
+        if missing := metrics.get("missing_groups"):
+            rounds = f"after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds)"
+            said.append(
+                f"{rounds} {missing} group(s) are still missing from the batch, and the step trains on the others"
+            )
+        if ended := metrics.get("stop_reasons", {}).get(TIMEOUT):
+            said.append(f"{ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had")
+        if dropped := metrics.get("dropped_rollouts"):
+            said.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")
+        elif why := metrics.get("reward_error"):
+            said.append(f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {why}")
+        if skipped := metrics.get("critic", {}).get("skipped_steps"):
+            said.append(f"{skipped} optimizer step(s) of the critic skipped, the gradient was not finite")
+        return said

@@ -1,0 +1,423 @@
+"""The training loop. It reads as the algorithm; what varies are the parts that it is handed.
+
+    RolloutSource ---- finished groups: scalars here, token columns in the object store
+          |                                   |
+          |                                   v
+          |                 Algorithm: which groups, advantages, token weights, which log-probs
+          |                                   |
+          | engines                           v
+     WeightSync <-- new weights --- Policy: log-probs, loss, gradients, optimizer
+
+A step trains on one batch and makes one new version of the weights. The loop does not know whether a batch is sampled
+now, was sampled while the last one was trained on, or is read from a dataset, nor where the engines are, nor what the
+loss is. Where nothing is sampled there are no engines, and `sync` and `agreement` are None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout
+from rlctl.backends.clients import PolicyClient
+from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.errors import DivergenceError
+from rlctl.methods.rl.advantages import nearly_equal
+from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.rl.critic import Critic
+from rlctl.methods.rl.policy_gradient import PenalizedAdvantages
+from rlctl.refit.records import RefitReport
+from rlctl.refit.sync import WeightSync
+from rlctl.rollouts.ledger import ranges
+from rlctl.rollouts.source import RolloutBatch, RolloutSource
+from rlctl.rollouts.validation import Validated, Validation
+from rlctl.runs.interrupt import StopRequest
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.generation import FilterConfig
+from rlctl.telemetry.metrics import Metric
+from rlctl.telemetry.phases import ASIDE, Phase, StepTimer
+from rlctl.training.agreement import Agreement
+from rlctl.training.health import Health
+from rlctl.training.saving import Saver
+from rlctl.training.schedule import learning_rate, weight_decay
+
+
+class Journal(Protocol):
+    """Where a run tells what it does and keeps what it measured."""
+
+    def doing(self, what: str) -> None:
+        """Show what the run is busy with."""
+
+    def begin_step(self, step: int) -> None:
+        """Show that a step begins (counted from 1); its phases are those of the timer."""
+
+    def say(self, text: str) -> None:
+        """Show a message that stays."""
+
+    def refitted(self, report: RefitReport) -> None:
+        """Tell about the first refit."""
+
+    def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
+        """Keep some rollouts of a step for people to read."""
+
+    def validated(self, step: int, found: Validated) -> None:
+        """Tell about a validation after `step` finished steps, and keep some of its samples."""
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Keep and show the metrics of a finished step."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run."""
+
+    source: RolloutSource
+    algorithm: Algorithm
+    policy: PolicyClient
+    saver: Saver
+    journal: Journal
+    health: Health
+    timer: StepTimer
+    """Shared with the source, which counts its own phases."""
+    sync: WeightSync | None = None
+    """None: there are no engines."""
+    agreement: Agreement | None = None
+    """None: no engine's log-probs are compared with the trainer's."""
+    validation: Validation | None = None
+    """None: the run does not validate."""
+    critic: Critic | None = None
+    """None: the algorithm makes its advantages of rewards alone."""
+
+
+class Loop:
+    """The steps of a run. `step` counts batches trained on and `version` weights; a new run begins with none of
+    either, and its first step is step 1.
+
+    A loop of your own derives from it and replaces `sample`, `train_on` or `refit`.
+    """
+
+    def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
+        self.config, self.parts = config, parts
+        self.step, self.version = step, version
+        self.loss = RunLoss(parts.algorithm)
+
+    def run(self, stop: StopRequest) -> bool:
+        """Take every step up to the last one or a stop request; return whether the run was stopped."""
+        journal = self.parts.journal
+        if self.parts.sync is not None:
+            journal.doing("first refit, every tensor compared")
+            journal.refitted(self.parts.sync.refit(self.version))
+        with stop.between_steps():
+            while self.step < self.config.run.steps and not stop.requested and not self._plateau:
+                metrics, ended = self._step(stop)
+                if stop.requested and not ended:  # it was asked for while the step was saved or logged
+                    self._save(self.step, metrics, ending=True)
+        if self._plateau:
+            journal.say(self._plateau)
+        return stop.requested
+
+    def _step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        """Take one step; return its metrics and whether it was saved as the last one."""
+        parts, step = self.parts, self.step + 1
+        parts.timer.restart()
+        at_start = {} if self.step else self._validate("validation_at_start")
+        parts.journal.begin_step(step)
+        version = self.version
+        batch = self.sample()
+        metrics = batch_metrics(batch, version, compares=self.config.compares_rewards)
+        metrics |= {**self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
+        self.step = step
+        metrics |= self._validate("validation")
+        parts.journal.keep_rollouts(step, batch)
+        try:
+            for text in parts.health.check(step, metrics):
+                parts.journal.say(text)
+            if parts.agreement is not None and (warning := parts.agreement.check(step, metrics)):
+                parts.journal.say(warning)
+            ending = self.step == self.config.run.steps or stop.requested or bool(self._plateau)
+            with parts.timer(Phase.CHECKPOINT):
+                self._save(step, metrics, ending=ending)
+        except DivergenceError:
+            parts.journal.log(step, self._timed(metrics))  # the report shows what it came to; no checkpoint does
+            raise
+        parts.journal.log(step, self._timed(metrics))
+        return metrics, ending
+
+    def sample(self) -> RolloutBatch:
+        """Return the batch of the next step."""
+        return self.parts.source.next(self.version)
+
+    def train_on(self, batch: RolloutBatch) -> dict[str, Any]:
+        """Train on a batch, where the algorithm keeps any of it; the policy has its next version afterwards."""
+        policy, algorithm, timer, config = self.parts.policy, self.parts.algorithm, self.parts.timer, self.config
+        train_batch = make_batch(batch.groups, algorithm, config.batch.optimizer_steps)
+        lr = learning_rate(self.step, config.run.steps, config.optimizer.lr, config.scheduler)
+        decay = weight_decay(self.step, config.run.steps, config.optimizer.weight_decay, config.scheduler)
+        self.version += 1
+        metrics = {"lr": lr, "skipped_steps": 0, **selection_metrics(batch, train_batch)}
+        if config.reward.overlong_buffer:
+            penalties_P_G = [algorithm.length_penalties(group) for group in batch.groups]
+            metrics["length_penalty"] = float(np.concatenate(penalties_P_G).mean())
+        if not train_batch.minibatches:
+            return metrics
+        with timer(Phase.LOGPROBS):
+            estimate_first(policy, algorithm, train_batch)
+        with timer(Phase.TRAINING):
+            packing = policy.load_batch(train_batch)
+        with timer(Phase.LOGPROBS):
+            for column in sorted(algorithm.needs):
+                policy.add_logprobs(column)
+            if config.whitens_penalties:
+                policy.estimate(PenalizedAdvantages(config))
+        critic, results = self.parts.critic, list[MinibatchResult]()
+        if critic is not None:
+            with timer(Phase.CRITIC):
+                metrics |= critic.train(self.step, len(train_batch.minibatches))
+        if critic is None or not critic.alone(self.step):
+            with timer(Phase.TRAINING):
+                for _ in range(config.batch.epochs):
+                    results += policy.train(len(train_batch.minibatches), self.loss, lr, decay)
+        return {
+            **metrics,
+            **self.loss.metrics(results),
+            **optimizer_metrics(results),
+            "padding_fraction": packing.padding_fraction,
+            "trained_tokens": packing.tokens,
+            "unshared_tokens": packing.unshared_tokens,
+            "micro_batches": packing.micro_batches,
+            "imbalance": packing.imbalance,
+        }
+
+    def refit(self) -> dict[str, Any]:
+        """Bring the policy's weights into the engines, where there are some."""
+        if self.parts.sync is None:
+            return {}
+        with self.parts.timer(Phase.REFIT):
+            report = self.parts.sync.refit(self.version)
+        seconds = {phase.value: value for phase, value in report.seconds.items()}
+        return {"refit_seconds": seconds, "refit_verified": report.verified}
+
+    def _validate(self, name: str) -> dict[str, Any]:
+        """Validate where that is due after the steps so far; return its metrics as `name`."""
+        validation, journal = self.parts.validation, self.parts.journal
+        if validation is None or not validation.due(self.step):
+            return {}
+        journal.doing(f"validation after step {self.step}" if self.step else "validation before step 1")
+        with self.parts.timer(Phase.VALIDATION):
+            found = validation.measure(self.version)
+        journal.validated(self.step, found)
+        return {name: found.metrics}
+
+    @property
+    def _plateau(self) -> str | None:
+        """The sentence that ends the run where validation does not get better; None: it goes on."""
+        return self.parts.validation.plateau if self.parts.validation is not None else None
+
+    def _save(self, step: int, metrics: dict[str, Any], *, ending: bool) -> None:
+        """Begin a save when one is due; the last one is waited for."""
+        saver = self.parts.saver
+        if saver.due(step, ending):
+            self.parts.journal.doing("saving")
+            with saver.measured():
+                if self.parts.sync is not None:
+                    self.parts.sync.to_policy()  # the refit left the optimizer aside
+                state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
+                if self.parts.validation is not None:
+                    state["validation"] = self.parts.validation.state()
+                saver.begin(step, state, self.parts.source.write)
+        saver.finish() if ending else saver.finish_if_written()
+
+    def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        seconds = self.parts.timer.seconds()
+        working = seconds["total"] - sum(seconds[phase.value] for phase in ASIDE)
+        return {**metrics, "tokens_per_s": metrics["tokens"] / working, "seconds": seconds}
+
+
+def estimate_first(policy: PolicyClient[Any], algorithm: Algorithm, batch: TrainBatch) -> None:
+    """Compute what an algorithm wants to know before it trains on a batch."""
+    asked = algorithm.before_training(batch)
+    if asked is None:
+        return
+    other, loss, take = asked
+    policy.load_batch(other)
+    for column in sorted(algorithm.needs):
+        policy.add_logprobs(column)
+    take(policy.evaluate(len(other.minibatches), loss))
+
+
+def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
+    """Return the rollouts of the groups that the algorithm keeps, with advantages and token weights.
+
+    There are `optimizer_steps` mini-batches of about equal numbers of rollouts, or fewer where rollouts do not suffice.
+    Rollouts without a gradient are taken out of them afterwards, unless `filter.skip` is off.
+    """
+    kept = [group for group in groups if algorithm.trains_on(group)]
+    learned = [
+        (rollout, float(advantage), bool(imitated))
+        for group, advantages_G in zip(kept, algorithm.batch_advantages(kept), strict=True)
+        for rollout, advantage, imitated in zip(group.rollouts, advantages_G, algorithm.imitated(group), strict=True)
+    ]
+    whole = 2 if algorithm.rows in ("pairs", "labels") else 1  # the texts of a row are learned from together
+    parts = np.array_split(np.arange(len(learned)).reshape(-1, whole), optimizer_steps)
+    minibatches = [_minibatch([learned[i] for i in part.flat], algorithm) for part in parts if len(part)]
+
+    def skips(rollout: WeightedRollout) -> bool:
+        without = rollout.advantage == 0 and not algorithm.learns_without_advantage
+        return algorithm.config.filter.skip and (without or rollout.token_weight == 0)
+
+    read_by_teacher = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
+    trained = tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches)
+    return TrainBatch(
+        trained,
+        {group.position: group.columns for group in kept},
+        tuple(rollout for one in minibatches for rollout in one if skips(rollout)),
+        tuple(
+            tuple(_as_teacher_reads(read_by_teacher[rollout.position], rollout) for rollout in one) for one in trained
+        )
+        if read_by_teacher
+        else (),
+    )
+
+
+def _as_teacher_reads(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout:
+    """Return the text of a rollout as a teacher's own tokenizer writes it."""
+    return replace(ours, sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
+
+
+def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
+    """Return the rollouts of an optimizer step from (rollout, advantage, whether it is imitated)."""
+    tokens_N = np.array([algorithm.learned_tokens(rollout) for rollout, _, _ in learned])
+    weights_N, imitated_N = algorithm.token_weights(tokens_N), np.array([imitated for _, _, imitated in learned])
+    nll_weight = algorithm.config.loss.positive_nll_weight / max(1, int(tokens_N[imitated_N].sum()))
+    return tuple(
+        WeightedRollout(
+            r.position, r.sample, r.prompt_tokens, tokens, advantage, float(weight), begin,
+            nll_weight if imitated and weight else 0.0,
+        )
+        for (r, advantage, imitated), weight in zip(learned, weights_N, strict=True)
+        for begin, tokens in r.contexts()
+    )  # fmt: skip
+
+
+def filtered(options: FilterConfig) -> tuple[Metric, ...]:
+    """Return the counts of a step that the terminal shows where groups are filtered."""
+    dropped = Metric("dropped_groups", "sum", column="dropped", form=".0f")
+    rounds = Metric("sampling_rounds", "sum", column="rounds", form=".0f")
+    return {"keep": (), "drop": (dropped,), "replace": (dropped, rounds)}[options.groups]
+
+
+def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
+    """Return the groups that are not trained on, and the rollouts that are not computed for lack of a gradient."""
+    computed = sum(rollout.tokens for one in trained.minibatches for rollout in one)
+    skipped = sum(rollout.tokens for rollout in trained.skipped)
+    return {
+        "dropped_groups": len(batch.groups) - len(trained.columns),
+        "skipped_rollouts": len(trained.skipped),
+        "skipped_fraction": skipped / max(1, skipped + computed),
+    }
+
+
+def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[str, Any]:
+    """Return what the scalars of a batch say that is trained on by the weights of `version`; `compares`: the rewards of
+    a group are compared with each other. Suffix N: its rollouts."""
+    rollouts = batch.rollouts
+    rewards_N = np.array([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
+    rewards = {}
+    if len(rewards_N):
+        rewards = {
+            "reward_mean": float(rewards_N.mean()),
+            "reward_std": float(rewards_N.std()),
+            **reward_parts(batch),
+        }
+        if compares:
+            without_signal = [len(group.rollouts) > 1 and nearly_equal(group.rewards_G) for group in batch.groups]
+            rewards["groups_without_signal"] = float(np.mean(without_signal))
+    accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
+    accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
+    answered_N = [rollout.answered for rollout in rollouts if rollout.answered is not None]
+    sampled = [rollout for rollout in rollouts if rollout.versions]
+    return {
+        **rewards,
+        **accuracy,
+        **({"answered_fraction": float(np.mean(answered_N))} if answered_N else {}),
+        "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
+        "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
+        "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
+        "tokens": sum(rollout.tokens for rollout in rollouts),
+        "positions": ranges(group.position for group in batch.groups),
+        **(sampling_metrics(sampled, version) if sampled else {}),
+    }
+
+
+def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
+    """Return how rollouts ended that engines have sampled, and which weights sampled them."""
+    staleness_N = [version - rollout.first_version for rollout in rollouts]
+    return {
+        "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "sampled_rollouts": len(rollouts),
+        "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
+        **episode_metrics(rollouts),
+        "stop_reasons": dict(sorted(Counter(rollout.stop_reason for rollout in rollouts).items())),
+        "weight_version": min(rollout.first_version for rollout in rollouts),
+        "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
+        "tokens_by_version": tokens_by_version(rollouts),
+    }
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the turns of episodes with an environment, and the means of what is counted in them."""
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for one in episodes for name in one.counts})
+    turns = [one.turns for one in episodes]
+    counts = {name: float(np.mean([one.counts.get(name, 0.0) for one in episodes])) for name in names}
+    return {"turns_mean": float(np.mean(turns)), "turns_max": max(turns), "environment": counts}
+
+
+def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """Return [version, response tokens that its weights chose] of each version, the oldest first."""
+    found: Counter[int] = Counter()
+    for rollout in rollouts:
+        found.update(dict(rollout.versions))
+    return [[version, found[version]] for version in sorted(found)]
+
+
+def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
+    """Return the mean of each reward term over the rollouts that it applies to, and where there are several sources of
+    prompts the mean reward of each."""
+    terms: dict[str, list[float]] = {}
+    sources: dict[str, list[float]] = {}
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            for name, value in rollout.terms.items():
+                terms.setdefault(name, []).extend([] if value is None else [value])
+        if group.prompt.source:
+            sources.setdefault(group.prompt.source, []).extend(group.rewards_G)
+    means = {"reward_terms": terms, "reward_by_source": sources}
+    return {
+        kind: {name: float(np.mean(values)) for name, values in sorted(found.items()) if values}
+        for kind, found in means.items()
+        if found or kind == "reward_terms"
+    }
+
+
+def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
+    """Return the metrics of a batch's optimizer steps, if any: mean loss of those taken, gradient norm of the last of
+    them."""
+    if not results:
+        return {}
+    taken = [result for result in results if not result.skipped] or results[-1:]
+    return {
+        "loss": sum(result.loss for result in taken) / len(taken),
+        "grad_norm": taken[-1].grad_norm,
+        "skipped_steps": sum(result.skipped for result in results),
+        "optimizer_steps": len(results),
+        **({"loss_scale": results[-1].loss_scale} if results[-1].loss_scale is not None else {}),
+        **({"rounding": asdict(taken[-1].rounded)} if taken[-1].rounded is not None else {}),
+        **({"routers": asdict(taken[-1].routers)} if taken[-1].routers is not None else {}),
+    }

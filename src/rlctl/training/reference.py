@@ -1,0 +1,61 @@
+"""Log-probs of the reference model that are computed once, before the first step (`preference.precompute`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlctl.backends.batch import GroupLogprobs
+from rlctl.backends.clients import PolicyClient
+from rlctl.cluster.ray_session import fetch
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.rollouts.dataset import ReferenceLogps, TextStream, groups_of, reference_key
+from rlctl.runs.directory import write_json
+from rlctl.training.loop import make_batch
+
+KEPT_EVERY = 100
+"""Batches after which log-probs are written."""
+
+
+def precompute_reference(
+    path: Path,
+    policy: PolicyClient[Any],
+    algorithm: Algorithm,
+    parts: Iterable[tuple[str, TextStream, list[PromptRow], dict[str, Any]]],
+    rows_at_once: int,
+) -> None:
+    """Give streams of pairs the log-probs of their rows under the weights that the policy has now.
+
+    Those that `path` holds are not computed again; it holds all of them afterwards. A part is a name, a stream, the
+    rows that the run will use, and what says of which data they are.
+    """
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    for name, stream, rows, fingerprint in parts:
+        kept = stored.get(name, {})
+        known: ReferenceLogps = kept["logps"] if kept.get("data") == fingerprint else {}
+        stored[name] = {"data": fingerprint, "logps": known}
+        lacking = [row for row in rows if reference_key(row) not in known and not stream.brings_reference(row)]
+        for first in range(0, len(lacking), rows_at_once):
+            known |= _computed(policy, algorithm, stream, lacking[first : first + rows_at_once])
+            if first % (KEPT_EVERY * rows_at_once) == 0:  # a run that is stopped here goes on from what is written
+                write_json(path, stored)
+        stream.reference = known
+    write_json(path, stored)
+
+
+def _computed(
+    policy: PolicyClient[Any], algorithm: Algorithm, stream: TextStream, rows: list[PromptRow]
+) -> ReferenceLogps:
+    groups = groups_of(stream, dict(enumerate(rows)))
+    if not groups:
+        return {}
+    policy.load_batch(make_batch(groups, algorithm, 1))
+    found: ReferenceLogps = {}
+    for position, handles in policy.export_logprobs().items():
+        parts: GroupLogprobs = {key: one for part in fetch(list(handles)) for key, one in part.items()}
+        sums = [float(parts[key].logprobs_R.sum(dtype="float64")) for key in sorted(parts)]
+        found[reference_key(rows[position])] = (sums[0], sums[1])
+    return found

@@ -1,0 +1,74 @@
+"""Validation of a run that trains on texts: the loss of texts that it does not train on, by the policy itself, and
+answers of engines to some of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlctl.backends.clients import PolicyClient, generate_groups
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.refit.records import RefitReport
+from rlctl.refit.sync import WeightSync
+from rlctl.rollouts.dataset import HeldOutTexts
+from rlctl.rollouts.scored_groups import scored
+from rlctl.rollouts.validation import Validated, Validation, validation_sampling
+from rlctl.settings.config import RlctlConfig
+from rlctl.telemetry.metrics import LOSS, flatten
+from rlctl.training.loop import estimate_first, make_batch
+
+
+class TextValidation(Validation):
+    """Validates by the loss and the metrics of the algorithm. Where there are engines, they answer prompts with the
+    weights of the time, for people to read."""
+
+    def __init__(
+        self,
+        config: RlctlConfig,
+        data: HeldOutTexts,
+        policy: PolicyClient,
+        algorithm: Algorithm,
+        sync: WeightSync | None,
+        refitted: Callable[[RefitReport], None],
+    ) -> None:
+        """`sync` None: there are no engines. `refitted` is told of their first weights."""
+        super().__init__(config, LOSS, (data.fingerprint, len(data.rows)))
+        self._policy, self._algorithm, self._data, self._sync = policy, algorithm, data, sync
+        self._refitted: Callable[[RefitReport], None] | None = refitted
+        self._groups = data.groups()
+        if sync is not None:
+            sync.to_policy()
+
+    def measure(self, version: int) -> Validated:
+        policy, loss = self._policy, RunLoss(self._algorithm)
+        batch = make_batch(self._groups, self._algorithm, 1)
+        estimate_first(policy, self._algorithm, batch)
+        policy.load_batch(batch)
+        for column in sorted(self._algorithm.needs):
+            policy.add_logprobs(column)
+        results = policy.evaluate(len(batch.minibatches), loss)
+        metrics = {LOSS: sum(result.loss for result in results), **dict(flatten(loss.metrics(results)))}
+        self._compare(metrics[LOSS])
+        return Validated(metrics, len(self._groups), tuple(self._answers(version)))
+
+    def _answers(self, version: int) -> list[RolloutGroup]:
+        """Return the answers of the engines, where there are some, to the prompts of held-out texts."""
+        sync = self._sync
+        if sync is None:
+            return []
+        report = sync.refit(version)
+        if self._refitted is not None:
+            self._refitted(report)
+            self._refitted = None
+        requests, rows = self._data.asked(self._config.run.seed)
+        with sync.generating():
+            results = generate_groups(
+                sync.engines,
+                requests,
+                validation_sampling(self._config, self._data.stream.encoder),
+                self._config.cluster.step_timeout_s,
+                lambda error: sync.recover(error, version),
+            )
+            sync.engines.forget_prompts()
+        seeds = {request.group: request.seeds for request in requests}
+        return scored(None, results, rows, seeds, self._config.reward)[0]

@@ -1,0 +1,123 @@
+"""A loss function in a user's file: how it is called, and tried before a run.
+
+It is tried in a process of its own: its file imports torch, which the driver does without.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.child import call_in_child
+from rlctl.errors import InputError
+from rlctl.isolation.user_function import UserCode
+from rlctl.methods.rl.sections import LossConfig
+
+if TYPE_CHECKING:
+    import torch
+
+FORM = "Its form is `def loss(batch)` or `def loss(batch, options)`: see docs/training.md."
+TRIAL_TIMEOUT_S = 300.0
+TRIAL_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class UserLoss:
+    """A user's loss function, which takes the place of an algorithm's own loss and metrics."""
+
+    code: UserCode
+    names: tuple[str, ...] | None = None
+    """Names of the metrics that it returns; None: it has not been tried yet."""
+
+    @classmethod
+    def tried(cls, reference: str, options: LossConfig, needs: frozenset[str], teacher_top: int) -> UserLoss:
+        """Return the function that a reference names, after a trial in another process. Raises InputError."""
+        untried = cls(UserCode.read(reference, "Loss"))
+        doing = f"the trial of loss function {untried.code.reference}"
+        return replace(
+            untried,
+            names=call_in_child(doing, partial(trial, untried, options, needs, teacher_top), limit_s=TRIAL_TIMEOUT_S),
+        )
+
+    def __call__(self, batch: TokenBatch, options: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the function's loss [R] and its metrics [R]. Raises InputError naming the line where it fails."""
+        import torch
+
+        function, who = self.code.load(), f"Loss function {self.code.reference}"
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        try:
+            found = function(batch, options) if len(positional) > 1 else function(batch)
+        except Exception as error:
+            raise self.code.error(error, "computing a loss") from error
+        answer: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        loss_R, values = answer
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise InputError(
+                f"{who} returned {repr(values)[:80]} as its metrics.",
+                'It returns the loss alone, or (loss, {"name": values}).',
+            )
+        if self.names is not None and values.keys() != set(self.names):
+            raise InputError(
+                f"{who} returned the metrics {', '.join(values) or '(none)'}, and "
+                f"{', '.join(self.names) or '(none)'} when it was tried.",
+                "It returns the same ones for every batch.",
+            )
+        shape = batch.logprobs_R.shape
+        for what, value in (("the loss", loss_R), *((f"metric {name}", value) for name, value in values.items())):
+            if not isinstance(value, torch.Tensor) or value.shape != shape:
+                given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise InputError(
+                    f"{who} returned {given[:80]} as {what} of {shape[0]} tokens.",
+                    "It returns one number for each response token.",
+                )
+        return loss_R, values
+
+
+def trial(
+    loss: UserLoss, options: LossConfig, needs: frozenset[str] = frozenset(), teacher_top: int = 0
+) -> tuple[str, ...]:
+    """Call the function once on two made-up rollouts with a run's columns; return the names of its metrics."""
+    import torch
+
+    generator, tokens, top = torch.Generator().manual_seed(0), TRIAL_TOKENS, teacher_top
+
+    def near(values_R: torch.Tensor) -> torch.Tensor:
+        return (values_R + 0.1 * torch.randn(tokens, generator=generator)).clamp(max=-0.01)
+
+    logprobs_R = near(torch.full((tokens,), -2.0))
+    trained_R, old_R = logprobs_R.clone().requires_grad_(), near(logprobs_R)
+    batch = TokenBatch(
+        logprobs_R=trained_R,
+        entropy_R=torch.ones(tokens),
+        rollout_logprobs_R=near(logprobs_R),
+        advantages_R=torch.tensor([1.0] * 4 + [-1.0] * 3),
+        token_weights_R=torch.full((tokens,), 1 / tokens),
+        counted_R=torch.ones(tokens, dtype=torch.bool),
+        rollout_R=torch.tensor([0] * 4 + [1] * 3),
+        old_logprobs_R=old_R if "old_logprobs" in needs else None,
+        reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,
+        teacher_logprobs_R=near(logprobs_R) if "teacher_logprobs" in needs else None,
+        teacher_top_RK=torch.full((tokens, top), -math.log(top + 1)) if top else None,
+        top_logprobs_RK=torch.full((tokens, top), -math.log(top + 2)).requires_grad_() if top else None,
+        full_logprobs_R=trained_R,
+        old_full_logprobs_R=old_R if "old_logprobs" in needs else None,
+    )
+    try:
+        loss_R, values = loss(batch, options)
+        if not loss_R.requires_grad:
+            raise InputError(
+                f"Loss function {loss.code.reference} returned a loss that does not depend on batch.logprobs_R.",
+                "Without that nothing is learned: compute it from batch.logprobs_R, and do not detach it.",
+            )
+        loss_R.sum().backward()
+        gradient = batch.logprobs_R.grad
+        if gradient is None or not (torch.isfinite(loss_R).all() and torch.isfinite(gradient).all()):
+            raise InputError(f"Loss function {loss.code.reference} returned a loss or gradient that is not finite.")
+        return tuple(values)
+    except InputError as error:
+        raise InputError(error.message, error.hint or FORM) from error

@@ -1,0 +1,180 @@
+"""Programs that models write: each layer stops what it is for, and an honest program works behind all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlctl.doctor.host import check_sandbox
+from rlctl.environments.builtin.python import Python
+from rlctl.environments.interface import Step
+from rlctl.environments.plan import plan_environment
+from rlctl.environments.sandbox import LAYERS, Limits, layers, run
+from rlctl.errors import InputError
+from rlctl.settings.rewards import EnvironmentConfig
+
+LIMITS = Limits(seconds=20.0, memory_mib=256)
+ATTACKS = [
+    ("limits", "x = bytearray(1 << 30)"),
+    ("limits", "for _ in range(4): print('x' * (1 << 20), flush=True)"),
+    ("limits", "import os; os.environ['SECRET_OF_RLCTL']"),
+    ("limits", "[open('/dev/null') for _ in range(100)]"),
+    ("user", "open({of_root!r}, 'w')"),
+    ("namespaces", "import socket; socket.create_connection(('127.0.0.1', {port}), 5)"),
+    ("namespaces", "import os; os.kill({pid}, 0)"),
+    ("namespaces", "open('/proc/{pid}/status').read()"),
+    ("landlock", "open({outside!r}, 'w')"),
+    ("landlock", "open({secret!r}).read()"),
+    ("landlock", "import os; os.truncate({secret!r}, 0)"),
+    ("seccomp", "import socket; socket.socket(socket.AF_UNIX)"),
+]
+FORKS = """
+import os, time
+n = 0
+for _ in range(400):
+    try:
+        process = os.fork()
+    except OSError:
+        break
+    if not process:
+        time.sleep(30)
+    n += 1
+print(n)
+"""
+
+
+def group_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, ProcessLookupError):
+        return None
+
+
+@pytest.mark.parametrize(("layer", "attack"), ATTACKS)
+def test_each_layer_stops_what_it_is_for(
+    layer: str, attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layer not in layers():
+        pytest.skip(f"the machine lacks {layer}")
+    monkeypatch.setenv("SECRET_OF_RLCTL", "hidden")
+    (secret := tmp_path / "secret").write_text("hidden")
+    for place in (tmp_path, *tmp_path.parents[:2]):
+        place.chmod(0o777)  # so that it is not the user alone that is refused
+    secret.chmod(0o666)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = {"port": server.getsockname()[1], "pid": os.getpid(), "outside": str(tmp_path / "outside")}
+        of_root = f"{Path(__file__).with_suffix('.none')}"
+        program = attack.format(**values, secret=str(secret), of_root=of_root) + "\nprint('BROKE')"
+        if layer != "limits":
+            assert "BROKE" in run(program, limits=LIMITS, behind=("limits",)).output
+        outcome = run(program, limits=LIMITS, behind=tuple(dict.fromkeys(("limits", layer))))
+    assert outcome.code
+    assert "BROKE" not in outcome.output
+    assert len(outcome.output) <= 1 << 20
+
+
+def test_processes_are_limited() -> None:
+    if os.geteuid() == 0 and not {"user", "namespaces"} & set(layers()):
+        pytest.skip("root may start as many as it likes")
+    assert int(run(FORKS, limits=LIMITS).output) < 310
+
+
+def test_an_endless_program_is_ended_with_all_that_it_started() -> None:
+    program = "import os\nprint(os.getpgid(0), flush=True)\nos.fork()\nwhile True: pass"
+    outcome = run(program, limits=Limits(seconds=2.0), behind=("limits",))
+    assert outcome.code is None
+    group = int(outcome.output)
+    for _ in range(100):
+        running = [one for one in psutil.process_iter() if group_of(one) == group]
+        if not running:
+            break
+        time.sleep(0.05)  # they are killed, and may need a moment to go
+    assert not running
+
+
+def test_an_honest_program_works_behind_all_layers() -> None:
+    program = (
+        "import json, numpy\nopen('own', 'w').write('1')\nprint(open('own').read() + input(), numpy.ones(2).sum())"
+    )
+    outcome = run(program, "23", LIMITS)
+    assert (outcome.output, outcome.code) == ("123 2.0\n", 0), outcome.errors
+
+
+def test_doctor_and_a_run_name_the_layers() -> None:
+    assert ", ".join(layers()) in check_sandbox().detail
+    assert check_sandbox(LAYERS).status == "ok"
+    assert (
+        plan_environment(EnvironmentConfig(name="python")).load().note == f"programs run behind: {', '.join(layers())}"
+    )
+    found = check_sandbox(("limits", "landlock"))
+    assert found.status == "warn"
+    assert "namespaces, seccomp" in found.detail
+
+
+# The environment
+
+
+def steps(row: dict[str, Any], *programs: str, **params: Any) -> list[Step]:
+    environment = Python(**params)
+    assert environment.reset({"prompt": "Write it.", **row}, 0) == []
+    return [environment.step({"role": "assistant", "content": f"So:\n```python\n{one}\n```\n"}) for one in programs]
+
+
+TESTS = {"tests": ["assert double(1) == 2", "assert double(3) == 6"]}
+RIGHT, HALF_RIGHT = "def double(x):\n    return 2 * x", "def double(x):\n    return x + 1"
+
+
+def test_the_reward_is_the_share_of_passing_tests() -> None:
+    assert [(one.reward, one.done) for one in steps(TESTS, RIGHT, attempts=3)] == [(1.0, True)]
+    assert [one.reward for one in steps(TESTS, HALF_RIGHT)] == [0.5]
+    assert [one.reward for one in steps(TESTS, HALF_RIGHT, all_or_nothing=True)] == [0.0]
+
+
+def test_a_failure_is_told_and_the_last_program_counts() -> None:
+    first, second = steps(TESTS, HALF_RIGHT, RIGHT, attempts=2)
+    assert first.messages == "assert double(3) == 6\nAssertionError\n\nCorrect the program."
+    assert (first.reward + second.reward, first.done, second.done) == (1.0, False, True)
+    worse = steps(TESTS, HALF_RIGHT, "x = 1", attempts=2)
+    assert sum(one.reward for one in worse) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("raise SystemExit(0)", "The program ended before this test."),
+        ("def double(x):\n    import os; os._exit(3)", "The program failed: exit code 3"),
+        ("double = (", "The program failed: SyntaxError: '(' was never closed"),
+        ("import os; os._exit(0)", "The program ended before this test."),
+        ("x = [0] * (1 << 30)", "The program failed: MemoryError"),
+    ],
+)
+def test_a_hostile_program_passes_nothing(program: str, told: str) -> None:
+    (found,) = steps(TESTS, program, attempts=2, seconds=10.0)
+    assert found.reward == 0.0
+    assert told in found.messages[:200]
+
+
+def test_outputs_are_compared_for_each_input() -> None:
+    row = {"inputs": ["2\n", "5\n"], "outputs": ["4", "11"]}
+    (found,) = steps(row, "print(2 * int(input()), ' ')", attempts=2)
+    assert found.reward == 0.5
+    assert found.messages == "Input:\n5\n\nOutput:\n10  \n\nExpected:\n11\n\nCorrect the program."
+
+
+def test_a_message_without_a_program_and_a_row_without_tests() -> None:
+    environment = Python(attempts=2)
+    environment.reset({"prompt": "", **TESTS}, 0)
+    assert "The message has no program." in environment.step({"role": "assistant", "content": "no"}).messages
+    with pytest.raises(InputError, match="either `tests`"):
+        environment.reset({"prompt": "x", "inputs": ["1"]}, 0)
+
+
+def test_a_program_that_takes_too_long_is_ended() -> None:
+    (found,) = steps(TESTS, "while True: pass", attempts=2, seconds=2.0)
+    assert found.messages == "assert double(1) == 2\nThe program took longer than 2 s.\n\nCorrect the program."

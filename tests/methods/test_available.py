@@ -1,0 +1,340 @@
+"""Algorithms and losses from outside of the package: by name, by file, and in another process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.commands import options
+from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS, OWN_COMMANDS
+from rlctl.config.keys import field, known_keys
+from rlctl.config.load import resolve
+from rlctl.errors import ConfigError, InputError
+from rlctl.methods import available
+from rlctl.methods.available import (
+    BUILT_IN,
+    OF_TEXTS,
+    OWN,
+    algorithm_from_config,
+    register,
+    require_algorithm,
+)
+from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.settings.config import RlctlConfig
+from support.token_batches import token_batch
+
+LOSS = """
+import torch
+calls = []
+def own(batch, options):
+    calls.append(batch)
+    ratio_R = (batch.logprobs_R - batch.rollout_logprobs_R).exp()
+    return -ratio_R * batch.advantages_R * options.clip_low, {"own/ratio": ratio_R}
+
+def plain(batch):
+    return -batch.logprobs_R * batch.advantages_R
+
+def scalar(batch):
+    return -(batch.logprobs_R * batch.advantages_R).sum()
+
+def detached(batch):
+    return -batch.logprobs_R.detach() * batch.advantages_R
+
+def reference(batch):
+    return batch.logprobs_R - batch.reference_logprobs_R
+
+def exits(batch):
+    raise SystemExit(3)
+
+def pairs(batch):
+    return plain(batch), [("mine", plain(batch))]
+
+def tokens(batch):
+    return plain(batch), {"tokens": batch.entropy_R}
+
+def part_of_another(batch):
+    return plain(batch), {"mine": batch.entropy_R, "mine/half": batch.entropy_R / 2}
+
+def seldom(batch):
+    return plain(batch), {"mine" if len(batch.logprobs_R) == 7 else "other": batch.entropy_R}
+"""
+ALGORITHM = """
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.telemetry.metrics import Metric
+
+class Reinforce(Algorithm):
+    metrics = (Metric("surprise", "mean", column="surprise"),)
+
+    def advantages(self, rewards_G):
+        return rewards_G
+
+    def token_loss(self, batch):
+        return -batch.logprobs_R * batch.advantages_R
+
+    def measure(self, batch):
+        return {"surprise": -batch.logprobs_R}
+
+class Half(Algorithm):
+    def advantages(self, rewards_G):
+        return rewards_G
+
+class Broken(Reinforce):
+    def __init__(self, config):
+        raise ValueError("no such option")
+
+class Scalar(Reinforce):
+    def advantages(self, rewards_G):
+        return rewards_G.mean()
+
+class Short(Reinforce):
+    def advantages(self, rewards_G):
+        return rewards_G[1:] - rewards_G[:-1]
+
+class Unbounded(Reinforce):
+    def advantages(self, rewards_G):
+        return (rewards_G - rewards_G.mean()) / rewards_G.std()
+
+class Beyond(Reinforce):
+    def advantages(self, rewards_G):
+        return rewards_G[[len(rewards_G)]]
+
+class Batch(Reinforce):
+    def batch_advantages(self, groups):
+        return [group.rewards_G for group in groups[1:]]
+
+def function(config):
+    return None
+"""
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Path:
+    (tmp_path / "losses.py").write_text(LOSS)
+    return tmp_path / "losses.py"
+
+
+def configured(**sections: dict) -> Algorithm:
+    return algorithm_from_config(RlctlConfig.model_validate(sections))
+
+
+def test_grpo_is_the_default_and_an_unknown_name_is_told_the_known_ones() -> None:
+    assert type(configured()) is Grpo
+    with pytest.raises(ConfigError, match="Unknown algorithm 'grpp'") as error:
+        configured(run={"algorithm": "grpp"})
+    assert "grpo" in str(error.value.hint)
+    with pytest.raises(ConfigError) as error:
+        configured(run={"algorithm": "nothing-like-it"})
+    assert "path/to/file.py:Class" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name: str) -> None:
+    algorithm = configured(run={"algorithm": name}, teacher={"model": "m"} if name == "distillation" else {})
+    assert isinstance(algorithm, PolicyGradient)
+    assert type(pickle.loads(pickle.dumps(algorithm))) is type(algorithm)
+    assert algorithm.manifest() == {"name": name}
+
+
+def test_what_sets_values_is_an_algorithm_and_the_flag_counts_them() -> None:
+    assert ALGORITHM_SETTINGS.keys() <= OWN.keys()
+    assert set(OWN_COMMANDS) == OF_TEXTS.keys()
+    option = options.FLAGS["algorithm"]
+    named = option.help.split(" and ")[0].split(", ")
+    assert set(named) < set(BUILT_IN)
+    assert f"and {('five', 'six', 'seven')[len(BUILT_IN) - len(named) - 5]} more" in option.help
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("drgrpo", "dr-grpo"), ("dr_grpo", "dr-grpo"), ("Dr.GRPO", "dr-grpo"), ("GRPO", "grpo"),
+        ("reinforce_plus_plus", "reinforce++"), ("reinforce-pp", "reinforce++"), ("rpp", "reinforce++"),
+        ("reinforce_plus_plus_baseline", "reinforce++-baseline"), ("gpso", "gspo"), ("rlo", "rloo"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_spelled_in_another_way_is_understood_and_told(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        require_algorithm(RlctlConfig.model_validate({"run": {"algorithm": typed}}))
+    assert f"Did you mean {meant}" in str(error.value.hint)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+
+
+def test_the_table_of_the_documentation_has_every_algorithm_and_what_it_sets() -> None:
+    rows = {
+        cells[1].strip(" `"): cells[4] for cells in (line.split("|") for line in PAGE.splitlines()) if len(cells) == 9
+    }
+    assert set(rows) - {"name", "---"} == set(BUILT_IN)
+    for name in BUILT_IN:
+        sets = [text.partition("=") for text in re.findall("`([^`]+)`", rows[name])]
+        found = resolve(sets=[f"{key}={value}" for key, _, value in sets], environment={})
+        settings = ALGORITHM_SETTINGS.get(name, {})
+        assert {key for key, _, _ in sets} == settings.keys(), name
+        assert (
+            found.config == resolve(sets=[f"{key}={value}" for key, value in settings.items()], environment={}).config
+        )
+
+
+def test_every_key_that_the_documentation_names_exists() -> None:
+    sections = {key.partition(".")[0] for key in known_keys()}
+    written = re.findall(r"\b([a-z]+\.[a-z_]+)\b", " ".join(re.findall("`([^`]+)`", PAGE)))
+    named = {key for key in written if key.partition(".")[0] in sections}
+    assert len(named) > 25
+    assert {key for key in named if field(key) is None} == set()
+
+
+def test_every_key_of_the_algorithms_is_in_the_documentation() -> None:
+    keys = [key for key in known_keys() if key.startswith(("advantage.", "filter."))]
+    keys += [key for key in known_keys() if key.startswith("loss.") and key not in ("loss.function", "loss.needs")]
+    assert {key for key in keys if key not in PAGE} <= {"loss.dual_clip"}
+
+
+class FromOutside(Grpo):
+    """An algorithm of another package."""
+
+    requires = frozenset({"reference_logprobs"})
+
+    def keeps(self, rewards_G: np.ndarray) -> bool:
+        return np.ptp(rewards_G) > 0
+
+
+def test_an_algorithm_is_registered_from_outside_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "_registered", {})
+    register("outside", FromOutside)
+    with pytest.raises(ConfigError, match="outside needs reference_logprobs") as error:
+        configured(run={"algorithm": "outside"})
+    assert "loss.needs=[reference_logprobs]" in str(error.value.hint)
+    algorithm = configured(run={"algorithm": "outside"}, loss={"needs": ["reference_logprobs"]})
+    assert algorithm.needs == {"reference_logprobs"}
+    assert not algorithm.keeps(np.ones(4))
+    assert type(pickle.loads(pickle.dumps(algorithm))) is FromOutside
+    with pytest.raises(ValueError, match="already"):
+        register("outside", Grpo)
+    with pytest.raises(ValueError, match="already"):
+        register("grpo", FromOutside)
+
+
+def in_another_process(loss: RunLoss, tmp_path: Path) -> dict[str, float]:
+    """Sums of the loss on a batch, in a process that never saw the file."""
+    (tmp_path / "pickled").write_bytes(pickle.dumps((loss, token_batch())))
+    code = (
+        "import pickle, sys; loss, batch = pickle.load(open(sys.argv[1], 'rb')); out = loss(batch)\n"
+        "print({'loss': out.loss.item(), **{name: value.item() for name, value in out.sums.items()}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "pickled")], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return eval(done.stdout)
+
+
+def test_an_algorithm_from_a_file_works_in_another_process_after_the_file_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ALGORITHM)
+    algorithm = configured(run={"algorithm": f"{file}:Reinforce"})
+    assert algorithm.manifest()["file"]
+    batch = token_batch()
+    file.unlink()
+    sums = in_another_process(RunLoss(pickle.loads(pickle.dumps(algorithm))), tmp_path)
+    expected = -(batch.token_weights_R * batch.logprobs_R * batch.advantages_R).sum()
+    assert sums["loss"] == pytest.approx(expected.item())
+    assert sums["surprise"] == pytest.approx(-batch.logprobs_R.sum().item())
+
+
+def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ALGORITHM)
+    for name, said in (
+        ("function", "not a class of an algorithm"),
+        ("Absent", "no function 'Absent'"),
+        ("Half", "does not define token_loss"),
+        ("Broken", r"raised ValueError: no such option \(being made; .*own.py"),
+        ("Scalar", r"advantages of the .*Scalar returned the scalar 0.5 for 8 rollouts"),
+        ("Short", r"returned an array of shape \(7,\) for 8 rollouts with the rewards \[0, 1, 0, 1, ...\]"),
+        ("Unbounded", r"returned \[nan, .* not finite for 8 rollouts with the rewards \[1, 1"),
+        ("Beyond", r"raised IndexError: .*own.py, line .*, in advantages"),
+        ("Batch", "batch_advantages of the .* returned 2 arrays for 3 groups"),
+    ):
+        with pytest.raises(InputError, match=said):
+            configured(run={"algorithm": f"{file}:{name}"})
+
+
+def test_advantages_of_equal_rewards_are_asked_only_where_such_groups_are_trained_on(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ALGORITHM)
+    configured(run={"algorithm": f"{file}:Unbounded"}, filter={"groups": "drop"})
+
+
+def test_a_users_loss_replaces_the_algorithms_with_its_options_and_metrics(losses: Path, tmp_path: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:own", "clip_low": 0.5}, advantage={"normalize_std": False})
+    assert [metric.name for metric in algorithm.metrics] == ["own/ratio"]
+    np.testing.assert_allclose(algorithm.advantages(np.array([1.0, 0.0])), [0.5, -0.5])
+    batch = token_batch()
+    ratio_R = (batch.logprobs_R - batch.rollout_logprobs_R).exp()
+    expected = -(batch.token_weights_R * ratio_R * batch.advantages_R * 0.5).sum()
+    losses.unlink()
+    sums = in_another_process(RunLoss(algorithm), tmp_path)
+    assert sums["loss"] == pytest.approx(expected.item())
+    assert sums["own/ratio"] == pytest.approx(ratio_R.sum().item())
+    assert {"entropy", "logprob_diff/mean", "tokens"} <= sums.keys()
+    assert "clip_fraction" not in sums
+
+
+def test_the_manifest_follows_the_text_of_the_loss(losses: Path) -> None:
+    before = configured(loss={"function": f"{losses}:plain"}).manifest()
+    losses.write_text(LOSS + "\n# changed\n")
+    assert configured(loss={"function": f"{losses}:plain"}).manifest() != before
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("scalar", "a tensor of shape () as the loss of 7 tokens"),
+        ("detached", "does not depend on batch.logprobs_R"),
+        ("exits", "ended with exit code 3"),
+        ("tokens", "The metric 'tokens' of the loss function .*losses.py:tokens has the name of another one"),
+        pytest.param("reference", "TypeError.*losses.py, line 19", marks=pytest.mark.slow),
+        pytest.param("absent", "no function 'absent'", marks=pytest.mark.slow),
+        pytest.param("pairs", "returned [('mine', tensor", marks=pytest.mark.slow),
+        pytest.param("part_of_another", "The metric 'mine/half' of", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_said_before_a_run(losses: Path, function: str, said: str) -> None:
+    with pytest.raises(Exception, match=re.sub(r"([()\[])", r"\\\1", said)):
+        configured(loss={"function": f"{losses}:{function}"})
+
+
+def test_a_loss_whose_metrics_change_their_names_is_named(losses: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:seldom"})
+    with pytest.raises(InputError, match=r"losses\.py:seldom returned the metrics other, and mine when it was tried"):
+        RunLoss(algorithm)(token_batch())
+
+
+def test_a_loss_gets_the_log_probs_that_are_asked_for(losses: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:reference", "needs": ["reference_logprobs"]})
+    assert algorithm.needs == {"reference_logprobs"}
+
+
+@pytest.mark.parametrize(("name", "said"), [("absent.py:f", "no file absent.py"), ("own", "does not name a function")])
+def test_a_loss_that_is_not_there_is_refused(name: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        configured(loss={"function": name})
+
+
+def test_a_users_loss_is_called_once_for_its_loss_and_its_metrics(losses: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:own"})
+    batch = token_batch()
+    RunLoss(algorithm)(batch).loss.backward()
+    assert len(algorithm.user_loss.code.load().__globals__["calls"]) == 1
+    assert batch.logprobs_R.grad is not None
+    assert torch.isfinite(batch.logprobs_R.grad).all()
