@@ -23,7 +23,7 @@ from rlctl.config.nemo_rl.mapping_rules import of_images
 from rlctl.config.nemo_rl.recipe import is_nemo_rl, leaves_of, read_recipe
 from rlctl.errors import RlctlError
 from rlctl.jobs.open_model import published_facts, published_teacher
-from rlctl.jobs.prepare import check_plan, checked_algorithm
+from rlctl.jobs.prepare import check_plan, checked_method
 
 KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
 """Sections that say what a recipe is for, the most particular first."""
@@ -59,7 +59,7 @@ def outcome(path: Path, gpu: str) -> str:
     """Return `PLANNED`, or the reason why a recipe has no plan."""
     try:
         resolved = resolve(files=[path], environment={})
-        checked_algorithm(resolved)
+        checked_method(resolved)
         config = resolved.config
         gpu = FOUR_TO_A_NODE if config.cluster.gpus_per_node == 4 else gpu
         check_plan(resolved, published_facts(config.model), gpu, teacher=published_teacher(config))

@@ -34,13 +34,13 @@ from rlctl.config.load import resolve
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts
-from rlctl.methods.available import algorithm_from_config
-from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.available import method_from_config
 from rlctl.report import charts
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.training import OptimizerConfig
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 
 LIMITS = {"unpacked": 1.0, "packed": 1.5}
 """Tokens per second of rlctl are to be at least so many times those of the Trainer."""
@@ -80,7 +80,7 @@ class Steps:
 
     def __init__(self, worker: PolicyRank, row_tokens: int) -> None:
         config = resolve(flags={"run.algorithm": "sft"}, environment={}).config
-        self._worker, self._row_tokens, self._algorithm = worker, row_tokens, algorithm_from_config(config)
+        self._worker, self._row_tokens, self._algorithm = worker, row_tokens, method_from_config(config)
         self.seconds: list[np.ndarray] = []
         self.losses: list[float] = []
 

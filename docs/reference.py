@@ -11,9 +11,9 @@ from typing import Any
 
 from rlctl.cli import COMMANDS, load_command
 from rlctl.commands.parsing import help_record
-from rlctl.config.keys import section_of
+from rlctl.config.keys import section_names, section_of
+from rlctl.config.kinds import sections_of
 from rlctl.config.section import Section
-from rlctl.settings.config import RlctlConfig
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -56,11 +56,14 @@ def described(path: list[str], command: Any) -> Iterator[str]:
 def configuration_page() -> str:
     """Return a section for each section of the schema, with type, default and meaning of its keys."""
     parts = ["# Configuration keys\n\nThis page is generated from the schema; `rlctl config schema` prints the same."]
-    for name, field in RlctlConfig.model_fields.items():
-        section = section_of(field.annotation)
-        assert section is not None
-        parts.append(f"## {name}\n\n{plain(section.__doc__)}")
-        lines = "\n".join(key_rows(section, name))
+    for name in section_names():
+        classes = sections_of(name)
+        parts.append(f"## {name}\n\n{plain(classes[0].__doc__)}")
+        rows: dict[str, str] = {}  # by key; where methods differ, that of `train grpo`
+        for section in classes:
+            for row in key_rows(section, name):
+                rows.setdefault(row.split("|")[1], row)
+        lines = "\n".join(rows.values())
         parts.append(f"| key | type | default | meaning |\n|---|---|---|---|\n{lines}")
     return "\n\n".join(parts) + "\n"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools  # noqa: F401  # before anything imports distutils: torch's cpp_extension fails on the other order
 
 # Set before any engine is imported: no network, one thread a process (tests run several), no telemetry, no compiling.
 os.environ.update(
@@ -36,7 +37,7 @@ pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 SHARING = {"backends": "engines", "refit": "engines", "test_vector_math.py": "engines"}
 """Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
 
-LONGEST = ("apps", "faults", "backends", "refit", "parallel")
+LONGEST = ("jobs", "faults", "backends", "refit", "parallel")
 """Folders that take longest: they come first, so that two processes end at about the same time."""
 
 

@@ -310,11 +310,12 @@ def unknown_in(command: str) -> str | None:
     if words[0] not in cli.COMMANDS:
         return words[0]
     parsed: Any = load_command(words.pop(0))
-    while hasattr(parsed, "commands") and words and not words[0].startswith("-"):
-        if words[0] not in parsed.commands:
+    while hasattr(parsed, "list_commands") and words and not words[0].startswith("-"):
+        if words[0] not in parsed.list_commands(None):
             return words[0]
-        parsed = parsed.commands[words.pop(0)]
-    below = getattr(parsed, "commands", {}).values()
+        parsed = parsed.get_command(None, words.pop(0))
+    names = parsed.list_commands(None) if hasattr(parsed, "list_commands") else ()
+    below = [parsed.get_command(None, name) for name in names]
     flags = flags_of(parsed).union(*map(flags_of, below))
     return next((word for word in words if word.startswith("-") and word.partition("=")[0] not in flags), None)
 

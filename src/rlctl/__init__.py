@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 API = {
     "load_config": "rlctl.api", "plan": "rlctl.api", "train": "rlctl.api", "generate": "rlctl.api",
     "evaluate": "rlctl.api", "read_metrics": "rlctl.api", "Loop": "rlctl.training.loop",
-    "Algorithm": "rlctl.methods.rl.algorithm", "Metric": "rlctl.telemetry.metrics",
+    "Algorithm": "rlctl.methods.rl.algorithm", "Method": "rlctl.training.method", "Metric": "rlctl.telemetry.metrics",
     "TokenBatch": "rlctl.backends.batch", "RolloutSource": "rlctl.rollouts.source", "register_algorithm": "rlctl.api",
     "register_backend": "rlctl.backends.lookup", "RlctlError": "rlctl.errors",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from rlctl.methods.rl.algorithm import Algorithm as Algorithm
 from rlctl.rollouts.source import RolloutSource as RolloutSource
 from rlctl.telemetry.metrics import Metric as Metric
 from rlctl.training.loop import Loop as Loop
+from rlctl.training.method import Method as Method
 
 __version__: str
 API: dict[str, str]

@@ -123,7 +123,7 @@ def evaluate(
 
     def of_model(name: str | None) -> Resolved:
         chosen = [] if name is None else [Value("model.name", name, "program")]
-        return from_sources([Source(list(config.given())), Source(chosen)])
+        return from_sources([Source(list(config.given())), Source(chosen)], type(config.config))
 
     with installed_engines():
         from rlctl.jobs.evaluate import candidates, evaluation

@@ -22,15 +22,16 @@ from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.jobs.backend_arguments import BackendArguments
 from rlctl.jobs.run_workers import planned_workers
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.config import RlConfig
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.refit.policy_side import RefitSender
 from rlctl.refit.weight_sender import policy_worker
-from rlctl.settings.config import RlctlConfig
 from rlctl.weights import hf
 from rlctl.weights.transfer_plan import SingleWorld
 from support.engines import tiny_facts
+from support.plans import plan_of
 
 
 class ToyWorker:
@@ -76,9 +77,9 @@ def planned(*sets: str, backend: str = "toy") -> Any:
     """The workers of a run of the tiny Llama with the toy for a policy."""
     config = resolve(preset="laptop", sets=[f"training.backend={backend}", *sets], environment={}).config
     require_backends(config)
-    plan = plan_from_config(config, tiny_facts(tied=False))
+    plan = plan_of(config, tiny_facts(tied=False))
     refuse_unrunnable(plan)
-    return planned_workers(config, plan.facts, plan, Path("model"), None)
+    return planned_workers(config, plan.facts, plan, Path("model"), None, method_from_config(config))
 
 
 def test_a_backend_without_a_value_model_is_refused_one(toy: PolicyBackend) -> None:
@@ -134,11 +135,11 @@ def test_a_misspelt_backend_is_told_the_nearest_name(key: str) -> None:
 
 
 def test_an_engine_from_outside_is_selected_planned_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(config: RlctlConfig, facts: ModelFacts, device: str) -> None:
+    def refused(config: RlConfig, facts: ModelFacts, device: str) -> None:
         if config.model.dtype == "float16":
             raise ConfigError("the toy does not know float16.")
 
-    def spec(config: RlctlConfig, facts: ModelFacts, model_dir: Path | str, **decided: Any) -> EngineSpec:
+    def spec(config: RlConfig, facts: ModelFacts, model_dir: Path | str, **decided: Any) -> EngineSpec:
         refused(config, facts, decided["device"])
         arguments = {"path": str(model_dir), "max_model_len": decided["max_length"]}
         return EngineSpec(decided["device"], arguments, None, {})

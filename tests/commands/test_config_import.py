@@ -21,7 +21,7 @@ def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureF
     lines = out.splitlines()
     assert code == 0
     assert lines[0].startswith("r.yaml: ")
-    assert "1 not yet, 1 not known, 4 changed" in lines[0]
+    assert "1 not yet, 1 not known, 2 changed" in lines[0]
     assert lines[1].startswith("rlctl cannot run this yet")
     assert lines[2].startswith("  grpo.malformed_thinking_advantage = 2: ")
     assert lines[4].startswith("  grpo.key_of_tomorrow = 3: ")

@@ -15,8 +15,8 @@ from rlctl import cli
 from rlctl.commands import options
 from rlctl.commands.output import message
 from rlctl.commands.parsing import ALIASES, PANELS, SIMILAR
-from rlctl.config.algorithm_settings import OWN_COMMANDS
 from rlctl.config.keys import field
+from rlctl.methods.available import METHODS
 from rlctl.telemetry import terminal
 from support.commands import rlctl
 
@@ -138,7 +138,7 @@ def test_a_long_help_has_headings_and_each_option_in_one_line_with_its_default(
     assert "Other options" not in asked("presets", "cp", "-h")[1]
 
 
-@pytest.mark.parametrize("command", OWN_COMMANDS)
+@pytest.mark.parametrize("command", METHODS)
 def test_help_of_a_training_method_shows_the_defaults_that_its_run_has(
     command: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from rlctl.config.load import Resolved, resolve
 from rlctl.config.nemo_rl.mapping_rules import Import
 from rlctl.config.nemo_rl.recipe import import_recipe
 from rlctl.models.catalog import lookup
-from rlctl.planner.from_config import plan_from_config, workload_from_config
+from support.plans import plan_of, workload_of
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load((RECIPES / "dtensor_recipes.yaml").read_text())
@@ -40,8 +40,8 @@ def test_a_recipe_of_dtensor_is_imported_and_planned(name: str, tmp_path: Path) 
     config, policy = resolved.config, asked.get("policy", {})
     facts = lookup(config.model.name or "")
     assert facts is not None
-    workload = replace(workload_from_config(config, facts), rollouts=name.startswith("grpo"))
-    plan = plan_from_config(config, facts, assume="h100", workload=workload)
+    workload = replace(workload_of(config, facts), rollouts=name.startswith("grpo"))
+    plan = plan_of(config, facts, assume="h100", workload=workload)
     assert plan.training is not None
     cluster, wanted = asked.get("cluster", {}), policy.get("dtensor_cfg", {})
     parallel, world = plan.training.parallel, cluster.get("num_nodes", 1) * cluster.get("gpus_per_node", 1)

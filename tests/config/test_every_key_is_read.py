@@ -20,13 +20,21 @@ import rlctl
 from rlctl.cli import COMMANDS
 from rlctl.commands import options, train
 from rlctl.commands.generate import model_or_checkpoint
-from rlctl.config.keys import known_keys
+from rlctl.config.keys import known_keys, section_names
+from rlctl.config.kinds import sections_of
+from rlctl.config.section import PassThrough, Section
 from rlctl.planner.inputs.request import Request
-from rlctl.settings.config import RlctlConfig
 
 SOURCE = Path(rlctl.__file__).parent
-SECTIONS = {info.annotation.__name__: name for name, info in RlctlConfig.model_fields.items()}
+SECTIONS = {
+    one.__name__: name
+    for name in section_names()
+    for kind in sections_of(name)
+    for one in kind.__mro__
+    if issubclass(one, Section) and one not in (Section, PassThrough)
+}
 """Section class -> section."""
+SECTIONS["CriticSettings"] = "critic"
 ROLES = get_args(get_type_hints(Request)["role"])
 """Sections of the models next to the policy, whose pins are read by the name of the section in `role`."""
 
@@ -53,7 +61,7 @@ def holders(tree: ast.AST) -> dict[str, set[str]]:
                 values = value.elts if isinstance(value, ast.Tuple) else [value] * len(targets)
                 for one, held in zip(targets, values, strict=False):
                     if isinstance(one, ast.Name) and isinstance(held, ast.Attribute):
-                        found[one.id].add(held.attr)
+                        found[one.id].add(held.attr.removeprefix("named_"))
                     if isinstance(one, ast.Attribute) and isinstance(held, ast.Name):
                         found[one.attr] |= found[held.id]
     return found

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
-from rlctl.config.keys import known_keys, nearest
+from rlctl.config.keys import keys_of, nearest
 from rlctl.config.load import from_sources, resolve, stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
 from rlctl.config.sources import Flag, Source
 from rlctl.errors import ConfigError
+from rlctl.methods.available import BUILT_IN, defaults_of
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.rewards import RewardTerm
 
 
@@ -73,17 +74,16 @@ def test_grpo_sets_nothing() -> None:
     assert named.config == plain.config
 
 
-@pytest.mark.parametrize("name", ALGORITHM_SETTINGS)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_what_an_algorithm_sets_is_valid_and_kept_by_a_manifest(name: str) -> None:
     resolved = resolve(flags={"run.algorithm": name}, environment={}).with_values({"training.tp": 2})
-    assert {key for key, origin in resolved.origin.items() if origin.startswith("algorithm ")} == set(
-        ALGORITHM_SETTINGS[name]
-    )
+    assert {key for key, origin in resolved.origin.items() if origin.startswith("algorithm ")} == set(defaults_of(name))
     assert from_sources([Source(stored_values(resolved.to_json()))]) == resolved
 
 
 def test_every_key_has_an_origin() -> None:
-    assert set(known_keys()) <= set(resolve(environment={}).origin)
+    resolved = resolve(environment={})
+    assert set(keys_of(type(resolved.config))) <= set(resolved.origin)
 
 
 def test_values_of_the_planner_keep_the_origins_of_the_others() -> None:
@@ -109,14 +109,15 @@ def test_a_stored_configuration_is_read_back_with_its_origins() -> None:
     planned = resolve("laptop", sets=["training.tp=1"], environment={}).with_values({"training.pp": 1})
     again = from_sources([Source(stored_values(planned.to_json()))])
     assert again == planned
-    assert type(again.config).__name__ == "RlctlConfig"
+    assert type(again.config).__name__ == "RlConfig"
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_and_names_data_and_reward(name: str) -> None:
     resolved = resolve(name, environment={})
     assert resolved.config.data.name or resolved.config.environment.name
-    assert resolved.config.reward.terms or resolved.config.environment.name or not resolved.config.makes_rollouts
+    if isinstance(resolved.config, RolloutConfig):
+        assert resolved.config.reward.terms or resolved.config.environment.name
     assert resolved.config.cluster.nodes
     # As many GPUs as the node has, unless one device is the point of the preset.
     on_a_laptop = {"laptop": 0, "laptop-sft": 0, "laptop-dpo": 0, "laptop-tools": 0}

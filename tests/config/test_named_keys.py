@@ -13,12 +13,12 @@ from rlctl.config.nemo_rl.recipe import Override, import_recipe
 from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
 from rlctl.config.sources import OWN_VARIABLES
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 
 SOURCE = Path(rlctl.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 PAGES = (*(page for page in DOCS.glob("*.md") if page.name != "coming_from.md"), SOURCE.parents[1] / "README.md")
-KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlctlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
+KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
 FILES_AND_MODULES = (
     "model.safetensors", "data.jsonl", "run.yaml", "refit.session", "megatron.core", "training.md", "refit.md",
     "cluster.md",

@@ -27,12 +27,12 @@ from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.open_model import published_facts
 from rlctl.jobs.prepare import loggers_of
-from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.advantages import overlong_penalty
+from rlctl.methods.rl.algorithm import refuse_async
 from rlctl.models.catalog import lookup
-from rlctl.planner.from_config import plan_from_config
 from rlctl.rewards.rewards import prepare_rewards
-from rlctl.rollouts.source import refuse_async
+from support.plans import plan_of
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 SHAPED = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 256}
@@ -612,7 +612,7 @@ def test_a_recipe_of_ppo_trains_with_a_critic_of_its_own(tmp_path: Path) -> None
     config = resolved.config
     assert (config.run.algorithm, config.run.steps, config.has_critic) == ("ppo", 50, True)
     assert (config.batch.rollouts, config.batch.optimizer_steps, config.batch.epochs) == (32, 2, 4)
-    assert config.logprobs_needed == {"old_logprobs"}
+    assert method_from_config(config, tries_loss=False).needs == {"old_logprobs"}
     critic = config.critic
     assert (critic.gae_lambda, critic.gamma, critic.value_clip, critic.loss_weight) == (0.9, 0.99, None, 0.4)
     assert (critic.lr, critic.weight_decay, critic.clip_grad, critic.warmup_steps) == (2e-5, 0.1, 0.5, 3)
@@ -890,7 +890,7 @@ def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_p
     refuse_async(config)
     facts = lookup(config.model.name or "")
     assert facts is not None
-    made = plan_from_config(config, facts, assume="h100")
+    made = plan_of(config, facts, assume="h100")
     assert made.runnable
     assert made.training is not None
     assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
@@ -1425,7 +1425,7 @@ def test_algorithms_of_a_recipe_are_rlctls(tmp_path: Path, changes: dict[str, An
     resolved = resolve(files=[recipe(tmp_path, **changes).path], environment={})
     resolved.require_supported()
     assert {key: value for key, value in resolved.leaves() if key in expected} == expected
-    algorithm_from_config(resolved.config)
+    method_from_config(resolved.config)
 
 
 def distillation(tmp_path: Path, **changes: Any) -> Import:
@@ -1447,7 +1447,7 @@ def test_a_recipe_of_distillation_runs(tmp_path: Path) -> None:
     assert (found.loss, found.top_k, found.forward_share, found.outside) == ("top-k", 64, 0.5, "renormalize")
     assert config.validation.every == 20
     assert config.reward.terms[0].name == "math-verify"
-    assert algorithm_from_config(config).teacher_top == 64
+    assert method_from_config(config).teacher_top == 64
 
 
 @pytest.mark.parametrize(("kind", "share"), [("forward", 1.0), ("reverse", 0.0), ("mixed", 0.5)])
@@ -1512,7 +1512,7 @@ def test_a_recipe_across_tokenizers_with_one_teacher_runs(tmp_path: Path) -> Non
     assert config.data.name == "nvidia/Texts-v1:Formal-Logic"
     assert (teacher.model, teacher.own_tokenizer, teacher.tp, teacher.cp) == ("Qwen/Qwen3-4B", True, 2, 2)
     assert (found.top_k, found.forward_share, found.balanced, found.sft_weight) == (8192, 1.0, True, 1.0)
-    assert algorithm_from_config(config).teacher_top == 8192
+    assert method_from_config(config).teacher_top == 8192
     assert (config.validation.every, config.validation.holdout) == (10, 64)
 
 
@@ -1552,7 +1552,7 @@ def test_recipes_of_texts_run(tmp_path: Path, data: dict[str, Any], name: str, p
     assert result.unsupported == []
     config = resolve(files=[result.path], environment={}).config
     assert (config.run.algorithm, config.run.steps, config.batch.prompts) == ("sft", 10, 32)
-    assert (config.data.rows, config.data.train_on, config.data.too_long) == ("texts", "last", "drop")
+    assert (config.data.train_on, config.data.too_long) == ("last", "drop")
     assert config.data.name == name
     assert (result.values.get("data.prompt_field"), result.values.get("data.answer_field")) == (prompt, answer)
 
@@ -1596,7 +1596,7 @@ def test_recipes_of_reward_models_run(tmp_path: Path, data: dict[str, Any], name
     result = import_recipe(written(tmp_path, values))
     assert result.unsupported == []
     config = resolve(files=[result.path], environment={}).config
-    assert config.trains_reward_model
+    assert config.run.algorithm == "rm"
     assert (config.run.epochs, config.batch.prompts, config.validation.wanted) == (1, 32, False)
     assert (config.data.name, config.data.prompt_field) == (name, prompt)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.files import user_path
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 
 NOBODY = "~no_such_user_here/x"
 
@@ -22,7 +22,7 @@ def test_a_home_is_found_and_an_unknown_one_is_left_as_it_is(monkeypatch: pytest
 
 def test_keys_that_hold_paths_know_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
-    found = RlctlConfig.model_validate({
+    found = RlConfig.model_validate({
         "model": {"name": "~/model", "tokenizer": "org/tokenizer", "chat_template": "{{ messages }}"},
         "data": {"name": "~/questions.jsonl"},
         "run": {"dir": "~/runs/one"},

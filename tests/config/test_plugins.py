@@ -17,9 +17,9 @@ from rlctl.config.plugins import find_plugin, plugin_names
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import ConfigError, InputError
 from rlctl.isolation.user_function import user_scorer
-from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rewards.rewards import require_known
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 ENTRY_POINTS = """
@@ -78,20 +78,20 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def config(algorithm: str) -> RlctlConfig:
-    return RlctlConfig.model_validate({"run": {"algorithm": algorithm}})
+def config(algorithm: str) -> RlConfig:
+    return RlConfig.model_validate({"run": {"algorithm": algorithm}})
 
 
 def test_names_are_read_and_nothing_is_imported(toy: Path) -> None:
     assert plugin_names("rlctl.algorithms") == ("broken", "function", "toy")
     assert find_plugin("rlctl.algorithms", "absent") is None
     require_known(RewardConfig(terms=(RewardTerm(name="brief"),)))
-    algorithm_from_config(config("grpo"))
+    method_from_config(config("grpo"))
     assert not [name for name in sys.modules if name.startswith("toy_rlctl")]
 
 
 def test_an_algorithm_is_made_here_and_in_another_process(toy: Path) -> None:
-    algorithm = algorithm_from_config(config("toy"))
+    algorithm = method_from_config(config("toy"))
     assert algorithm.advantages(1.5) == 3
     assert algorithm.manifest() == {"name": "toy", "package": "toy-rlctl 1.2"}
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).advantages(2))"
@@ -104,23 +104,23 @@ def test_an_algorithm_is_made_here_and_in_another_process(toy: Path) -> None:
 
 def test_an_algorithm_that_does_not_work_is_told(toy: Path) -> None:
     with pytest.raises(InputError, match=r"'broken' of toy-rlctl 1\.2 cannot be imported .*ModuleNotFoundError"):
-        algorithm_from_config(config("broken"))
+        method_from_config(config("broken"))
     with pytest.raises(InputError, match=r"'function' of toy-rlctl 1\.2 is not a class of an algorithm"):
-        algorithm_from_config(config("function"))
+        method_from_config(config("function"))
     with pytest.raises(ConfigError) as caught:
-        algorithm_from_config(config("toyy"))
+        method_from_config(config("toyy"))
     assert "toy" in (caught.value.hint or "")
 
 
 def test_an_algorithm_whose_package_is_gone_is_told(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pickled = pickle.dumps(algorithm_from_config(config("toy")))
+    pickled = pickle.dumps(method_from_config(config("toy")))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(toy)])
     with pytest.raises(InputError, match=r"toy-rlctl 1\.2, which is not installed here"):
         pickle.loads(pickled)
 
 
-def selected(backend: str) -> RlctlConfig:
-    return RlctlConfig.model_validate({"training": {"backend": backend}})
+def selected(backend: str) -> RlConfig:
+    return RlConfig.model_validate({"training": {"backend": backend}})
 
 
 def test_a_backend_is_registered_when_it_is_asked_for(toy: Path) -> None:

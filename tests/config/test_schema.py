@@ -8,6 +8,7 @@ import pytest
 
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from rlctl.methods.available import method_from_config
 
 
 def resolved(*sets: str, algorithm: str = "ppo") -> object:
@@ -17,11 +18,14 @@ def resolved(*sets: str, algorithm: str = "ppo") -> object:
 def test_ppo_needs_no_group_and_only_the_log_probs_that_its_returns_hold() -> None:
     config = resolve(flags={"run.algorithm": "ppo"}, sets=["batch.generations=1"], environment={}).config
     assert config.has_critic
-    assert config.logprobs_needed == frozenset()
+    assert method_from_config(config, tries_loss=False).needs == frozenset()
     config = resolve(flags={"run.algorithm": "ppo"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
-    assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}
+    assert method_from_config(config, tries_loss=False).needs == {"old_logprobs", "reference_logprobs"}
     config = resolve(flags={"run.algorithm": "reinforce++"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
-    assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}  # they are whitened with the rewards
+    assert method_from_config(config, tries_loss=False).needs == {
+        "old_logprobs",
+        "reference_logprobs",
+    }  # they are whitened with the rewards
 
 
 @pytest.mark.parametrize(
@@ -82,12 +86,12 @@ def test_a_bound_of_a_schedule_that_is_not_used_may_be_any() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "sets", "said"),
     [
-        ("grpo", ["data.train_on=all"], "data.train_on = all has no effect: data.rows = prompts"),
-        ("dpo", ["data.train_on=last"], "data.train_on = last has no effect: data.rows = pairs"),
+        ("grpo", ["data.train_on=all"], "`train grpo` has no key `train_on` in the section `data`"),
+        ("dpo", ["data.train_on=last"], "`train dpo` has no key `train_on` in the section `data`"),
         ("grpo", ["data.too_long=cut", "environment.name=wordle"], "too_long = cut does not go with an environment"),
-        ("sft", ["preference.beta=0.3"], "preference.beta has no effect: data.rows = texts has no preferences"),
-        ("sft", ["rollouts.mode=async"], "rollouts.mode = async makes rollouts"),
-        ("dpo", ["filter.groups=drop"], "data.rows = pairs has none"),
+        ("sft", ["preference.beta=0.3"], "`train sft` has no section `preference`"),
+        ("sft", ["rollouts.mode=async"], "`train sft` has no section `rollouts`"),
+        ("dpo", ["filter.groups=drop"], "`train dpo` has no section `filter`"),
         ("dpo", ["run.keep_best=1"], "run.keep_best = 1 needs run.keep_best_by = validation/loss"),
     ],
 )
@@ -100,7 +104,10 @@ def test_what_does_not_go_with_texts_is_named(algorithm: str, sets: list[str], s
     ("sets", "said"),
     [
         (["training.quantization.block=32"], "training.quantization.block has no effect"),
-        (["training.quantization.format=nvfp4", "training.lora.rank=8"], "training.lora.rank > 0 trains adapters"),
+        (
+            ["training.quantization.format=nvfp4", "training.lora.rank=8"],
+            "training.lora.rank > 0 trains adapters",
+        ),
         (["training.quantization.format=nvfp4", "vllm.quantization=fp8_per_block"], "round the weights again"),
     ],
 )

@@ -15,8 +15,8 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.errors import InputError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 from support.chat_formats import FORMATS, SAID, write_of_formats
 
@@ -151,7 +151,7 @@ def test_control_tokens_in_the_configuration_are_named(model: Path, tmp_path: Pa
     (path := tmp_path / "d.jsonl").write_text('{"prompt": "What?", "answer": "4"}')
     data = {"name": str(path), "prompt_suffix": "<|im_end|>"}
     settings = {"data": data, "model": {"chat_template": FORMATS["qwen2.5"]}}
-    [note] = PromptStream.open(RlctlConfig.model_validate(settings), model).notes()
+    [note] = PromptStream.open(RlConfig.model_validate(settings), model).notes()
     assert "data.prompt_suffix, which stay text" in note
 
 

@@ -12,7 +12,7 @@ from rlctl.data.holdout import hold_out, open_validation, validation_data
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import ConfigError, InputError
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 from rlctl.settings.data import DataConfig
 
 
@@ -61,8 +61,8 @@ def test_holding_out_everything_is_refused(source: PromptSource) -> None:
         hold_out(source, 20, 0)
 
 
-def config(trained: dict[str, Any], **validation: Any) -> RlctlConfig:
-    return RlctlConfig.model_validate({"data": trained, "validation": {"every": 1, **validation}})
+def config(trained: dict[str, Any], **validation: Any) -> RlConfig:
+    return RlConfig.model_validate({"data": trained, "validation": {"every": 1, **validation}})
 
 
 def test_a_gym_task_is_validated_on_questions_of_other_seeds() -> None:

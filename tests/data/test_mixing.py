@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.data.mixing import LONGEST_ROUND, Mixing, source_settings, whole_parts
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,8 +50,8 @@ def test_weights_become_whole_numbers(weights: list[float], parts: list[int]) ->
     assert whole_parts(weights) == parts
 
 
-def config(**sections: object) -> RlctlConfig:
-    return RlctlConfig.model_validate(sections)
+def config(**sections: object) -> RlConfig:
+    return RlConfig.model_validate(sections)
 
 
 def test_one_source_has_the_settings_as_they_are() -> None:

@@ -13,11 +13,12 @@ import pytest
 
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompts import open_prompts
+from rlctl.data.row_types import PROMPTS, TextRows
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
 from rlctl.jobs.generate import read_prompts
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 
 TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
@@ -83,7 +84,7 @@ def test_tools_thoughts_and_calls_reach_the_template_in_prompts_and_texts(
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     encoder, name = encoder_of(tiny_llama), str(write(tmp_path, form))
-    prompts, texts = (open_prompts(DataConfig(name=name, rows=kind)) for kind in ("prompts", "texts"))
+    prompts, texts = (open_prompts(DataConfig(name=name), rows=kind) for kind in (PROMPTS, TextRows()))
     for index, row in enumerate(ROWS):
         expected: Any = encoder.tokenizer.apply_chat_template(
             row["prompt"], tools=row["tools"], chat_template=TOOLS + TALK, add_generation_prompt=True, return_dict=False
@@ -137,7 +138,7 @@ def test_an_environment_shows_the_tools_of_a_row_that_it_has(tiny_llama: Path, t
     rows = [{"prompt": "Hi", "tools": [tool("sub")]}, {"prompt": "Hi"}, {"prompt": "Hi", "tools": [tool("mul")]}]
     (path := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     listed = [f"{code}:add", f"{code}:sub"]
-    config = RlctlConfig.model_validate({"environment": {"tools": listed, "tool_format": "hermes"}})
+    config = RlConfig.model_validate({"environment": {"tools": listed, "tool_format": "hermes"}})
     encoder, source = encoder_of(tiny_llama), open_prompts(DataConfig(name=str(path)))
     play = EnvironmentPlay.open(config, encoder, source[1])
     assert play is not None

@@ -14,10 +14,11 @@ import pytest
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_prompts
+from rlctl.data.row_types import LabelRows, PairRows, RowType, TextRows
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.errors import InputError
 from rlctl.jobs.tiny_model import CHAT_TEMPLATE
-from rlctl.settings.data import DataConfig, ModelConfig
+from rlctl.settings.data import DataConfig, ModelConfig, TextDataConfig
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -85,10 +86,13 @@ def encoder_of(model: Path, template: str | None = CHAT_TEMPLATE, **data: Any) -
     return PromptEncoder.build(tokenizer, settings, DataConfig.model_validate(data), model)
 
 
+TYPES: dict[str, RowType] = {"texts": TextRows(), "pairs": PairRows(), "labels": LabelRows()}
+
+
 def row_of(directory: Path, record: dict[str, Any], rows: str = "texts", **data: Any) -> PromptRow:
     path = directory / "rows.jsonl"
     path.write_text(json.dumps(record))
-    return open_prompts(DataConfig.model_validate({"name": str(path), "rows": rows, **data}))[0]
+    return open_prompts(TextDataConfig.model_validate({"name": str(path), **data}), rows=TYPES[rows])[0]
 
 
 def parts(encoder: PromptEncoder, text: TrainedText) -> tuple[str, list[str]]:
@@ -281,7 +285,7 @@ def test_a_row_without_a_text_is_refused_by_its_line(
 
 
 def test_answers_of_a_task_are_texts_too(tiny_llama: Path) -> None:
-    data = DataConfig(name="reasoning-gym:chain_sum", rows="texts", size=3)
+    data = DataConfig(name="reasoning-gym:chain_sum", size=3)
     encoder, row = encoder_of(tiny_llama), open_prompts(data)[0]
     (text,) = trained_texts(encoder, row)
     assert parts(encoder, text)[1] == [f"{row.answer}<|im_end|>"]
@@ -291,12 +295,12 @@ def test_rows_of_squad_are_a_context_a_question_and_the_first_answer(tmp_path: P
     path = tmp_path / "squad.jsonl"
     row = {"id": "1", "context": "It rained.", "question": "What fell?", "answers": {"text": ["Rain", "Water"]}}
     path.write_text(json.dumps(row) + "\n")
-    found = open_prompts(DataConfig(name=str(path), rows="texts"))[0]
+    found = open_prompts(DataConfig(name=str(path)), rows=TextRows())[0]
     assert found.prompt == [{"role": "system", "content": "It rained."}, {"role": "user", "content": "What fell?"}]
     assert found.answer == ("Rain",)
     path.write_text(json.dumps(row | {"answers": {"text": []}}) + "\n")
     with pytest.raises(InputError, match="the question has no answer"):
-        open_prompts(DataConfig(name=str(path), rows="texts"))
+        open_prompts(DataConfig(name=str(path)), rows=TextRows())
 
 
 def with_calls(arguments: Any) -> dict[str, Any]:
@@ -328,7 +332,7 @@ def test_calls_of_tools_are_trained_on_and_what_tools_say_is_not(
 def test_arguments_in_a_table_have_no_nulls_for_those_of_other_calls(tiny_llama: Path, tmp_path: Path) -> None:
     rows = [{"messages": with_calls(arguments)["messages"]} for arguments in ({"a": 1}, {"b": 2})]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := tmp_path / "calls.parquet")
-    encoder, source = encoder_of(tiny_llama, CALLING), open_prompts(DataConfig(name=str(path), rows="texts"))
+    encoder, source = encoder_of(tiny_llama, CALLING), open_prompts(DataConfig(name=str(path)), rows=TextRows())
     found = [parts(encoder, trained_texts(encoder, source[index])[0])[1][0] for index in range(2)]
     assert found == [
         f'<call>{{"name": "add", "arguments": {one}}}</call><|im_end|>' for one in ('{"a": 1}', '{"b": 2}')
@@ -371,12 +375,12 @@ def test_what_a_template_marks_has_a_loss(tiny_llama: Path, tmp_path: Path) -> N
 def test_questions_of_a_task_have_the_answer_of_another_as_the_rejected_one() -> None:
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     given = open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params, size=50))
-    source = open_prompts(DataConfig(name="reasoning-gym:chain_sum", rows="pairs", params=params, size=50))
+    source = open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params, size=50), rows=PairRows())
     for index in range(50):
         chosen, rejected = source[index].answer
         assert (chosen, source[index].prompt) == (given[index].answer, given[index].prompt)
         assert chosen != rejected
-    constant = open_prompts(DataConfig(name="reasoning-gym:chain_sum", rows="pairs", params=params, size=1))
+    constant = open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params, size=1), rows=PairRows())
     with pytest.raises(InputError, match="all have its answer"):
         constant[0]
 
@@ -385,17 +389,17 @@ def test_ranked_completions_are_a_pair_of_the_best_and_the_worst(tmp_path: Path)
     path, said = tmp_path / "ranked.jsonl", {"context": [{"role": "user", "content": "Hi"}]}
     ranked = [{"rank": rank, "completion": [{"role": "assistant", "content": str(rank)}]} for rank in (2, 0, 1)]
     path.write_text(json.dumps(said | {"completions": ranked}) + "\n")
-    row = open_prompts(DataConfig(name=str(path), rows="pairs"))[0]
+    row = open_prompts(DataConfig(name=str(path)), rows=PairRows())[0]
     assert [one[0]["content"] for one in row.answer] == ["0", "2"]
     for wrong, why in (([ranked[0], ranked[0]], "the same rank"), (["a", "b"], "a list of objects with `rank`")):
         path.write_text(json.dumps(said | {"completions": wrong}) + "\n")
         with pytest.raises(InputError, match=why):
-            open_prompts(DataConfig(name=str(path), rows="pairs"))[0]
+            open_prompts(DataConfig(name=str(path)), rows=PairRows())[0]
 
 
 def test_rows_of_help_steer_are_ordered_by_their_preference(tmp_path: Path) -> None:
     path = tmp_path / "steer.jsonl"
     row = {"context": [{"role": "user", "content": "Hi"}], "response1": "one", "response2": "two"}
     path.write_text("".join(json.dumps(row | {"overall_preference": value}) + "\n" for value in (-2, 0, 3)))
-    source = open_prompts(DataConfig(name=str(path), rows="pairs"))
+    source = open_prompts(DataConfig(name=str(path)), rows=PairRows())
     assert [source[index].answer for index in range(3)] == [("one", "two"), ("one", "one"), ("two", "one")]

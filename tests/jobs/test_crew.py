@@ -9,10 +9,10 @@ import pytest
 from rlctl.cluster.placement import Bundle
 from rlctl.errors import MachineError
 from rlctl.jobs.run_workers import RunWorkersSpec, engine_bundles, planned_workers, policy_environment
+from rlctl.methods.rl.config import RlConfig
 from rlctl.models.catalog import lookup
-from rlctl.planner.from_config import plan_from_config
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import TrainingConfig
+from support.plans import plan_of
 
 
 def on_nodes(**devices: int) -> tuple[Bundle, ...]:
@@ -54,14 +54,19 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     env = policy_environment(1, "cpu", training)
     assert env == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1", "NCCL_ALGO": "Ring"}
     on_gpus = policy_environment(None, "cuda", training)
-    assert on_gpus == {"OMP_NUM_THREADS": "2", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1", "NCCL_ALGO": "Ring"}
+    assert on_gpus == {
+        "OMP_NUM_THREADS": "2",
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_ALGO": "Ring",
+    }
 
 
 def workers_of(**generation: object) -> RunWorkersSpec:
     sections = {"model": {"name": "Qwen/Qwen3-8B"}, "cluster": {"gpu": "h100", "nodes": 2}, "generation": generation}
-    config, facts = RlctlConfig.model_validate(sections), lookup("Qwen/Qwen3-8B")
+    config, facts = RlConfig.model_validate(sections), lookup("Qwen/Qwen3-8B")
     assert facts is not None
-    return planned_workers(config, facts, plan_from_config(config, facts), Path("model"), None)
+    return planned_workers(config, facts, plan_of(config, facts), Path("model"), None)
 
 
 def test_nothing_sleeps_where_engines_have_devices_of_their_own() -> None:

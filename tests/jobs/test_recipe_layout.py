@@ -9,6 +9,9 @@ import pytest
 from rlctl.config.load import Resolved, resolve
 from rlctl.errors import ConfigError
 from rlctl.jobs.prepare import check_plan
+from rlctl.methods.available import method_from_config
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.result import Plan
 from support.catalog import model
 
 RECIPE = """
@@ -31,8 +34,12 @@ def resolved(folder: Path, name: str, *overrides: str) -> Resolved:
     return resolve(files=[folder / "recipe.yaml"], environment={}, overrides=overrides)
 
 
+def checked(asked: Resolved, facts: ModelFacts, gpu: str) -> tuple[Resolved, Plan]:
+    return check_plan(asked, facts, method_from_config(asked.config, tries_loss=False), gpu)
+
+
 def test_an_engine_that_is_larger_than_the_cluster_is_laid_out_by_the_planner(tmp_path: Path) -> None:
-    found, plan = check_plan(resolved(tmp_path, "Qwen/Qwen3-30B-A3B"), model("Qwen/Qwen3-30B-A3B"), "h100")
+    found, plan = checked(resolved(tmp_path, "Qwen/Qwen3-30B-A3B"), model("Qwen/Qwen3-30B-A3B"), "h100")
     assert plan.generation is not None
     assert plan.generation.replica_gpus <= 8
     assert plan.training is not None
@@ -44,13 +51,13 @@ def test_an_engine_that_is_larger_than_the_cluster_is_laid_out_by_the_planner(tm
 def test_a_value_of_the_command_line_is_refused_as_before(tmp_path: Path) -> None:
     asked = resolved(tmp_path, "Qwen/Qwen3-30B-A3B", "policy.generation.vllm_cfg.tensor_parallel_size=32")
     with pytest.raises(ConfigError, match=r"generation\.tp = 32"):
-        check_plan(asked, model("Qwen/Qwen3-30B-A3B"), "h100")
+        checked(asked, model("Qwen/Qwen3-30B-A3B"), "h100")
 
 
 def test_a_family_that_megatron_does_not_train_goes_to_the_other_backend(tmp_path: Path) -> None:
     """Its fields of Megatron-Core are left out, which is said."""
     facts = model("nvidia/NVIDIA-Nemotron-Nano-9B-v2")
-    found, plan = check_plan(resolved(tmp_path, "nvidia/NVIDIA-Nemotron-Nano-9B-v2"), facts, "h100")
+    found, plan = checked(resolved(tmp_path, "nvidia/NVIDIA-Nemotron-Nano-9B-v2"), facts, "h100")
     assert plan.backend == "dtensor"
     assert not found.config.megatron.passed
     assert any("training.backend" in note and "megatron.moe_router_dtype" in note for note in found.notes)

@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.prompts import open_prompts
+from rlctl.data.row_types import PROMPTS, LabelRows, PairRows, RowType, TextRows
 from rlctl.jobs.prepare import Job, prepare_job
 from rlctl.jobs.row_checks import look_at_rows, look_at_run
 from rlctl.jobs.shrink import MOST_PROCESSES, small_parallel, usual_letter
@@ -63,20 +64,18 @@ def test_a_tiny_model_is_of_the_kind_of_the_published_one() -> None:
     assert kinds == {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"}
 
 
-@pytest.mark.parametrize("rows", ["prompts", "texts", "pairs"])
-def test_generated_rows_have_the_columns_that_are_asked_for(tmp_path: Path, rows: Any) -> None:
-    data = DataConfig(
-        name="somebody/data", rows=rows, prompt_field="problem", prompt_template="{problem} ({level})"
-    )  # fmt: skip
-    generated_rows(tmp_path / "rows.jsonl", data, RewardConfig())
-    source = open_prompts(data.model_copy(update={"name": str(tmp_path / "rows.jsonl")}))
+@pytest.mark.parametrize("rows", [PROMPTS, TextRows(), PairRows(), LabelRows()])
+def test_generated_rows_have_the_columns_that_are_asked_for(tmp_path: Path, rows: RowType) -> None:
+    data = DataConfig(name="somebody/data", prompt_field="problem", prompt_template="{problem} ({level})")
+    generated_rows(tmp_path / "rows.jsonl", data, RewardConfig(), rows)
+    source = open_prompts(data.model_copy(update={"name": str(tmp_path / "rows.jsonl")}), rows=rows)
     assert len(source) > 8
     assert source[3].fields["level"] == "level 3"
     assert source[3].answer
 
 
 def test_plain_texts_are_generated_for_a_teacher_with_another_tokenizer(tmp_path: Path) -> None:
-    generated_rows(tmp_path / "rows.jsonl", DataConfig(name="somebody/data", rows="texts"), RewardConfig(), plain=True)
+    generated_rows(tmp_path / "rows.jsonl", DataConfig(name="somebody/data"), RewardConfig(), TextRows(), plain=True)
     assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0]).keys() == {"text"}
 
 
@@ -181,10 +180,10 @@ COVERING = {
     "cispo, Mixtral, float16": [*SMALL, "--model", "mistralai/Mixtral-8x7B-Instruct-v0.1", "--algorithm", "cispo",
                                 "--set", "model.dtype=float16", "--lora"],
     "sft, Mistral, LoRA": [*SMALL, "--model", "mistralai/Mistral-7B-Instruct-v0.3", "--algorithm", "sft", "--lora",
-                           "--data", "somebody/texts", "--set", "reward.terms=[]"],
-    "dpo, TP2 PP2": [*SMALL, *PAIRS, "--algorithm", "dpo", "--set", "reward.terms=[]", "--set", "training.tp=2",
+                           "--data", "somebody/texts"],
+    "dpo, TP2 PP2": [*SMALL, *PAIRS, "--algorithm", "dpo", "--set", "training.tp=2",
                      "--set", "training.pp=2"],
-    "rm, FSDP2 CP2": [*SMALL, *PAIRS, "--algorithm", "rm", "--set", "reward.terms=[]", "--backend", "dtensor",
+    "rm, FSDP2 CP2": [*SMALL, *PAIRS, "--algorithm", "rm", "--backend", "dtensor",
                       "--set", "training.cp=2"],
     "sapo, engines apart and ahead": [*SMALL, "--algorithm", "sapo", "--async", "--split"],
     "several turns": ["--preset", "laptop-tools"],

@@ -15,12 +15,12 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError, MachineError
 from rlctl.jobs import run as run_module
 from rlctl.jobs.run import RunJournal, RunSummary, crowded, how_to_resume
+from rlctl.methods.rl.config import RlConfig
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.request import Workload
 from rlctl.refit.records import RefitReport
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
-from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.display import Display
 from support.catalog import make_plan, model
 from support.groups import group
@@ -35,7 +35,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(run_module, "fetch", lambda handle: [f"{handle}.{sample}" for sample in range(2)])
 
     def take(**keys: Any) -> str:
-        config = RlctlConfig.model_validate({"run": {"steps": 5, **keys}})
+        config = RlConfig.model_validate({"run": {"steps": 5, **keys}})
         machine: Any = SimpleNamespace(metrics=dict)
         encoder = SimpleNamespace(text=lambda row: f"<user>{row.prompt}</user>")
         job: Any = SimpleNamespace(config=config, prompts=encoder)

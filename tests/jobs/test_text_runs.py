@@ -73,7 +73,7 @@ def test_a_model_is_trained_on_texts_and_resumed_as_if_it_had_not_stopped(
     assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
     done = run_here("train", "dpo", "--resume", "--run-dir", str(part), "--steps", "6")
     assert done.returncode == 2
-    assert "`data.rows` = 'pairs' (algorithm dpo), but the run was begun with 'texts'" in " ".join(done.stderr.split())
+    assert "`run.algorithm` = 'dpo' (train dpo), but the run was begun with 'sft'" in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow

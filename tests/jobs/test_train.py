@@ -17,11 +17,11 @@ import pytest
 
 from rlctl.cluster.session_files import family_shared_memory
 from rlctl.jobs.run_comparison import compare_memory, compare_run
-from rlctl.methods.rl.algorithm import NAMES_OF_A_STEP
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from rlctl.training.agreement import LIMITS
+from rlctl.training.method import NAMES_OF_A_STEP
 from support.processes import beyond_loopback, family_of
 from support.runs import (
     LIMIT_S,

@@ -13,23 +13,25 @@ import pytest
 import torch
 
 from rlctl.commands import options
-from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS, OWN_COMMANDS
 from rlctl.config.keys import field, known_keys
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods import available
 from rlctl.methods.available import (
+    ALGORITHMS,
     BUILT_IN,
-    OF_TEXTS,
-    OWN,
-    algorithm_from_config,
+    METHODS,
+    commands,
+    config_class,
+    defaults_of,
+    method_from_config,
     register,
-    require_algorithm,
 )
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.policy_gradient import PolicyGradient
-from rlctl.settings.config import RlctlConfig
+from rlctl.training.method import RunLoss
 from support.token_batches import token_batch
 
 LOSS = """
@@ -123,7 +125,10 @@ def losses(tmp_path: Path) -> Path:
 
 
 def configured(**sections: dict) -> Algorithm:
-    return algorithm_from_config(RlctlConfig.model_validate(sections))
+    config = config_class(sections.get("run", {}).get("algorithm", "grpo"))
+    method = method_from_config(config.model_validate(sections))
+    assert isinstance(method, Algorithm)
+    return method
 
 
 def test_grpo_is_the_default_and_an_unknown_name_is_told_the_known_ones() -> None:
@@ -136,7 +141,7 @@ def test_grpo_is_the_default_and_an_unknown_name_is_told_the_known_ones() -> Non
     assert "path/to/file.py:Class" in str(error.value.hint)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name: str) -> None:
     algorithm = configured(run={"algorithm": name}, teacher={"model": "m"} if name == "distillation" else {})
     assert isinstance(algorithm, PolicyGradient)
@@ -145,12 +150,12 @@ def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name:
 
 
 def test_what_sets_values_is_an_algorithm_and_the_flag_counts_them() -> None:
-    assert ALGORITHM_SETTINGS.keys() <= OWN.keys()
-    assert set(OWN_COMMANDS) == OF_TEXTS.keys()
+    assert set(commands()) == {"grpo", *METHODS}
+    assert all(field(key, config_class(name)) for name in BUILT_IN for key in defaults_of(name))
     option = options.FLAGS["algorithm"]
     named = option.help.split(" and ")[0].split(", ")
-    assert set(named) < set(BUILT_IN)
-    assert f"and {('five', 'six', 'seven')[len(BUILT_IN) - len(named) - 5]} more" in option.help
+    assert set(named) < set(ALGORITHMS)
+    assert f"and {('five', 'six', 'seven')[len(ALGORITHMS) - len(named) - 5]} more" in option.help
 
 
 @pytest.mark.parametrize(
@@ -163,26 +168,24 @@ def test_what_sets_values_is_an_algorithm_and_the_flag_counts_them() -> None:
 )  # fmt: skip
 def test_a_name_that_is_spelled_in_another_way_is_understood_and_told(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError) as error:
-        require_algorithm(RlctlConfig.model_validate({"run": {"algorithm": typed}}))
+        method_from_config(RlConfig.model_validate({"run": {"algorithm": typed}}))
     assert f"Did you mean {meant}" in str(error.value.hint)
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
 def test_the_table_of_the_documentation_has_every_algorithm_and_what_it_sets() -> None:
     rows = {
         cells[1].strip(" `"): cells[4] for cells in (line.split("|") for line in PAGE.splitlines()) if len(cells) == 9
     }
-    assert set(rows) - {"name", "---"} == set(BUILT_IN)
-    for name in BUILT_IN:
+    assert set(rows) - {"name", "---"} == set(ALGORITHMS)
+    for name in ALGORITHMS:
         sets = [text.partition("=") for text in re.findall("`([^`]+)`", rows[name])]
-        found = resolve(sets=[f"{key}={value}" for key, _, value in sets], environment={})
-        settings = ALGORITHM_SETTINGS.get(name, {})
-        assert {key for key, _, _ in sets} == settings.keys(), name
-        assert (
-            found.config == resolve(sets=[f"{key}={value}" for key, value in settings.items()], environment={}).config
-        )
+        of_name = [f"run.algorithm={name}"]
+        found = resolve(sets=[*of_name, *(f"{key}={value}" for key, _, value in sets)], environment={})
+        assert {key for key, _, _ in sets} == defaults_of(name).keys(), name
+        assert found.config == resolve(sets=of_name, environment={}).config
 
 
 def test_every_key_that_the_documentation_names_exists() -> None:

@@ -13,8 +13,8 @@ from rlctl.backends.batch import MinibatchResult, TokenBatch
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.methods.kto import Kto
-from rlctl.methods.rl.algorithm import RunLoss
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 from support.groups import group
 
 LENGTHS, GOOD, Z0, BETA = (3, 1, 4), (True, False, True), 0.4, 0.3
@@ -81,6 +81,6 @@ def test_the_text_next_to_a_completion_is_for_the_estimate_alone() -> None:
         assert math.isclose(algorithm.z0, expected)
 
 
-def test_keys_of_pairs_have_no_effect_on_labels() -> None:
-    with pytest.raises(ConfigError, match="sft_weight has no effect"):
+def test_keys_of_pairs_do_not_exist_for_labels() -> None:
+    with pytest.raises(ConfigError, match="no key `sft_weight` in the section `preference`"):
         made("preference.sft_weight=1")

@@ -13,10 +13,10 @@ import torch
 from rlctl.backends.batch import MinibatchResult, TokenBatch
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
-from rlctl.methods.available import algorithm_from_config
-from rlctl.methods.rl.algorithm import RunLoss
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.available import method_from_config
+from rlctl.methods.preference import DpoConfig
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 from support.groups import group
 
 LENGTHS = [(3, 5), (2, 0), (4, 1)]
@@ -24,7 +24,7 @@ LENGTHS = [(3, 5), (2, 0), (4, 1)]
 BETA = 0.3
 
 
-def config(**preference: Any) -> RlctlConfig:
+def config(**preference: Any) -> DpoConfig:
     sets = [f"preference.{key}={value}" for key, value in preference.items()]
     return resolve(flags={"run.algorithm": "dpo"}, sets=sets, environment={}).config
 
@@ -67,7 +67,7 @@ def in_plain_python(smoothing: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_and_the_metrics_are_those_of_the_paper_however_pairs_are_dealt(smoothing: float) -> None:
-    run_loss = RunLoss(algorithm_from_config(config(beta=BETA, label_smoothing=smoothing)))
+    run_loss = RunLoss(method_from_config(config(beta=BETA, label_smoothing=smoothing)))
     expected = in_plain_python(smoothing)
     for dealt in ([[0, 1, 2]], [[2], [0, 1]]):
         outputs = [run_loss(batch(pairs)) for pairs in dealt]
@@ -85,7 +85,7 @@ def test_the_loss_and_the_metrics_are_those_of_the_paper_however_pairs_are_dealt
 
 
 def test_the_gradient_is_that_of_the_paper() -> None:
-    algorithm = algorithm_from_config(config(beta=BETA))
+    algorithm = method_from_config(config(beta=BETA))
     whole = batch([0, 1, 2])
     RunLoss(algorithm)(whole).loss.backward()
     start = 0
@@ -133,7 +133,7 @@ def of_one_pair(pair: int, loss: str, average: bool, weight: float) -> float:
 def test_losses_of_its_kind_are_those_of_their_papers(loss: str, average: bool, weight: float) -> None:
     margin = {"target_margin": 0.5} if loss == "simpo" else {}
     wanted = config(beta=BETA, loss=loss, average=str(average).lower(), sft_weight=weight, **margin)
-    algorithm = algorithm_from_config(wanted)
+    algorithm = method_from_config(wanted)
     assert (algorithm.needs == {"reference_logprobs"}) == (loss in ("dpo", "ipo"))
     pairs = [0, 2]  # a text without tokens has no odds
     given = batch(pairs)
@@ -155,17 +155,10 @@ def test_keys_of_another_loss_are_refused() -> None:
 
 def test_optimizer_steps_divide_a_batch_between_pairs() -> None:
     groups = [group(position, [0.0, 0.0], [3, 2]) for position in range(3)]
-    made = make_batch(groups, algorithm_from_config(config()), 2)
+    made = make_batch(groups, method_from_config(config()), 2)
     assert [[(one.position, one.sample) for one in step] for step in made.minibatches] == [
         [(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)],
     ]  # fmt: skip
     assert [one.token_weight for step in made.minibatches for one in step] == [0.5] * 4 + [1] * 2
-    with pytest.raises(ConfigError, match="8 pairs do not split into batch"):
+    with pytest.raises(ConfigError, match="8 rows do not split into batch"):
         resolve(flags={"run.algorithm": "dpo", "batch.optimizer_steps": 16}, environment={})
-
-
-def test_the_built_in_losses_are_for_the_rows_that_they_learn_from() -> None:
-    for name, rows in (("grpo", "texts"), ("sft", "prompts"), ("dpo", "texts")):
-        wanted = resolve(flags={"run.algorithm": name, "data.rows": rows}, environment={}).config
-        with pytest.raises(ConfigError, match=f"data.rows = {rows}"):
-            algorithm_from_config(wanted)

@@ -11,8 +11,8 @@ import pytest
 from rlctl.backends.clients import only_result
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.methods.available import OWN, algorithm_from_config
-from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.available import OWN, method_from_config
+from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools
 from support.reference import hf_model, make_batch, megatron_weights
@@ -26,7 +26,7 @@ OF_TOKENS = [name for name in OWN if name not in ("distill", "rm")]
 
 def loss_of(name: str) -> RunLoss:
     sets = ("teacher.model=named",) if name == "distillation" else PENALTY
-    return RunLoss(algorithm_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config))
+    return RunLoss(method_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config))
 
 
 def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list[Any]:

@@ -18,10 +18,9 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import CHUNK, RolloutColumns
 from rlctl.data.texts import TrainedText
-from rlctl.methods.distill import Distill
-from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.distill import Distill, DistillConfig
 from rlctl.rollouts.dataset import columns_of
-from rlctl.settings.config import RlctlConfig
+from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference import Optim, hf_model, megatron_weights
@@ -120,11 +119,11 @@ def test_a_student_learns_from_a_teacher_with_other_tokens(
     teaching = Teaching(250, TOP, by_text=True)
     ranks = pools(teacher.parallel.world_size).run(run_teacher, teacher, held[1], texts(), teaching, rollouts(1))
     known = together([own for own, _ in ranks])
-    options = {"loss": "top-k", "top_k": TOP, "forward_share": 0.7, "sft_weight": 0.5, "balanced": True}
-    config = RlctlConfig.model_validate(
-        {"run": {"algorithm": "distill"}, "data": {"rows": "texts"}, "distillation": options,
-         "teacher": {"model": "named", "own_tokenizer": True}}
-    )  # fmt: skip
+    options = {"top_k": TOP, "forward_share": 0.7, "sft_weight": 0.5, "balanced": True}
+    teacher_section = {"model": "named", "own_tokenizer": True}
+    config = DistillConfig.model_validate(
+        {"run": {"algorithm": "distill"}, "distillation": options, "teacher": teacher_section}
+    )
     found = pools(student.parallel.world_size).run(
         run_student, student, held[0], texts(), known, RunLoss(Distill(config)), rollouts(0), PROJECTION
     )

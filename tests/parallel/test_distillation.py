@@ -14,9 +14,8 @@ from torch import Tensor
 from rlctl.backends.base import Teaching
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
-from rlctl.methods.rl.algorithm import RunLoss
-from rlctl.methods.rl.distillation import Distillation
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.distillation import Distillation, DistillationRlConfig
+from rlctl.training.method import RunLoss
 from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
@@ -132,7 +131,7 @@ def check(pools: Pools, student: Case, teacher: Case, form: str, of_student: Mod
         assert kept["trained"] == 0
         assert kept["freed"] > 0
     known = together([own for own, _ in ranks])
-    config = RlctlConfig.model_validate(
+    config = DistillationRlConfig.model_validate(
         {"run": {"algorithm": "distillation"}, "distillation": options, "loss": {"importance_correction": "off"}}
     )
     run_loss = RunLoss(Distillation(config))

@@ -17,10 +17,11 @@ from rlctl.backends.clients import only_result
 from rlctl.backends.packing import plan_batch
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.methods.available import algorithm_from_config
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.settings.training import OptimizerConfig
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 from support import parallel_cases
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
@@ -31,7 +32,7 @@ ROW = 48
 
 
 def sft() -> Algorithm:
-    return algorithm_from_config(resolve(flags={"run.algorithm": "sft"}, environment={}).config)
+    return method_from_config(resolve(flags={"run.algorithm": "sft"}, environment={}).config)
 
 
 def run_images(rank: int, case: Case, model: Path) -> tuple[MinibatchResult | None, Any]:

@@ -20,12 +20,13 @@ from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
-from rlctl.methods.available import algorithm_from_config
+from rlctl.methods.available import method_from_config
 from rlctl.methods.kto import Kto
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import OptimizerConfig
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
 from support.reference import facts, hf_model
@@ -55,7 +56,7 @@ def head_of() -> torch.Tensor:
 
 
 def algorithm_of(name: str) -> Algorithm:
-    return algorithm_from_config(resolve(flags={"run.algorithm": name}, environment={}).config)
+    return method_from_config(resolve(flags={"run.algorithm": name}, environment={}).config)
 
 
 def batch_of(name: str) -> TrainBatch:

@@ -12,10 +12,10 @@ import torch
 from rlctl.backends.clients import only_result
 from rlctl.backends.results import NORM_CHUNK
 from rlctl.config.parallel import ParallelSpec
-from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.gspo import Gspo
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import LoraConfig
+from rlctl.training.method import RunLoss
 from support.parallel_cases import (
     Case,
     assemble,
@@ -118,7 +118,7 @@ def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, paralle
 def test_sums_over_a_rollout_are_whole_where_ranks_share_its_tokens(pools: Pools) -> None:
     """GSPO's ratio and the corrections of sequences, in a second step, where the policy is not the old one any more."""
     options = {"importance_level": "sequence", "importance_cap": 3.0, "sequence_mask": [0.8, 1.2], "level": "sequence"}
-    loss = RunLoss(Gspo(RlctlConfig.model_validate({"loss": options})))
+    loss = RunLoss(Gspo(RlConfig.model_validate({"loss": options})))
     whole, shared = (
         pools(2).run(run_case, Case(parallel=parallel), reference_weights("llama"), make_batch(), loss)
         for parallel in (ParallelSpec(dp=2), ParallelSpec(cp=2))

@@ -10,9 +10,10 @@ from rlctl.config.load import resolve
 from rlctl.errors import MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
-from rlctl.planner.from_config import local_gpus, moment_bytes, plan_from_config
+from rlctl.planner.from_config import local_gpus, moment_bytes
 from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
+from support.plans import plan_of
 
 LISTED = "0, GPU-aa11, NVIDIA H100 80GB HBM3\n1, GPU-aa22, NVIDIA H100 80GB HBM3\n2, GPU-bb33, NVIDIA A100-SXM4-80GB\n"
 
@@ -65,7 +66,7 @@ def test_the_optimizers_moments_are_planned() -> None:
     assert facts is not None
     for optimizer in ("adam", "sgd"):
         sets = ["cluster.gpu=h100", "cluster.gpus_per_node=8", "training.tp=8", f"optimizer.optimizer={optimizer}"]
-        plan = plan_from_config(resolve(sets=sets).config, facts)
+        plan = plan_of(resolve(sets=sets).config, facts)
         states.append(plan.memory["training"].parts["optimizer"])
     assert states[1] * 12 == pytest.approx(states[0] * 8)
 
@@ -76,7 +77,7 @@ def test_what_an_engine_is_told_changes_what_is_planned_of_it() -> None:
 
     def planned(*sets: str) -> Plan:
         assert facts is not None
-        return plan_from_config(resolve(sets=[*machine, *pins, *sets], environment={}).config, facts)
+        return plan_of(resolve(sets=[*machine, *pins, *sets], environment={}).config, facts)
 
     def tokens(plan: Plan) -> int:
         assert plan.generation is not None
@@ -101,7 +102,7 @@ def test_experts_one_after_the_other_and_rows_of_one_rollout_have_their_own_time
         assert facts is not None
         machine = ["model.name=x", f"cluster.gpu={gpu}", "cluster.nodes=1", "cluster.gpus_per_node=8"]
         config = resolve(sets=[*machine, "training.backend=megatron", *sets], environment={}).config
-        return plan_from_config(config, facts).seconds[Phase.TRAINING]
+        return plan_of(config, facts).seconds[Phase.TRAINING]
 
     of_experts = "Qwen/Qwen3-30B-A3B", "h200", "training.pp=1", "training.ep=8"
     assert training_s(*of_experts, "megatron.moe_grouped_gemm=false") > training_s(*of_experts)

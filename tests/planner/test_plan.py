@@ -12,12 +12,13 @@ import pytest
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError, NoPlanError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import Adapters, TrainingChoice
 from rlctl.planner.costs.memory import host_memory, training_memory
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.costs.time import logprobs_time, offload_seconds
-from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
+from rlctl.planner.from_config import cluster_from_config, pins_from_config
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Goal, Request, Workload
@@ -26,10 +27,10 @@ from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.run import ClusterConfig
 from rlctl.telemetry.phases import Phase
 from support.catalog import make_plan, model
+from support.plans import plan_of
 
 CPU = ClusterFacts(cpu_device(2, 24 * GIB), 1, 0)
 
@@ -224,15 +225,15 @@ def test_the_optimizer_of_fsdp_is_explained_by_its_two_moments() -> None:
     assert f"{8.03e9 / GIB:.2f} GiB = 8 bytes x (dense / 8 ranks" in explain(made)
 
 
-def float8(gpu: str, **more: object) -> RlctlConfig:
+def float8(gpu: str, **more: object) -> RlConfig:
     values = {"model": {"name": "Llama-3.1-8B"}, "cluster": {"gpu": gpu, "nodes": 1}, "megatron": {"fp8": "hybrid"}}
-    return RlctlConfig.model_validate(values | more)
+    return RlConfig.model_validate(values | more)
 
 
 def test_float8_training_is_planned_where_it_is_asked_for() -> None:
     facts = model("Llama-3.1-8B")
-    usual = plan_from_config(float8("h100", megatron={}), facts)
-    made = plan_from_config(float8("h100"), facts)
+    usual = plan_of(float8("h100", megatron={}), facts)
+    made = plan_of(float8("h100"), facts)
     assert (usual.training.precision, made.training.precision) == ("bf16", "fp8")
     assert made.runnable
     assert made.seconds[Phase.TRAINING] < usual.seconds[Phase.TRAINING]
@@ -258,7 +259,7 @@ def test_float8_training_is_planned_where_it_is_asked_for() -> None:
 )
 def test_float8_is_refused_where_it_cannot_be_by_its_key(gpu: str, more: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"megatron\.fp8 = .*{why}"):
-        plan_from_config(float8(gpu, **more), model("Llama-3.1-8B"))
+        plan_of(float8(gpu, **more), model("Llama-3.1-8B"))
 
 
 def test_float8_takes_sides_that_are_multiples_of_16() -> None:
@@ -441,7 +442,7 @@ def test_texts_name_model_machine_and_numbers() -> None:
 
 
 def test_configuration_keys_become_pins_and_plan_values_valid_keys() -> None:
-    config = RlctlConfig.model_validate(
+    config = RlConfig.model_validate(
         {
             "training": {"tp": 2},
             "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100"},
@@ -449,21 +450,21 @@ def test_configuration_keys_become_pins_and_plan_values_valid_keys() -> None:
         }
     )
     assert pins_from_config(config) == {"training.tp": 2}
-    made = plan_from_config(config, model("Llama-3.1-8B"))
+    made = plan_of(config, model("Llama-3.1-8B"))
     assert made.training.parallel.tp == 2
     for key, value in made.config_values().items():
         section, name = key.split(".")
         changed = config.model_dump() | {section: config.model_dump()[section] | {name: value}}
-        RlctlConfig.model_validate(changed)
+        RlConfig.model_validate(changed)
 
 
 def test_a_gpu_preset_on_a_machine_without_is_the_machine_s_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    config = RlctlConfig(cluster=ClusterConfig(nodes=1, gpus_per_node=8))
+    config = RlConfig(cluster=ClusterConfig(nodes=1, gpus_per_node=8))
     with pytest.raises(MachineError):
         cluster_from_config(config)
     assert cluster_from_config(config, assume="h100").gpus == 8
-    assert cluster_from_config(RlctlConfig(cluster=ClusterConfig(gpu="cpu"))).is_cpu
+    assert cluster_from_config(RlConfig(cluster=ClusterConfig(gpu="cpu"))).is_cpu
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.errors import InputError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs.cluster import (
@@ -26,7 +27,6 @@ from rlctl.planner.inputs.cluster import (
     with_profile,
 )
 from rlctl.planner.inputs.request import Workload
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.run import ClusterConfig
 from rlctl.telemetry.phases import Phase
 from support.catalog import make_plan
@@ -86,7 +86,7 @@ def test_a_gpu_that_reaches_what_it_should_keeps_its_peak() -> None:
 
 def test_the_planner_takes_the_profile_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCTL_MACHINE_PROFILE", str(tmp_path / "machine.json"))
-    config = RlctlConfig(cluster=ClusterConfig(gpu="cpu"))
+    config = RlConfig(cluster=ClusterConfig(gpu="cpu"))
     assert cluster_from_config(config).origin == "table"
     save_profile(profile(devices=local_cpu().cores, matmul=12e9), profile_path())
     assert cluster_from_config(config).device.bf16 == 12e9

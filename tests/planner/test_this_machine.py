@@ -14,11 +14,12 @@ from rlctl.doctor.gpus import Gpu, check_driver
 from rlctl.doctor.network import NodeFacts, compare_memory
 from rlctl.errors import ConfigError
 from rlctl.jobs.run_workers import policy_environment
+from rlctl.methods.rl.config import RlConfig
 from rlctl.models.catalog import lookup
-from rlctl.planner.from_config import cluster_from_config, plan_from_config
+from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import TrainingConfig
+from support.plans import plan_of
 
 SMI = """#!/bin/sh
 case "$*" in
@@ -45,7 +46,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return report
 
 
-def config(*sets: str) -> RlctlConfig:
+def config(*sets: str) -> RlConfig:
     return resolve("1gpu", sets=["model.name=Qwen/Qwen3-0.6B", *sets], environment={}).config
 
 
@@ -110,9 +111,9 @@ def test_a_gpu_without_bfloat16_is_planned_in_float16_alone() -> None:
     facts, machine = lookup("Qwen/Qwen3-0.6B"), ["cluster.gpu=v100", "generation.max_new_tokens=128"]
     assert facts is not None
     with pytest.raises(ConfigError, match="has no units for it") as caught:
-        plan_from_config(config(*machine), facts)
+        plan_of(config(*machine), facts)
     assert "model.dtype=float16" in (caught.value.hint or "")
-    assert plan_from_config(config(*machine, "model.dtype=float16"), facts).runnable
+    assert plan_of(config(*machine, "model.dtype=float16"), facts).runnable
 
 
 def test_memory_of_control_groups(tmp_path: Path) -> None:

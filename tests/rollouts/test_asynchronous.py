@@ -20,11 +20,12 @@ import pytest
 from rlctl.backends.messages import GroupRequest, GroupResult
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError, WaitTimeoutError, WorkerError
+from rlctl.methods.rl.algorithm import refuse_async
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts import asynchronous, scored_groups
 from rlctl.rollouts.asynchronous import GROUPS_FILE, AsynchronousSource
 from rlctl.rollouts.scored_groups import Scorers
-from rlctl.rollouts.source import RolloutBatch, refuse_async, sample_seed
-from rlctl.settings.config import RlctlConfig
+from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.telemetry.phases import StepTimer
 from support.rollouts import VERSION, Prompts, Scorer, answer
 
@@ -142,7 +143,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
         **rollouts: Any,
     ) -> tuple[AsynchronousSource, Engines, Sync]:
         told: list[str] = []
-        config = RlctlConfig.model_validate({
+        config = RlConfig.model_validate({
             "batch": {"prompts": 2, "generations": 2}, "run": {"seed": 5, "steps": steps},
             "refit": {"in_flight": in_flight}, "rollouts": {"mode": "async", **rollouts}, **(sections or {}),
         })  # fmt: skip
@@ -590,13 +591,13 @@ def test_a_damaged_file_of_finished_groups_is_named(make: Any, tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_made_while_the_policy_trains_is_refused(sections: Any, words: str) -> None:
-    config = RlctlConfig.model_validate({"rollouts": {"mode": "async"}, **sections})
+    config = RlConfig.model_validate({"rollouts": {"mode": "async"}, **sections})
     with pytest.raises(ConfigError) as caught:
         refuse_async(config)
     assert words in f"{caught.value.message} {caught.value.hint}"
-    refuse_async(RlctlConfig.model_validate(sections))
+    refuse_async(RlConfig.model_validate(sections))
 
 
 def test_rollouts_of_older_weights_are_trained_on_without_a_correction_where_that_is_asked_for() -> None:
     sections = {"rollouts": {"mode": "async", "uncorrected": True}, "loss": {"importance_correction": "off"}}
-    refuse_async(RlctlConfig.model_validate(sections))
+    refuse_async(RlConfig.model_validate(sections))

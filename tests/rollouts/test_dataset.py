@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlctl.errors import InputError
+from rlctl.methods.available import config_class, method_from_config
 from rlctl.rollouts.dataset import HeldOutTexts, ScoredTexts, TextStream
-from rlctl.settings.config import RlctlConfig
 
 PAIR = {"prompt": "Say a", "chosen": "aaa", "rejected": "aaz"}
 Open = Callable[..., TextStream]
@@ -22,9 +22,12 @@ def opened(tiny_llama: Path, tmp_path: Path) -> Open:
     def of(rows: list[dict[str, Any]], kind: type[TextStream] = TextStream, **sections: Any) -> TextStream:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        name = {"rows": "labels" if "label" in rows[0] else "pairs", "name": str(path)}
-        config = RlctlConfig.model_validate({"data": name, "batch": {"generations": 2}, **sections})
-        stream = kind.open(config, tiny_llama)
+        own = "kto" if "label" in rows[0] else "rm" if kind is ScoredTexts else "dpo"
+        sections = {key: value for key, value in sections.items() if key != "preference" or own == "dpo"}
+        run = {"algorithm": own, **sections.pop("run", {})}
+        config = config_class(own).model_validate({"data": {"name": str(path)}, "run": run, **sections})
+        stream = method_from_config(config, tries_loss=False).open_data(tiny_llama)
+        assert isinstance(stream, kind)
         stream.limit, of.config = 64, config  # type: ignore[attr-defined]
         return stream
 

@@ -21,11 +21,11 @@ from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart, contexts_of
 from rlctl.errors import InputError, WorkerError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
 from support.chat_formats import FORMATS, write_of_formats
 from support.engine_host import SwappingEngine, hosted
@@ -50,10 +50,10 @@ def host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 def spec(model: Path) -> EngineSpec:
     from rlctl.backends.vllm.args import engine_spec
-    from rlctl.settings.config import RlctlConfig
+    from rlctl.methods.rl.config import RlConfig
 
     generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}
-    config = RlctlConfig.model_validate({"generation": generation})
+    config = RlConfig.model_validate({"generation": generation})
     return engine_spec(config, tiny_facts(tied=False), model, device="cpu", max_length=512, threads=1)
 
 
@@ -171,7 +171,7 @@ def play(
     opens it."""
     named = f"{TOYS}:{name}" if name[0].isupper() else name
     environment = {"name": named, "params": params, **(limits or {})}
-    config = RlctlConfig.model_validate({"environment": environment, "model": {"chat_template": template}})
+    config = RlConfig.model_validate({"environment": environment, "model": {"chat_template": template}})
     encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
     found = EnvironmentPlay.open(config, encoder, ROW)
     assert found is not None
@@ -244,7 +244,7 @@ def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any
         "reward": {"overlong_buffer": 0.5},
         "filter": {"truncated": "mask"},
     }
-    algorithm = Grpo(RlctlConfig.model_validate(sections))
+    algorithm = Grpo(RlConfig.model_validate(sections))
     for result in played(host, tiny_llama, made, ends=() if cut else every):
         (group,), _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
         for rollout in group.rollouts:
@@ -320,7 +320,7 @@ def test_a_template_that_keeps_thoughts_is_said_to(tiny_llama: Path) -> None:
     made = play(tiny_llama, "Counting", {"thinking": "template"})
     assert any("keeps thoughts" in note for note in made.notes)
     with pytest.raises(ValueError, match=r"environment\.thinking=template needs a template"):
-        RlctlConfig.model_validate({"environment": {"thinking": "template", "append": "raw"}})
+        RlConfig.model_validate({"environment": {"thinking": "template", "append": "raw"}})
 
 
 @pytest.mark.parametrize(("how", "begins"), [("chat", 1), ("stream", 1), ("tools", 1), ("ids", 1), ("several", 1)])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rlctl.data.prompt_rows import difficulties
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts.prompt_order import PassRateOrder, PromptOrder, PromptStream
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig
 from support.groups import group
 
@@ -166,8 +166,8 @@ def test_an_order_by_pass_rates_resumes_exactly_and_keeps_epochs_whole(
 
 
 def stream(tiny_llama: Path, steps: int = 6, **data: Any) -> PromptStream:
-    config = RlctlConfig.model_validate({"data": data, "batch": {"prompts": 4}, "run": {"steps": steps, "seed": 3}})
-    return PromptStream.open(config, tiny_llama)
+    config = RlConfig.model_validate({"data": data, "batch": {"prompts": 4}, "run": {"steps": steps, "seed": 3}})
+    return PromptStream.open_rollouts(config, tiny_llama)
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ import pytest
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.errors import InputError, WorkerError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts import synchronous
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.synchronous import SynchronousSource
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.generation import FilterConfig
 from rlctl.telemetry.phases import StepTimer
 from support.rollouts import VERSION, Prompts, Scorer, answer
 
-CONFIG = RlctlConfig.model_validate({"batch": {"prompts": 3, "generations": 2}, "run": {"seed": 5}})
+CONFIG = RlConfig.model_validate({"batch": {"prompts": 3, "generations": 2}, "run": {"seed": 5}})
 
 
 class Turns:
@@ -99,7 +99,7 @@ def test_a_source_that_takes_over_asks_for_what_the_first_would_have(asked: list
 REPLACES = CONFIG.model_copy(update={"filter": FilterConfig(groups="replace", max_rounds=3)})
 
 
-def fussy(config: RlctlConfig = REPLACES, turns: Turns | None = None) -> SynchronousSource:
+def fussy(config: RlConfig = REPLACES, turns: Turns | None = None) -> SynchronousSource:
     """A source whose algorithm trains on the groups at every third position."""
     prompts: Any = Prompts()
     workers: Any = Scorers(Scorer())  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ from rlctl.backends.messages import SampleRequest, SampleResult, Sampling
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.plan import Reply
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
 from rlctl.rollouts.turn_faults import Said, episode_faults, faults_of
-from rlctl.settings.config import RlctlConfig
 
 THINKS, CALLS = "malformed_thinking", "invalid_tool_call"
 
@@ -78,7 +78,7 @@ class Saying:
 
 
 def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:
-    config = RlctlConfig.model_validate({"environment": {"name": "guess-number"}})
+    config = RlConfig.model_validate({"environment": {"name": "guess-number"}})
     encoder = PromptEncoder.build(load_tokenizer(tiny_llama, config.model), config.model, config.data, tiny_llama)
     row = PromptRow(0, "row 0", "2 + 3?", "5")
     play = EnvironmentPlay.open(config, encoder, row)
@@ -130,7 +130,7 @@ def test_faults_that_take_the_reward_are_those_of_nemo_rl(turns: list[Said], fau
 
 @pytest.mark.parametrize("limits", [{"no_reward": ["malformed-thinking"]}, {"unwanted_tokens": [7]}, {}])
 def test_an_episode_with_such_a_fault_has_no_reward(tiny_llama: Path, limits: dict[str, Any]) -> None:
-    config = RlctlConfig.model_validate({"environment": {"name": "guess-number", "turns": 1, **limits}})
+    config = RlConfig.model_validate({"environment": {"name": "guess-number", "turns": 1, **limits}})
     encoder = PromptEncoder.build(load_tokenizer(tiny_llama, config.model), config.model, config.data, tiny_llama)
     row = PromptRow(0, "row 0", "2 + 3?", "5")
     play = EnvironmentPlay.open(config, encoder, row)

@@ -15,19 +15,19 @@ import pytest
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import ConfigError, InputError
+from rlctl.methods.rl.config import RlConfig
 from rlctl.rewards.reward_worker import GroupScores, ScoreRequest
 from rlctl.rollouts import validation
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, SampledValidation, ValidationSet
-from rlctl.settings.config import RlctlConfig
 
 ROWS = tuple(PromptRow(index, f"row {index}", f"question {index}", "7") for index in (4, 2, 9))
 
 
-def config(run: dict[str, Any] | None = None, **wanted: Any) -> RlctlConfig:
-    return RlctlConfig.model_validate(
+def config(run: dict[str, Any] | None = None, **wanted: Any) -> RlConfig:
+    return RlConfig.model_validate(
         {"validation": {"every": 2, **wanted}, "run": {"seed": 5, "steps": 7, **(run or {})}}
     )
 
@@ -83,7 +83,7 @@ class Scorer:
 
 
 def validating(
-    asked: RlctlConfig, rewards: Sequence[tuple[float | None, ...]], monkeypatch: pytest.MonkeyPatch
+    asked: RlConfig, rewards: Sequence[tuple[float | None, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[SampledValidation, Engines]:
     engines, plan = Engines(), SimpleNamespace(timeout_s=1.0, terms=())
     monkeypatch.setattr(validation, "generate_groups", engines.generate)
@@ -193,12 +193,12 @@ def test_what_needs_validations_says_so(run: dict[str, Any], wanted: dict[str, A
         config(run, **wanted)
 
 
-def opened(tiny_llama: Path, tmp_path: Path, **sections: Any) -> tuple[PromptStream, ValidationSet | None, RlctlConfig]:
+def opened(tiny_llama: Path, tmp_path: Path, **sections: Any) -> tuple[PromptStream, ValidationSet | None, RlConfig]:
     path = tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"What is {n}?", "answer": str(n)}) + "\n" for n in range(30)))
     data, reward = {"name": str(path), "prompt_suffix": " Now."}, {"terms": [{"name": "exact-match"}]}
-    made = RlctlConfig.model_validate({"data": data, "reward": reward, **sections})
-    prompts = PromptStream.open(made, tiny_llama)
+    made = RlConfig.model_validate({"data": data, "reward": reward, **sections})
+    prompts = PromptStream.open_rollouts(made, tiny_llama)
     return prompts, ValidationSet.open(made, prompts, tiny_llama), made
 
 

@@ -16,8 +16,8 @@ from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import HEAD as MODULE_HEAD
 from rlctl.backends.dtensor.worker import DTensorWorker
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages
-from rlctl.settings.config import RlctlConfig
 from support.parallel_cases import (
     Batch,
     Case,
@@ -39,7 +39,7 @@ from support.reference import Optim, close, facts, hf_model, megatron_weights
 
 CLIP = 0.05
 GAMMA, LAMBDA = 0.98, 0.9
-CONFIG = RlctlConfig.model_validate(
+CONFIG = RlConfig.model_validate(
     {
         "advantage": {"baseline": "critic", "normalize_std": False, "whiten": True},
         "critic": {"gamma": GAMMA, "gae_lambda": LAMBDA},

@@ -251,12 +251,12 @@ class FamilyEngine:
     ) -> None:
         from rlctl.backends.vllm.args import engine_spec
         from rlctl.checkpoints.hf.model_facts import facts_in
-        from rlctl.settings.config import RlctlConfig
+        from rlctl.methods.rl.config import RlConfig
         from rlctl.weights.vllm import VllmParallel
 
         self.group, self.family, self.model = group, family, model
         generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20} | sections.pop("generation", {})
-        config = RlctlConfig.model_validate({"generation": generation} | sections)
+        config = RlConfig.model_validate({"generation": generation} | sections)
         sizes = config.generation
         self.parallel = VllmParallel(tp, sizes.dp or 1, bool(sizes.ep), sizes.pp or 1)
         facts = facts_in(model)

@@ -61,12 +61,12 @@ def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: 
     """A running engine for a tiny Llama."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.settings.config import RlctlConfig
+    from rlctl.methods.rl.config import RlConfig
     from support.engine_host import VLLM
 
     # So few tokens a step that prompts are computed in parts, as long ones are.
     generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, "max_batched_tokens": 256}
-    config = RlctlConfig.model_validate({"generation": generation})
+    config = RlConfig.model_validate({"generation": generation})
     facts = tiny_facts(tied="tied" in model.name)
     spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=tp)
     worker = WorkerSpec({"worker": VLLM, "spec": spec}, (placement.bundles[0],), spec.environment)

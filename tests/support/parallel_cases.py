@@ -34,11 +34,11 @@ from rlctl.backends.messages import Truncation
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
-from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.models.facts import ModelFacts
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
+from rlctl.training.method import RunLoss
 from support.pool import Published
 from support.reference import Optim, advantage, facts, prompt_tokens, reference_weights, token_loss
 
@@ -269,7 +269,7 @@ def run_without(
 ) -> list[Piece]:
     """Two steps under GRPO's loss on rollouts with the advantages of their groups: on all of them, and on those whose
     advantage is not 0."""
-    loss = RunLoss(Grpo(RlctlConfig()))
+    loss = RunLoss(Grpo(RlConfig()))
     rows = [replace(row, advantage=advantages[row.position]) for row in rows_of(batch)]
     found = []
     for own in (rows, [row for row in rows if row.advantage]):

@@ -15,7 +15,7 @@ from rlctl.cluster.ray_session import put
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LOSS_WEIGHTS
 from rlctl.data.texts import TrainedText
-from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.texts import TextMethod
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.metrics import Metric
@@ -60,13 +60,10 @@ class ToySource:
     def restore(self, state: Mapping[str, Any], directory: Path) -> None: ...
 
 
-class TwoLosses(Algorithm):
+class TwoLosses(TextMethod):
     """Minus the log-prob of tokens that are imitated, and half of the probability of the others."""
 
     metrics = (Metric("imitated_tokens", "sum"),)
-
-    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
-        return np.zeros(len(rewards_G))
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         imitated_R = batch.extra_R[IMITATED] > 0

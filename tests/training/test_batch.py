@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from rlctl.backends.batch import TrainBatch
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.methods.rl.advantages import group_advantages, whitened, whitened_rollouts
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
-from rlctl.settings.config import RlctlConfig
 from rlctl.training.loop import make_batch
 from support.groups import group
 
 
 def grpo(**sections: dict[str, Any]) -> Grpo:
-    return Grpo(RlctlConfig.model_validate(sections))
+    return Grpo(RlConfig.model_validate(sections))
 
 
 def test_each_minibatch_normalizes_over_its_own_tokens():
@@ -47,12 +47,12 @@ def test_groups_that_the_algorithm_drops_are_not_trained_on_and_weigh_nothing():
             return np.ptp(rewards_G) > 0
 
     groups = [group(4, [1.0, 1.0], [100, 100]), group(9, [1.0, 0.0], [3, 5])]
-    batch = make_batch(groups, OnlyMixed(RlctlConfig()), 1)
+    batch = make_batch(groups, OnlyMixed(RlConfig()), 1)
     assert [(row.position, row.sample, row.token_weight) for part in batch.minibatches for row in part] == [
         (9, 0, 1 / 8), (9, 1, 1 / 8),
     ]  # fmt: skip
     assert batch.columns == {9: "columns9"}
-    assert make_batch(groups[:1], OnlyMixed(RlctlConfig()), 1).minibatches == ()
+    assert make_batch(groups[:1], OnlyMixed(RlConfig()), 1).minibatches == ()
 
 
 class OnlyRewards(Grpo):
@@ -79,7 +79,7 @@ def test_rollouts_without_a_gradient_are_not_computed_and_weigh_as_if_they_were(
 def test_rollouts_with_a_penalty_or_bonus_are_all_computed(option: str):
     batch = make_batch([group(0, [1.0, 1.0], [3, 5])], grpo(loss={option: 0.01}), 1)
     assert rows(batch) == [[(0, 0), (0, 1)]]
-    assert not make_batch([group(0, [1.0, 1.0], [3, 5])], OnlyRewards(RlctlConfig()), 1).skipped
+    assert not make_batch([group(0, [1.0, 1.0], [3, 5])], OnlyRewards(RlConfig()), 1).skipped
 
 
 def test_a_minibatch_without_a_gradient_still_is_an_optimizer_step():
@@ -206,7 +206,7 @@ def test_rewards_of_cut_completions_have_a_factor_and_advantages_have_bounds():
     np.testing.assert_allclose(algorithm.batch_advantages([one])[0], [-1 / 6, 7 / 12, -0.2], rtol=1e-12)
     assert one.rewards_G.tolist() == [1.0, 1.0, 0.0]
     with pytest.raises(ValidationError, match="need a baseline other than critic"):
-        RlctlConfig.model_validate({"advantage": {"baseline": "critic", "clip_high": 1.0}})
+        RlConfig.model_validate({"advantage": {"baseline": "critic", "clip_high": 1.0}})
 
 
 def test_rewards_that_are_stretched_and_shifted_are_scaled_where_a_limit_ended_them() -> None:
@@ -247,9 +247,7 @@ def test_an_algorithm_can_compare_rollouts_of_the_whole_batch():
             mean = np.mean([rollout.reward for one in groups for rollout in one.rollouts])
             return [one.rewards_G - mean for one in groups]
 
-    (part,) = make_batch(
-        [group(0, [1.0, 1.0], [3, 5]), group(1, [0.0, 0.0], [3, 5])], Batch(RlctlConfig()), 1
-    ).minibatches
+    (part,) = make_batch([group(0, [1.0, 1.0], [3, 5]), group(1, [0.0, 0.0], [3, 5])], Batch(RlConfig()), 1).minibatches
     assert [row.advantage for row in part] == [0.5, 0.5, -0.5, -0.5]
 
 

@@ -15,17 +15,19 @@ import torch
 
 from rlctl.backends.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
 from rlctl.errors import DivergenceError
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss, declared
+from rlctl.methods.rl.algorithm import FILTERED, Algorithm
+from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.grpo import Grpo
 from rlctl.report.page import page
 from rlctl.report.reported_run import ReportedRun
 from rlctl.rollouts.source import RolloutBatch
-from rlctl.settings.config import RlctlConfig
 from rlctl.settings.generation import FilterConfig
 from rlctl.telemetry.display import step_line
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.training.agreement import Agreement
 from rlctl.training.health import Health
-from rlctl.training.loop import Loop, Parts, filtered, reward_parts
+from rlctl.training.loop import Loop, Parts, reward_parts
+from rlctl.training.method import RunLoss, declared
 from support.groups import group
 
 
@@ -132,8 +134,8 @@ class Stop:
 
 
 def loop(recorder: Any, steps: int, *, step: int = 0, version: int = 0, **sections: Any) -> Loop:
-    config = RlctlConfig.model_validate({"run": {"steps": steps}, **sections})
-    agreement = Agreement.from_config(RlctlConfig(), "float32")
+    config = RlConfig.model_validate({"run": {"steps": steps}, **sections})
+    agreement = Agreement.from_config(RlConfig(), "float32", ())
     health = Health(config.checks)
     parts = Parts(
         recorder, Plain(config), recorder, recorder, recorder, health, StepTimer(), sync=recorder, agreement=agreement
@@ -180,7 +182,7 @@ def test_a_batch_is_trained_on_several_times_with_the_log_probs_of_before() -> N
     run(recorder, 1, batch={"epochs": 3})
     assert [what for what, _ in recorder.asked if what in ("load", "train")] == ["load", "train", "train", "train"]
     assert recorder.logged[0]["optimizer_steps"] == 3
-    assert RlctlConfig.model_validate({"batch": {"epochs": 3}}).logprobs_needed == {"old_logprobs"}
+    assert Grpo(RlConfig.model_validate({"batch": {"epochs": 3}})).needs == {"old_logprobs"}
 
 
 def test_whitened_penalties_are_made_once_before_the_steps_on_a_batch() -> None:
@@ -251,7 +253,7 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so() -> 
     assert any("nothing was trained on" in text for text in recorder.said)
     assert "loss" not in recorder.logged[0]
     for line in recorder.logged:
-        assert "reward" in step_line(line["step"], 2, line, declared(Plain(RlctlConfig())), plain=True)
+        assert "reward" in step_line(line["step"], 2, line, declared(Plain(RlConfig())), plain=True)
     assert "mean reward" in page([ReportedRun("run", recorder.logged)])
 
 
@@ -333,7 +335,7 @@ def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_th
     recorder = Unscored([[1.0, 0.0]] * 3)
     made = loop(recorder, 3, checks={"max_steps_without_signal": 1})
     stop: Any = Stop()
-    Loop(made.config, replace(made.parts, algorithm=Learning(made.config)), step=0).run(stop)
+    Loop(made.config, replace(made.parts, method=Learning(made.config)), step=0).run(stop)
     assert len(recorder.logged) == 3
     assert not any(name for line in recorder.logged for name in line if "reward" in name or "signal" in name)
     assert not any("reward" in text for text in recorder.said)
@@ -353,9 +355,9 @@ def test_rollouts_that_are_not_computed_are_counted() -> None:
 
     recorder = Recorder([[1.0, 0.0], [1.0, 1.0]])
     parts = loop(recorder, 2).parts
-    config = RlctlConfig.model_validate({"run": {"steps": 2}})
+    config = RlConfig.model_validate({"run": {"steps": 2}})
     stop: Any = Stop()
-    Loop(config, replace(parts, algorithm=Surrogate(config))).run(stop)
+    Loop(config, replace(parts, method=Surrogate(config))).run(stop)
     assert [line["skipped_rollouts"] for line in recorder.logged] == [1, 0]
     assert [line["skipped_fraction"] for line in recorder.logged] == [pytest.approx(10 / 18), 0]
     assert recorder.asked[2] == ("load", [100])
@@ -373,9 +375,9 @@ def test_what_a_filter_did_is_told_and_shown(tmp_path: Any) -> None:
     assert any(text.startswith(said) for text in recorder.said)
     (line,) = recorder.logged
     assert line["length_penalty"] == pytest.approx(-0.6)  # of 3 and 5 tokens, 2.5 of them free
-    shown = step_line(0, 1, line, filtered(FilterConfig(groups="replace")), plain=True)
+    shown = step_line(0, 1, line, FILTERED["replace"], plain=True)
     assert "dropped 1 rounds 4" in shown
-    assert filtered(FilterConfig()) == ()
+    assert FILTERED[FilterConfig().groups] == ()
 
 
 class Validated:

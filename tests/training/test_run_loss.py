@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
-from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.metrics import Metric
+from rlctl.training.method import RunLoss
 from support.token_batches import token_batch
 
 
@@ -45,7 +46,7 @@ def result(loss: RunLoss, batch: TokenBatch) -> MinibatchResult:
 def test_declared_metrics_are_reduced_over_the_tokens_of_all_steps_that_count() -> None:
     one = token_batch(tokens=6, counted_R=torch.arange(6) != 5)
     other = token_batch(tokens=4, seed=1)
-    loss = RunLoss(Toy(RlctlConfig()))
+    loss = RunLoss(Toy(RlConfig()))
     metrics = loss.metrics([result(loss, one), result(loss, other)])
     assert metrics["toy"] == {"mean": pytest.approx(0.5), "total": pytest.approx(4.5)}
     assert metrics["calls"] == 2
@@ -60,14 +61,14 @@ def test_declared_metrics_are_reduced_over_the_tokens_of_all_steps_that_count() 
 def test_the_loss_is_the_weighted_sum_over_tokens_that_count() -> None:
     batch = token_batch(tokens=6, counted_R=torch.arange(6) != 2)
     expected = sum(-batch.token_weights_R[i] * batch.logprobs_R[i] for i in range(6) if i != 2)
-    torch.testing.assert_close(RunLoss(Toy(RlctlConfig()))(batch).loss, expected)
+    torch.testing.assert_close(RunLoss(Toy(RlConfig()))(batch).loss, expected)
 
 
 @pytest.mark.parametrize(("thinking", "call"), [(-5.0, None), (None, -3.0), (-5.0, -3.0)])
 def test_turns_with_a_fault_have_an_advantage_of_their_own(thinking: float | None, call: float | None) -> None:
     """NeMo-RL: that of an invalid call, else that of malformed thinking, in place of the episode's."""
     advantage = {"malformed_thinking": thinking, "invalid_tool_call": call, "normalize_std": False}
-    config = RlctlConfig.model_validate({"advantage": advantage, "environment": {"name": "guess-number"}})
+    config = RlConfig.model_validate({"advantage": advantage, "environment": {"name": "guess-number"}})
     faults = [0, 1, 2, 3, 0, 1]
     batch = token_batch(tokens=6, extra_R={"turn_faults": torch.tensor(faults, dtype=torch.float32)})
     expected = [
@@ -76,9 +77,9 @@ def test_turns_with_a_fault_have_an_advantage_of_their_own(thinking: float | Non
     ]
     algorithm = Grpo(config)
     given = replace(batch, advantages_R=torch.tensor(expected, dtype=torch.float64), extra_R={})
-    torch.testing.assert_close(RunLoss(algorithm)(batch).loss, RunLoss(Grpo(RlctlConfig()))(given).loss)
+    torch.testing.assert_close(RunLoss(algorithm)(batch).loss, RunLoss(Grpo(RlConfig()))(given).loss)
     assert algorithm.learns_without_advantage
-    assert not Grpo(RlctlConfig()).learns_without_advantage
+    assert not Grpo(RlConfig()).learns_without_advantage
 
 
 def test_measuring_something_else_than_declared_is_refused() -> None:
@@ -86,11 +87,11 @@ def test_measuring_something_else_than_declared_is_refused() -> None:
         metrics = (Metric("other", "mean"),)
 
     with pytest.raises(ValueError, match=r"calls, largest, other, toy/mean"):
-        RunLoss(Odd(RlctlConfig()))(token_batch())
+        RunLoss(Odd(RlConfig()))(token_batch())
 
 
 def test_a_step_without_tokens_has_measured_nothing() -> None:
-    loss = RunLoss(Toy(RlctlConfig()))
+    loss = RunLoss(Toy(RlConfig()))
     for empty in ({"tokens": 0.0}, {}):  # of rollouts that are left out, and without any
         assert loss.metrics([MinibatchResult(0.0, empty, {}, 0.0, False)]) == {}
 

@@ -15,8 +15,8 @@ import pytest
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.errors import DivergenceError, InputError, WaitTimeoutError, WorkerError
 from rlctl.jobs.run import how_to_resume
+from rlctl.methods.rl.config import RlConfig
 from rlctl.runs.directory import RunDirectory
-from rlctl.settings.config import RlctlConfig
 from rlctl.training.saving import Saver, newest_intact
 
 
@@ -56,9 +56,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run.release()
 
 
-def config(limit_s: float = 300.0, **run: Any) -> RlctlConfig:
+def config(limit_s: float = 300.0, **run: Any) -> RlConfig:
     sections = {"run": {"checkpoint_every": 1, **run}, "cluster": {"step_timeout_s": limit_s}}
-    return RlctlConfig.model_validate({**sections, "validation": {"every": 3, "data": {"name": "q.jsonl"}}})
+    return RlConfig.model_validate({**sections, "validation": {"every": 3, "data": {"name": "q.jsonl"}}})
 
 
 def saver(run: RunDirectory, policy: Any, **options: Any) -> Saver:

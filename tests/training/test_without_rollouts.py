@@ -10,13 +10,13 @@ import torch
 from ray import cloudpickle
 
 from rlctl.jobs.run_workers import planned_workers, start_run_workers
-from rlctl.planner.from_config import plan_from_config
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.sft import SftConfig
 from rlctl.telemetry.phases import StepTimer
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts
 from support import toy_texts
 from support.engines import tiny_facts
+from support.plans import plan_of
 from support.toy_texts import PROMPT, Quiet, Stop, ToySource, TwoLosses, extra, text
 
 
@@ -44,24 +44,22 @@ def test_a_run_without_rollouts_has_a_policy_alone_and_a_loss_of_its_own_for_eac
     placement: Any, tiny_llama: Path, tmp_path: Path
 ) -> None:
     cloudpickle.register_pickle_by_value(toy_texts)  # workers do not find the tests' own modules
-    config = RlctlConfig.model_validate(
+    config = SftConfig.model_validate(
         {
-            "data": {"rows": "texts"},
-            "batch": {"prompts": 3, "generations": 1},
-            "advantage": {"baseline": "none", "normalize_std": False},
-            "loss": {"needs": []},
+            "batch": {"prompts": 3},
             "optimizer": {"lr": 1e-2},
             "model": {"max_length": 64},
             "training": {"dp": 1, "threads": 1, "backend": "megatron"},
             "cluster": {"gpu": "cpu"},
-            "run": {"steps": 3},
+            "run": {"steps": 3, "algorithm": "sft"},
         }
     )
     facts = tiny_facts(tied=False)
-    plan = plan_from_config(config, facts)
+    plan = plan_of(config, facts)
     assert plan.generation is None
     assert plan.mover is None
-    spec = planned_workers(config, facts, plan, tiny_llama, None)
+    method = TwoLosses(config)
+    spec = planned_workers(config, facts, plan, tiny_llama, None, method)
     assert spec.engines is None
     quiet: Any = Quiet()
     stop: Any = Stop()
@@ -69,7 +67,7 @@ def test_a_run_without_rollouts_has_a_policy_alone_and_a_loss_of_its_own_for_eac
         assert workers.engines is None
         assert set(workers.groups) == {"policy"}
         workers.policy.load_model(tiny_llama)
-        parts = Parts(ToySource(), TwoLosses(config), workers.policy, quiet, quiet, Health(config.checks), StepTimer())
+        parts = Parts(ToySource(), method, workers.policy, quiet, quiet, Health(config.checks), StepTimer())
         Loop(config, parts).run(stop)
     first, last = quiet.logged[0], quiet.logged[-1]
     assert first["loss"] == pytest.approx(expected_loss(tiny_llama), rel=1e-5)

@@ -17,7 +17,7 @@ from rlctl.backends.base import Device, EngineSpec, PolicySpec
 from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.errors import ConfigError, suggest
 from rlctl.models.facts import ModelFacts
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.weights.transfer_plan import World
 
 POLICY, ENGINE = "megatron", "vllm"
@@ -59,7 +59,7 @@ class MakeEngineSpec(Protocol):
 
     def __call__(
         self,
-        config: RlctlConfig,
+        config: EngineConfig,
         facts: ModelFacts,
         model_dir: Path | str,
         *,
@@ -83,7 +83,7 @@ class EngineBackend:
     spec: MakeEngineSpec
     arguments: Callable[[EngineSpec], Sequence[SectionArguments]]
     """The arguments of its own classes, for a dry run to show."""
-    refuse: Callable[[RlctlConfig, ModelFacts, Device], None]
+    refuse: Callable[[EngineConfig, ModelFacts, Device], None]
     """Raises ConfigError for a combination that the engine cannot run; `spec` does too."""
     without_graphs: str = ""
     """The flag with which it decodes without graphs, which take memory and could keep earlier weights; empty: none."""
@@ -113,7 +113,8 @@ def require_backends(config: RlctlConfig) -> None:
     """Raise ConfigError, with the nearest known name, where `training.backend` or `generation.backend` names nothing
     that can be planned. Backends of installed packages are imported and registered here."""
     _require(POLICIES, PolicyBackend, "training.backend", config.training.backend)
-    _require(ENGINES, EngineBackend, "generation.backend", config.generation.backend)
+    if isinstance(config, EngineConfig):
+        _require(ENGINES, EngineBackend, "generation.backend", config.generation.backend)
 
 
 def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], key: str, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -14,6 +14,7 @@ from rlctl.commands import options, output
 from rlctl.commands.output import examples, message, print_json
 from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
+from rlctl.config.kinds import DEFAULT_METHOD, command_of, config_class, config_classes, defaults_of
 from rlctl.telemetry.terminal import Severity, colored
 
 if TYPE_CHECKING:
@@ -34,42 +35,60 @@ def config_group() -> None:
 
 
 @app.command(
-    "schema", epilog=examples("rlctl config schema", "rlctl config schema batch", "rlctl config schema --json")
+    "schema",
+    epilog=examples("rlctl config schema", "rlctl config schema sft", "rlctl config schema sft data --json"),
 )
 def schema(
-    section: Annotated[str | None, typer.Argument(metavar="SECTION", help="Only this section.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[METHOD] [SECTION]", help="Only this method or algorithm, and only this section."),
+    ] = None,
     json_: options.Json = False,
 ) -> None:
-    """List every key with its type, default and meaning; --json prints a JSON Schema."""
-    from rlctl.config.keys import nearest
-    from rlctl.config.passthrough import section_class
+    """List every key of a method with its type, default and meaning; --json prints a JSON Schema."""
+    from rlctl.config.keys import nearest, own_section, section_names
+    from rlctl.config.kinds import method_names, sections_of
     from rlctl.errors import ConfigError
-    from rlctl.settings.config import RlctlConfig
 
-    sections = RlctlConfig.model_fields
+    method = next((name for name in names or () if name in method_names()), None)
+    section = next((name for name in names or () if name != method), None)
+    sections = tuple(config_class(method).model_fields) if method else section_names()
     if section is not None and section not in sections:
         meant = nearest(section)
         hint = f"Did you mean `{meant}`?" if meant else f"There are: {', '.join(sections)}."
-        raise ConfigError(f"there is no section `{section}`.", hint)
+        which = f"`{command_of(method)}` has" if method else "there is"
+        raise ConfigError(f"{which} no section `{section}`.", hint)
     chosen = [name for name in sections if section in (None, name)]
     if json_:
-        print_json(json_schema() if section is None else json_schema()["$defs"][section_class(section).__name__])
+        whole = json_schema(method)
+        print_json(whole if section is None else whole["$defs"][whole["properties"][section]["$ref"].split("/")[-1]])
         return
     for name in chosen:
-        found = section_class(name)
-        lines = key_lines(found)
-        output.show("\n".join((f"{name}:  # {found.__doc__}", *lines, *passed_lines(name, whole=section is not None))))
+        classes = own_section(config_class(method), name) if method else sections_of(name)
+        lines = key_lines(classes, defaults=defaults_of(method or DEFAULT_METHOD), section=name)
+        head = f"{name}:  # {classes[0].__doc__}"
+        output.show("\n".join((head, *lines, *passed_lines(name, whole=section is not None))))
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the configuration with the fields that sections pass through."""
-    from rlctl.config.passthrough import TARGETS, json_properties, section_class
-    from rlctl.settings.config import RlctlConfig
+def json_schema(method: str | None = None) -> dict[str, Any]:
+    """Return the JSON Schema of a method's configuration, or of all methods together, with the fields that sections
+    pass through."""
+    from rlctl.config.passthrough import TARGETS, json_properties
 
-    schema = RlctlConfig.model_json_schema()
+    configs = [config_class(method)] if method else [config_class(DEFAULT_METHOD), *config_classes()]
+    schema, *others = (config.model_json_schema() for config in configs)
+    defs = schema["$defs"]
+    for other in others:
+        schema["properties"] = other["properties"] | schema["properties"]
+        for name, own in other["$defs"].items():
+            defs.setdefault(name, own)
+        for name, reference in other["properties"].items():
+            own, shared = (defs[one["$ref"].split("/")[-1]] for one in (reference, schema["properties"][name]))
+            shared["properties"] = own.get("properties", {}) | shared.get("properties", {})
     for name in TARGETS:
-        section = schema["$defs"][section_class(name).__name__]
-        section["properties"] = json_properties(name) | section.get("properties", {})
+        if name in schema["properties"]:
+            section = defs[schema["properties"][name]["$ref"].split("/")[-1]]
+            section["properties"] = json_properties(name) | section.get("properties", {})
     return schema
 
 
@@ -247,20 +266,24 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
     return idle_fields(config, published_facts(config.model, engines_alone=True)) if known else {}
 
 
-def key_lines(section: type[Section], indent: str = "  ") -> Iterator[str]:
-    """Yield `  key: type = default` for each key, with its meaning in the line below; sections inside one after it."""
+def key_lines(
+    sections: Sequence[type[Section]], indent: str = "  ", *, defaults: Mapping[str, Any], section: str
+) -> Iterator[str]:
+    """Yield `  key: type = default` for each key of a section in the classes that methods have for it, with its meaning
+    in the line below; sections inside one after it."""
     from pydantic import TypeAdapter
 
     from rlctl.config.keys import section_of
     from rlctl.config.passthrough import type_words
 
-    for key, field in section.model_fields.items():
+    for key, field in {key: field for one in reversed(sections) for key, field in one.model_fields.items()}.items():
         inner = section_of(field.annotation)
         if inner is not None:
             yield f"{indent}{key}:  # {inner.__doc__}"
-            yield from key_lines(inner, f"{indent}  ")
+            yield from key_lines([inner], f"{indent}  ", defaults=defaults, section=f"{section}.{key}")
             continue
-        default = TypeAdapter(Any).dump_python(field.default, mode="json")
+        value = defaults.get(f"{section}.{key}", field.default)
+        default = TypeAdapter(Any).dump_python(value, mode="json")
         yield f"{indent}{key}: {type_words(field.annotation)} = {inline_yaml(default)}"
         if field.description:
             yield f"{indent}    {' '.join(field.description.split())}"

@@ -183,13 +183,15 @@ def planned(config: RlctlConfig) -> tuple[float, str]:
     model is not known, where there are no GPUs to plan for, or where the run needs none."""
     from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.errors import ConfigError, InputError, NoPlanError
+    from rlctl.methods.available import method_from_config
     from rlctl.planner.from_config import plan_from_config
 
     facts = known_facts(config.model.name) if config.model.name else None
     if facts is None:
         return 0.0, ""
     try:
-        plan = plan_from_config(config, facts, top=1)
+        workload = method_from_config(config, tries_loss=False).workload(facts)
+        plan = plan_from_config(config, facts, workload, top=1)
     except NoPlanError as error:
         return 0.0, error.message
     except (ConfigError, InputError, MachineError):  # other checks, and the run, tell of them

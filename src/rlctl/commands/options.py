@@ -222,6 +222,7 @@ def resolve_config(
     where it came from and the nearest known one."""
     from rlctl.config.load import resolve
     from rlctl.config.sources import Flag as Given
+    from rlctl.settings.config import RolloutConfig
 
     if params.get("steps") is not None and params.get("epochs") is not None:
         raise InputError("--steps and --epochs both say how long the run is.", "Give one of them.")
@@ -247,7 +248,7 @@ def resolve_config(
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )
-    if (length := given.get("max_length")) and resolved.config.makes_rollouts:
+    if (length := given.get("max_length")) and isinstance(resolved.config, RolloutConfig):
         # Where nobody says it, completions take what a prompt of 256 tokens, or of an eighth, leaves.
         new = max(1, length - min(256, length // 8))
         resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")
@@ -259,7 +260,7 @@ def resolve_config(
                 )
     # A run that goes on has the mode of its manifest, and a comparison may have both modes.
     elsewhere = params.get("resume") or params.get("compare")
-    if "max_staleness" in given and resolved.config.rollouts.mode == "sync" and not elsewhere:
+    if "max_staleness" in given and not resolved.config.samples_while_training and not elsewhere:
         raise InputError("--max-staleness is for --async: rollouts are made before each step here.", "Add --async.")
     return resolved
 

@@ -130,15 +130,14 @@ def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
     """Return an option as the help shows it, with the default of the key that it sets. A command of `train` that is an
     algorithm shows the value that the algorithm sets."""
     from rlctl.commands.options import KEYS, LORA
-    from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
     from rlctl.config.keys import field
+    from rlctl.config.kinds import DEFAULT_METHOD, config_class, defaults_of
 
     record = param.get_help_record(ctx)
     sets = param.name in KEYS and param.param_type_name == "option" and LORA not in param.opts
-    found = field(KEYS[param.name]) if sets else None
-    default = None if found is None else found.default
-    if found is not None and ctx.parent is not None and ctx.parent.info_name == "train":
-        default = ALGORITHM_SETTINGS.get(ctx.info_name, {}).get(KEYS[param.name], default)
+    method = getattr(ctx.command, "method", DEFAULT_METHOD)
+    found = field(KEYS[param.name], config_class(method)) if sets else None
+    default = None if found is None else defaults_of(method).get(KEYS[param.name], found.default)
     if record is None or not isinstance(default, str | int | float) or isinstance(default, bool) or default == "":
         return record
     return record[0], f"{record[1]}  [default: {default}]"
@@ -156,11 +155,11 @@ class Group(TyperGroup):
 
     def meant(self, ctx: Any, name: str) -> str | None:
         """Return the command that `name` was probably meant for: an algorithm of `train` is a flag of `train grpo`."""
-        from rlctl.methods.available import BUILT_IN
+        from rlctl.methods.available import ALGORITHMS
 
         found: dict[str, Any] = {own: self.get_command(ctx, own) for own in self.list_commands(ctx)}
         takes = [own for own, command in found.items() if "--algorithm" in _flags(command)]
-        if ctx.parent is not None and name in BUILT_IN and takes:
+        if ctx.parent is not None and name in ALGORITHMS and takes:
             return f"{takes[0]} --algorithm {name}"
         return next(iter(difflib.get_close_matches(name, found, 1)), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,19 +11,27 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.output import OwnProcess, examples, message, print_json, show, show_dry_run, shows_progress
 from rlctl.commands.parsing import App, Group
-from rlctl.config.algorithm_settings import OWN_COMMANDS
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
     from rlctl.jobs.dry_run import DryRun
+    from rlctl.training.method import Method
 
 NAMELESS = "recipe"
 """The command of a line that names none."""
 
 
 class TrainGroup(Group):
-    """`rlctl train`, whose command may be left out."""
+    """`rlctl train`: a command for each training method. Without one, a recipe, a preset or a run says the method."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        named = [name for name in super().list_commands(ctx) if name != NAMELESS]
+        return [*named, *(name for name in _methods() if name not in named), NAMELESS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        return found if found is not None or cmd_name not in _methods() else _command(cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flag_or_key = bool(args) and args[0] not in ctx.help_option_names and (args[0][:1] == "-" or "=" in args[0])
@@ -34,10 +43,19 @@ app = App(cls=TrainGroup)
 RUN_FLAGS = "dry_run explain resume allow_changes allow_differences"
 """Flags of every command of `train`."""
 TEXT_FLAGS = (
-    "overrides preset model data val_data steps epochs batch_size max_length lr lora seed run_dir wandb tensorboard "
-    f"tokenizer chat_template backend nodes gpus_per_node gpu ray_address config set_ {RUN_FLAGS}"
+    "overrides preset model data prompt_field val_data steps epochs batch_size max_length lr lora seed run_dir wandb "
+    f"tensorboard tokenizer chat_template backend nodes gpus_per_node gpu ray_address config set_ {RUN_FLAGS}"
 )
-"""Flags of the commands that train on a dataset."""
+"""Flags of the commands of methods that read a dataset."""
+RL_EXAMPLES = (
+    "rlctl train grpo --preset laptop",
+    "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
+    "rlctl train grpo --preset laptop --algorithm dapo",
+    "rlctl train grpo --model Qwen/Qwen3-1.7B --algorithm distillation --teacher Qwen/Qwen3-8B --data q.jsonl",
+    "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
+    "rlctl train grpo --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B ++grpo.num_prompts_per_step=8",
+    "rlctl train grpo --resume --run-dir runs/my-run",
+)
 
 
 @app.callback(invoke_without_command=True, epilog=examples("rlctl train grpo --preset laptop"))
@@ -47,21 +65,10 @@ def train(context: typer.Context) -> None:
         from rlctl.jobs.open_model import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
-        raise InputError("`rlctl train` needs a command (grpo, sft, dpo, kto, rm or distill) and a model.", there_is)
+        raise InputError(f"`rlctl train` needs a command ({', '.join(_methods())}) and a model.", there_is)
 
 
-@app.command(
-    "grpo",
-    epilog=examples(
-        "rlctl train grpo --preset laptop",
-        "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
-        "rlctl train grpo --preset laptop --algorithm dapo",
-        "rlctl train grpo --model Qwen/Qwen3-1.7B --algorithm distillation --teacher Qwen/Qwen3-8B --data q.jsonl",
-        "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
-        "rlctl train grpo --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B ++grpo.num_prompts_per_step=8",
-        "rlctl train grpo --resume --run-dir runs/my-run",
-    ),
-)
+@app.command("grpo", epilog=examples(*RL_EXAMPLES))
 @options.taking(f"{options.TRAINING} {RUN_FLAGS} completion")
 def grpo(context: typer.Context, json_: options.Json = False) -> None:
     """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
@@ -69,91 +76,6 @@ def grpo(context: typer.Context, json_: options.Json = False) -> None:
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
     _train("grpo", context)
-
-
-@app.command(
-    "sft",
-    epilog=examples(
-        "rlctl train sft --preset laptop-sft",
-        "rlctl train sft --model Qwen/Qwen3-1.7B --data texts.jsonl --epochs 2 --lr 1e-5 --preset 1gpu",
-        "rlctl train sft --model ./my-model --data chats.jsonl --set data.train_on=last --lora",
-        "rlctl train sft --resume --run-dir runs/my-run",
-    ),
-)
-@options.taking(f"prompt_field answer_field {TEXT_FLAGS}")
-def sft(context: typer.Context, json_: options.Json = False) -> None:
-    """Supervised fine-tuning on texts: `prompt` and `completion`, chat `messages`, or `text`.
-
-    The loss is on completions, on messages of the assistant, or on all tokens (data.train_on).
-    """
-    _train("sft", context)
-
-
-@app.command(
-    "dpo",
-    epilog=examples(
-        "rlctl train dpo --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
-        "rlctl train dpo --model ./my-model --data pairs.jsonl --beta 0.3 --lora",
-        "rlctl train dpo --resume --run-dir runs/my-run",
-    ),
-)
-@options.taking(f"prompt_field beta {TEXT_FLAGS}")
-def dpo(context: typer.Context, json_: options.Json = False) -> None:
-    """Direct preference optimization on rows with `prompt`, `chosen` and `rejected`.
-
-    The reference is the model that the run begins with.
-    """
-    _train("dpo", context)
-
-
-@app.command(
-    "distill",
-    epilog=examples(
-        "rlctl train distill --model Qwen/Qwen3-1.7B --teacher Qwen/Qwen3-8B --data texts.jsonl --preset 1gpu",
-        "rlctl train distill --model ./my-model --teacher ./teacher --data chats.jsonl --set distillation.top_k=128",
-        "rlctl train distill --resume --run-dir runs/my-run",
-    ),
-)
-@options.taking(f"prompt_field answer_field teacher {TEXT_FLAGS}")
-def distill(context: typer.Context, json_: options.Json = False) -> None:
-    """Off-policy distillation: learn a teacher's probabilities on texts, as `train sft` reads them.
-
-    `train grpo --algorithm distillation` learns from a teacher on the model's own completions.
-    """
-    _train("distill", context)
-
-
-@app.command(
-    "kto",
-    epilog=examples(
-        "rlctl train kto --model Qwen/Qwen3-1.7B --data labels.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
-        "rlctl train kto --resume --run-dir runs/my-run",
-    ),
-)
-@options.taking(f"prompt_field answer_field beta {TEXT_FLAGS}")
-def kto(context: typer.Context, json_: options.Json = False) -> None:
-    """Kahneman-Tversky optimization on rows with `prompt`, `completion` and `label`, true for good and false for bad.
-
-    The reference is the model that the run begins with.
-    """
-    _train("kto", context)
-
-
-@app.command(
-    "rm",
-    epilog=examples(
-        "rlctl train rm --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 2e-6 --preset 1gpu",
-        "rlctl train rm --model ./my-model --data pairs.jsonl --val-data others.jsonl --gpu cpu",
-        "rlctl train rm --resume --run-dir runs/my-run",
-    ),
-)
-@options.taking(f"prompt_field {TEXT_FLAGS}")
-def rm(context: typer.Context, json_: options.Json = False) -> None:
-    """A reward model on rows with `prompt`, `chosen` and `rejected`: a scalar head, and the loss of Bradley and Terry.
-
-    `rlctl convert megatron-to-hf RUN DIR` exports it, and `--reward model:DIR` of `train grpo` scores with it.
-    """
-    _train("rm", context)
 
 
 @app.command(
@@ -166,6 +88,30 @@ def recipe(context: typer.Context, json_: options.Json = False) -> None:
     _train(None, context)
 
 
+def _methods() -> dict[str, type[Method]]:
+    """Return the method of each command."""
+    from rlctl.methods.available import commands
+
+    return commands()
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    """Return the command that trains with a method, from what the method says of itself."""
+    method = _methods()[name]
+    one = App()
+
+    @one.command(name, help=method.__doc__, epilog=examples(*method.examples))
+    @options.taking(f"{TEXT_FLAGS} {method.flags}".strip())
+    def train_method(context: typer.Context, json_: options.Json = False) -> None:
+        _train(name, context)
+
+    found: Any = typer.main.get_command(one)
+    found.name = name
+    found.method = name
+    return found
+
+
 def _train(command: str | None, context: typer.Context) -> None:
     """Begin or continue a run, or show what it would be. `command`: its name; None: what is given says it."""
     params = context.params
@@ -176,10 +122,10 @@ def _train(command: str | None, context: typer.Context) -> None:
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
-    resolved = options.resolve_config(**params, command=command if command in OWN_COMMANDS else None)
+    resolved = options.resolve_config(**params, command=None if command == "grpo" else command)
     if command is None and not resume and "run.algorithm" not in {value.key for value in resolved.given()}:
         resolved.require_supported()  # a recipe of another kind is told so
-        commands = " or ".join(f"`rlctl train {name} ...`" for name in ("grpo", *OWN_COMMANDS))
+        commands = " or ".join(f"`rlctl train {name} ...`" for name in _methods())
         raise InputError("`rlctl train`: nothing given says what is trained (run.algorithm).", f"Write {commands}.")
     resolved = resolved.allowing_differences() if params["allow_differences"] else resolved
     if dry_run:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import difflib
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from rlctl.config.kinds import config_classes, sections_of
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.parallel import SIZES
-from rlctl.config.passthrough import annotation, installed_field, section_class, section_with
+from rlctl.config.passthrough import annotation, installed_field, section_with
 from rlctl.config.section import PassThrough, Section
-from rlctl.settings.config import RlctlConfig
 
 TRAINING_CHOSEN = (*SIZES, "sequence_parallel", "micro_batch_tokens", "recompute", "optimizer_offload")
 """Keys of `training` that every plan of a training decides."""
@@ -62,14 +62,31 @@ def is_open(annotation: Any) -> bool:
     return typing.get_origin(annotation) is dict
 
 
-def field(key: str) -> FieldInfo | None:
-    """Return the schema's field for a dotted key, for a key of an open mapping that mapping's field; None if unknown.
+def field(key: str, config: type[Section] | None = None) -> FieldInfo | None:
+    """Return the field for a dotted key, for a key of an open mapping that mapping's field; None if unknown. `config`:
+    the class whose keys are meant; None: those of all methods.
+
     Every key of a section that passes fields through is known here; `passthrough.checked` looks it up."""
-    model: type[Section] | None = RlctlConfig
-    found: FieldInfo | None = None
-    if "" in key.split("."):
+    section, *parts = key.split(".")
+    if not section or "" in parts:
         return None
-    for part in key.split("."):
+    classes = sections_of(section) if config is None else own_section(config, section)
+    if not parts:
+        return FieldInfo(annotation=classes[0]) if classes else None
+    return next(filter(None, (_field_of(one, parts) for one in classes)), None)
+
+
+def own_section(config: type[Section], name: str) -> tuple[type[Section], ...]:
+    """Return the class of a section of one configuration; empty where it has none."""
+    found = config.model_fields.get(name)
+    section = section_of(found.annotation) if found is not None else None
+    return () if section is None else (section,)
+
+
+def _field_of(section: type[Section], parts: Sequence[str]) -> FieldInfo | None:
+    model: type[Section] | None = section
+    found: FieldInfo | None = None
+    for part in parts:
         if model is None:
             return found if found is not None and is_open(found.annotation) else None
         passes = issubclass(model, PassThrough)
@@ -78,6 +95,16 @@ def field(key: str) -> FieldInfo | None:
             return FieldInfo(annotation=Any) if passes else None
         model = section_of(found.annotation)
     return found
+
+
+def why_unknown(key: str, config: type[Section], command: str) -> str | None:
+    """Return why a method lacks a key that another one has; None: it has it."""
+    if field(key, config) is not None:
+        return None
+    section, _, name = key.partition(".")
+    if not own_section(config, section):
+        return f"`{command}` has no section `{section}`"
+    return f"`{command}` has no key `{name}` in the section `{section}`"
 
 
 def is_section(key: str) -> bool:
@@ -120,9 +147,23 @@ def plain_kinds(key: str) -> set[Any]:
 
 
 @functools.cache
+def section_names() -> tuple[str, ...]:
+    """Return the names of the sections of all methods."""
+    return tuple(dict.fromkeys(name for config in config_classes() for name in config.model_fields))
+
+
+@functools.cache
 def known_keys() -> tuple[str, ...]:
-    """Return every key of the schema, in its order, as `section.key`."""
-    return tuple(f"{name}.{key}" for name in RlctlConfig.model_fields for key in section_class(name).model_fields)
+    """Return every key of all methods, in order, as `section.key`."""
+    keys = (f"{name}.{key}" for name in section_names() for one in sections_of(name) for key in one.model_fields)
+    return tuple(dict.fromkeys(keys))
+
+
+def keys_of(config: type[Section]) -> tuple[str, ...]:
+    """Return every key of one configuration class, in order, as `section.key`."""
+    return tuple(
+        f"{name}.{key}" for name in config.model_fields for one in own_section(config, name) for key in one.model_fields
+    )
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +191,7 @@ def nearest(key: str) -> str | None:
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == last]
     if len(same_name) == 1:
         return same_name[0]
-    names = [*known_keys(), *RlctlConfig.model_fields]
+    names = [*known_keys(), *section_names()]
     alike = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if alike:
         return alike[0]

@@ -1,6 +1,6 @@
 """Resolves the configuration and remembers where every value came from.
 
-Later sources win: defaults < algorithm < preset < --config files < environment (RLCTL_SECTION__KEY) < flags <
+Later sources win: defaults < method < preset < --config files < environment (RLCTL_SECTION__KEY) < flags <
 overrides of a recipe < --set < KEY=VALUE alone.
 The planner's values are added afterwards with `Resolved.with_values`, and replace nothing that the user has set.
 """
@@ -15,11 +15,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlctl.config.keys import known_keys
+from rlctl.config.keys import keys_of
+from rlctl.config.kinds import DEFAULT_METHOD, command_of, config_class
 from rlctl.config.passthrough import target_of
-from rlctl.config.sources import Refusal, Settings, Source, Value, flatten, sources_in_order
+from rlctl.config.section import Section
+from rlctl.config.sources import (
+    Refusal,
+    Source,
+    Value,
+    flatten,
+    method_source,
+    settings_class,
+    sources_in_order,
+)
 from rlctl.errors import ConfigError, lines_of
-from rlctl.settings.config import RlctlConfig
 
 DEFAULT = "default"
 PLANNER = "planner"
@@ -34,7 +43,8 @@ REASONS = {"extra_forbidden": "there is no such key", "missing": "this key is mi
 class Resolved:
     """A valid configuration and the origin of every key, for example `preset laptop` or `flag --steps`."""
 
-    config: RlctlConfig
+    config: Any
+    """An instance of the method's configuration class."""
     origin: dict[str, str]
     optional: frozenset[str] = frozenset()
     """Keys that are accepted even where the model, or this machine, lacks what they are for."""
@@ -51,18 +61,21 @@ class Resolved:
         def stays(value: Value) -> bool:
             return value.key not in values or (value.value not in UNDECIDED and value.origin != origin)
 
-        below = Source(Value(key, value, origin) for key, value in values.items())
+        below = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
         given = [value for value in self.given() if stays(value)]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
-        return from_sources([below, Source(given, self.notes, refusals)])
+        return self._again([below, Source(given, self.notes, refusals, shared=True)])
 
     def replacing(self, values: Mapping[str, Any], origin: str, without: Collection[str] = ()) -> Resolved:
         """Return the configuration with `values` (by dotted key), whatever was set there, and with the keys of
         `without` as if nobody had set them."""
         given = [value for value in self.given() if value.key not in values and value.key not in without]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
-        new = Source(Value(key, value, origin) for key, value in values.items())
-        return from_sources([Source(given, self.notes, refusals), new])
+        new = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
+        return self._again([Source(given, self.notes, refusals, shared=True), new])
+
+    def _again(self, sources: Sequence[Source]) -> Resolved:
+        return from_sources(sources, type(self.config))
 
     def require_supported(self) -> None:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
@@ -109,20 +122,23 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     stored: Callable[[Any], Sequence[Value]] | None = None,
+    config: type[Section] | None = None,
 ) -> Resolved:
     """Merge all sources and validate the result.
 
     `flags` maps dotted keys to values or `Flag`s, `sets` holds `section.key=value` texts, `environment` is by default
     the process's own, `overrides` are like `sets` and may also have NeMo-RL's keys. Where a run is resumed, `stored`
     returns the values that its user has set, given the `run.dir` of the sources: they are weaker than all but the
-    algorithm's. Raises ConfigError with each wrong key or value, where it came from, and the nearest known key.
+    method's. `config`: the configuration class; None: that of the method which `run.algorithm` names.
+
+    Raises ConfigError with each wrong key or value, where it came from, and the nearest known key.
     """
     environment = os.environ if environment is None else environment
     sources = sources_in_order(preset, files, environment, flags or {}, sets, overrides)
     if stored is not None:
         places = [value.value for source in sources for value in source.values if value.key == "run.dir"]
-        sources.insert(1, Source(stored(places[-1] if places else None)))
-    return from_sources(sources)
+        sources.insert(0, Source(stored(places[-1] if places else None), shared=True))
+    return from_sources(sources, config)
 
 
 def stored_values(config: Mapping[str, Any]) -> list[Value]:
@@ -134,22 +150,35 @@ def stored_values(config: Mapping[str, Any]) -> list[Value]:
     ]
 
 
-def from_sources(sources: Sequence[Source]) -> Resolved:
-    """Return the configuration that `sources`, the weakest first, make together. Raises ConfigError with a line for
-    each problem: first those of keys, then those of values."""
-    if problems := [line for source in sources for line in source.problems] + mixed_values(sources):
-        raise ConfigError(lines_of(problems), "`rlctl config schema` lists every key.")
+def from_sources(sources: Sequence[Source], config: type[Section] | None = None) -> Resolved:
+    """Return the configuration that `sources`, the weakest first, make together. `config`: its class; None: that of the
+    method which `run.algorithm` names, with that method's defaults below all sources.
+
+    Raises ConfigError with a line for each problem: first those of keys, then those of values."""
+    problems = [line for source in sources for line in source.problems]
+    if config is None:
+        method = next((v.value for s in reversed(sources) for v in s.values if v.key == "run.algorithm"), None)
+        method = method if isinstance(method, str) else DEFAULT_METHOD
+        config, sources = config_class(method), [method_source(method), *sources]
+        hint = f"`rlctl config schema {method}` lists what there is."
+        foreign = [line for source in sources for line in source.foreign(config, command_of(method))]
+    else:
+        hint = "`rlctl config schema` lists every key."
+        foreign = [line for source in sources for line in source.foreign(config, "this command")]
+    if problems := problems + foreign + mixed_values(sources):
+        raise ConfigError(lines_of(problems), hint)
     try:
-        settings = Settings(reversed(sources))
+        settings = settings_class(config)(reversed(sources))
     except ValidationError as error:
         values = merged(sources)
         lines = [explain(problem, values) for problem in error.errors()]
         raise ConfigError(lines_of(lines), "`rlctl config schema` says what each key takes.") from error
     values = merged(sources)
     refusals = [refusal for source in sources for refusal in source.standing()]
+    found = config.model_construct(**{name: getattr(settings, name) for name in config.model_fields})
     return Resolved(
-        RlctlConfig.model_construct(**dict(settings)),
-        origins(settings, values),
+        found,
+        origins(found, values),
         frozenset(whole(key) for key, value in values.items() if value.optional),
         tuple(line for source in sources for line in source.notes),
         tuple(refusal.line for refusal in refusals),
@@ -172,9 +201,9 @@ def mixed_values(sources: Sequence[Source]) -> list[str]:
     ]
 
 
-def origins(config: RlctlConfig, values: Mapping[str, Value]) -> dict[str, str]:
+def origins(config: Section, values: Mapping[str, Value]) -> dict[str, str]:
     """Return the origin of every key."""
-    origin = dict.fromkeys(known_keys(), DEFAULT)
+    origin = dict.fromkeys(keys_of(type(config)), DEFAULT)
     origin |= {leaf.key: DEFAULT for leaf in flatten(config.model_dump(), DEFAULT)}
     return origin | {whole(key): value.origin for key, value in values.items()}
 

@@ -17,9 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config import installed
 from rlctl.config.installed import Function, InstalledField, Open
+from rlctl.config.kinds import sections_of
 from rlctl.config.other_trainers import NAMES
-from rlctl.config.section import Section
-from rlctl.settings.config import RlctlConfig
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,7 @@ def target_of(key: str) -> tuple[Target, str] | None:
 @functools.cache
 def own_keys(section: str) -> frozenset[str]:
     """Return the keys that the schema itself has in a section."""
-    return frozenset(section_class(section).model_fields)
-
-
-def section_class(name: str) -> type[Section]:
-    """Return the class of a section of the schema."""
-    found = RlctlConfig.model_fields[name].annotation
-    assert isinstance(found, type)
-    assert issubclass(found, Section)  # the schema holds nothing else
-    return found
+    return frozenset(name for one in sections_of(section) for name in one.model_fields)
 
 
 def canonical(key: str, value: Any) -> tuple[str, Any]:

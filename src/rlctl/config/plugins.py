@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rlctl.errors import InputError
 
-Group = Literal["rlctl.algorithms", "rlctl.backends", "rlctl.rewards", "rlctl.environments"]
+Group = Literal["rlctl.algorithms", "rlctl.methods", "rlctl.backends", "rlctl.rewards", "rlctl.environments"]
 
 
 def plugin_names(group: Group) -> tuple[str, ...]:

@@ -44,11 +44,11 @@ class PassThrough(Section):
         return dict(self.model_extra or {})
 
 
-def _changed(section: Section, plain: Section, prefix: str) -> Iterator[tuple[str, object]]:
+def changed(section: Section, plain: Section, prefix: str) -> Iterator[tuple[str, object]]:
     """Yield each key of `section` whose value is not that of `plain`, with the value of `plain`."""
     for name in type(section).model_fields:
         value, usual = getattr(section, name), getattr(plain, name)
         if isinstance(value, Section):
-            yield from _changed(value, usual, f"{prefix}{name}.")
+            yield from changed(value, usual, f"{prefix}{name}.")
         elif value != usual:
             yield f"{prefix}{name}", usual

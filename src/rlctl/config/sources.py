@@ -7,6 +7,7 @@ the sources of `Settings`, the strongest first, shows each what the stronger one
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import (
     RECIPE_LAYOUT,
     field,
@@ -25,18 +25,21 @@ from rlctl.config.keys import (
     names_variable,
     nearest,
     nest,
+    own_section,
+    section_names,
     takes_number,
     takes_text,
+    why_unknown,
 )
+from rlctl.config.kinds import defaults_of
 from rlctl.config.nemo_rl.mapping_rules import LOGGERS
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
+from rlctl.config.section import Section
 from rlctl.config.yaml_values import parse_value, read_mapping
 from rlctl.errors import MOST_LINES, ConfigError
-from rlctl.settings.config import RlctlConfig
-from rlctl.settings.run import RunConfig
 
 PRESET_KEYS = {"extends", "description"}
 """Keys of a preset file that are no configuration; a --config file may have them too."""
@@ -109,8 +112,8 @@ class Value:
     """The value is accepted even where the model lacks what it is for."""
 
 
-class Settings(RlctlConfig, BaseSettings):
-    """The configuration as pydantic-settings resolves it from `sources`, the strongest first."""
+class FromSources(BaseSettings):
+    """A configuration as pydantic-settings resolves it from `sources`, the strongest first."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         BaseSettings.__init__(self, sources=tuple(sources))
@@ -126,6 +129,12 @@ class Settings(RlctlConfig, BaseSettings):
         return init_settings()["sources"]
 
 
+@functools.cache
+def settings_class(config: type[Section]) -> type[Any]:
+    """Return the class that resolves a configuration class from sources."""
+    return type(f"{config.__name__}FromSources", (FromSources, config), {"__module__": __name__})
+
+
 class Source(PydanticBaseSettingsSource):
     """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
 
@@ -137,27 +146,55 @@ class Source(PydanticBaseSettingsSource):
         problems: Sequence[str] = (),
         *,
         typed: bool = False,
+        shared: bool = False,
     ) -> None:
-        super().__init__(Settings)
+        super().__init__(FromSources)
         self.typed = typed
         """Whether the user has typed the values for this command: two that contradict each other are an error."""
+        self.shared = shared
+        """Whether the source serves several methods: a key that the chosen one lacks is left out, and no error."""
+        self.config: type[Section] | None = None
+        """The configuration class that the source is for, once the method is chosen."""
         self.notes = tuple(notes)
         """Lines on what runs differently from how the source has it."""
         self.refusals = tuple(refusals)
         """Lines on what the source asks for and rlctl cannot run yet."""
         self.problems = list(problems)
+        self.unknown: dict[str, str] = {}
+        """A line for each key that no method has."""
         self.values = [self._checked(value) for value in values]
         self.kept: list[Value] = []
         """The values that no stronger source has made meaningless, once the source has been called."""
 
     def __call__(self) -> dict[str, Any]:
         """Return the kept values as nested sections."""
-        self.kept = [value for value in self.values if not self.superseded(value)]
+        self.kept = [value for value in self.values if self.exists(value) and not self.superseded(value)]
         return nest({value.key: value.value for value in self.kept})
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return one section; the library requires this method and calls the source as a whole."""
         return self().get(field_name), field_name, False
+
+    def exists(self, value: Value) -> bool:
+        """Return whether the chosen method has the key."""
+        return self.config is None or field(value.key, self.config) is not None
+
+    def foreign(self, config: type[Section], command: str) -> list[str]:
+        """Take the configuration class of the chosen method, and return a line for each key that no method has, or that
+        this one lacks and the user has given for this run."""
+        self.config = config
+        if self.shared:
+            return [*self.unknown.values()]
+        lines = []
+        for value in self.values:
+            why = why_unknown(value.key, config, command)
+            if (value.key in self.unknown and own_section(config, value.key.partition(".")[0])) or (
+                value.key in self.unknown and value.key.partition(".")[0] not in section_names()
+            ):
+                lines.append(self.unknown[value.key])
+            elif why:
+                lines.append(f"`{value.key}` ({value.origin}): {why}.")
+        return lines
 
     def standing(self) -> list[Refusal]:
         """Return the refusals that no stronger source settles, once the source has been called."""
@@ -190,9 +227,9 @@ class Source(PydanticBaseSettingsSource):
             value = replace(value, key=key, value=taken, origin=f"{value.origin}, as {value.key}")
         if field(value.key) is None:
             # A search for what was meant takes milliseconds, and no more lines than these are shown.
-            meant = nearest(value.key) if len(self.problems) < MOST_LINES else None
+            meant = nearest(value.key) if len(self.unknown) < MOST_LINES else None
             hint = f"; did you mean `{meant}`?" if meant else "."
-            self.problems.append(f"unknown key `{value.key}` ({value.origin}){hint}")
+            self.unknown[value.key] = f"unknown key `{value.key}` ({value.origin}){hint}"
         elif is_section(value.key):
             self.problems.append(
                 f"`{value.key}` ({value.origin}) is a section of keys and cannot be set to {value.value!r}."
@@ -209,25 +246,16 @@ class Source(PydanticBaseSettingsSource):
         return value
 
 
-class AlgorithmSource(Source):
-    """The values that the algorithm sets which the stronger sources, or the schema's default, name."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the values of the algorithm that is known once the stronger sources were called."""
-        name = (*self.stronger("run.algorithm"), RunConfig().algorithm)[0]
-        settings = ALGORITHM_SETTINGS.get(name, {}) if isinstance(name, str) else {}
-        self.values = [Value(key, value, f"{ALGORITHM}{name}") for key, value in settings.items()]
-        return super().__call__()
+def method_source(method: str) -> Source:
+    """The values that a training method or an RL algorithm sets in place of defaults."""
+    return Source(Value(key, value, f"{ALGORITHM}{method}") for key, value in defaults_of(method).items())
 
 
 class PresetSource(Source):
     """The values of one preset file. `named` holds the data, model and environment that weaker sources name."""
 
     def __init__(self, preset: Preset, named: Mapping[str, Any]) -> None:
-        super().__init__(flatten(preset.values, f"preset {preset.name}"))
+        super().__init__(flatten(preset.values, f"preset {preset.name}"), shared=True)
         self._own_file = preset.name if preset.name.endswith((".yaml", ".yml")) else None
         self.named = named_after(named, self.values)
 
@@ -340,7 +368,6 @@ def sources_in_order(
     if not recipes and (alone := [text for text in for_recipe if text not in own]):
         overridden += recipe_sources(None, alone)
     stated = [set_source(text.lstrip("+")) for text in own]
-    sources.insert(0, AlgorithmSource())
     given = [(key, flag if isinstance(flag, Flag) else Flag(key, flag)) for key, flag in flags.items()]
     named = ((key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name) for key, flag in given)
     of_flags = Source((Value(*one) for one in named), typed=True)
@@ -379,7 +406,7 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         if recipe.source[value.key] != value.key
     ]:
         notes.append(f"note: {'; '.join(named)}")
-    return Source(values[False], notes, refusals[False]), Source(values[True], (), refusals[True])
+    return Source(values[False], notes, refusals[False], shared=True), Source(values[True], (), refusals[True])
 
 
 def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterator[Value]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
+from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import ConfigError, InputError
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ValidationData
@@ -36,7 +37,9 @@ def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
     return data.model_copy(update={**own, "params": params, "size": None})
 
 
-def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple[PromptSource, DataConfig]:
+def open_validation(
+    config: RlctlConfig, held_out: PromptSource | None, rows: RowType = PROMPTS
+) -> tuple[PromptSource, DataConfig]:
     """Return the prompts that a run validates on, and how they are written. Raises ConfigError where there are none.
 
     Questions of reasoning-gym come from seeds that training does not use.
@@ -64,4 +67,5 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
         left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
         data = data.model_copy(update={"name": GYM_PREFIX + ":".join(filter(None, (task, ",".join(left))))})
     trained = config.data.params.get("seed", config.run.seed)
-    return open_prompts(data, seed=(trained if isinstance(trained, int) else 0) + MOST_QUESTIONS), data
+    seed = (trained if isinstance(trained, int) else 0) + MOST_QUESTIONS
+    return open_prompts(data, seed, rows), data

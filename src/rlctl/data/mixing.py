@@ -11,7 +11,7 @@ from math import gcd, lcm
 import numpy as np
 
 from rlctl.data.prompt_rows import GYM_PREFIX
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 
@@ -34,8 +34,9 @@ class SourceSettings:
 
 def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
     """Return the settings of each source: its own keys, and those of `data` and `reward` for the others."""
+    shared_reward = config.reward if isinstance(config, RolloutConfig) else RewardConfig()
     if not config.data.sources:
-        return (SourceSettings("", 1.0, config.data, config.reward),)
+        return (SourceSettings("", 1.0, config.data, shared_reward),)
     named = Counter(source.name for source in config.data.sources)
     seen: Counter[str] = Counter()
     found = []
@@ -47,7 +48,7 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
             own.setdefault("params", {})  # `data.params` are for the tasks among the sources
         shared = config.data.model_dump(exclude={"sources", "name"})
         data = DataConfig.model_validate({**shared, "name": source.name, **own})
-        reward, given = config.reward, source.reward
+        reward, given = shared_reward, source.reward
         if given is not None:
             reward = RewardConfig(terms=given.terms, extract=given.extract, timeout_s=reward.timeout_s)
         found.append(SourceSettings(label, source.weight, data, reward))

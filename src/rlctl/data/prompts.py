@@ -17,16 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.prompt_rows import (
     GYM_PREFIX,
-    TOOLS,
     GymTask,
     PromptRow,
     PromptSource,
     instructions,
-    prompt_field_in,
-    require_fields,
-    row_from_record,
 )
-from rlctl.data.texts import label_from_record, pair_from_record, text_from_record
+from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest, suggest_file
 from rlctl.settings.data import DataConfig
 
@@ -45,23 +41,21 @@ ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, an
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
-ROWS = {"prompts": row_from_record, "texts": text_from_record, "pairs": pair_from_record, "labels": label_from_record}
-"""Functions that make a row of a record, by `data.rows`."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
 
-def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
+def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptSource:
     """Read and check the source that `data.name` names, without a download except by Hugging Face datasets.
 
-    `seed` makes the questions of a reasoning-gym task that is given no seed of its own. Raises InputError for a source
-    that does not exist, has no rows, or lacks a field.
+    `seed` makes the questions of a reasoning-gym task that is given no seed of its own, and `rows` reads a row. Raises
+    InputError for a source that does not exist, has no rows, or lacks a field.
     """
     name = data.name
     if not name:
         raise InputError("No data: data.name is not set.", "Give --data, for example reasoning-gym:chain_sum.")
     if name.startswith(GYM_PREFIX):
-        return open_gym(name, data, seed)
+        return open_gym(name, data, seed, rows)
     if data.params:
         raise InputError(
             f"data.params ({', '.join(data.params)}) belong to a reasoning-gym task, but data.name is {name!r}.",
@@ -75,10 +69,10 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     if kind is None and name.startswith((".", "/")) and not path.exists():
         raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
     if kind is None:
-        return open_hub(name, data)
+        return open_hub(name, data, rows)
     if not path.is_file():
         raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
-    return open_jsonl(path, data) if kind == "jsonl" else open_parquet(path, data)
+    return (open_jsonl if kind == "jsonl" else open_parquet)(path, data, rows)
 
 
 def open_episodes(environment: str, size: int | None) -> PromptSource:
@@ -99,12 +93,12 @@ def of_file(path: Path, rows: list[PromptRow], data: DataConfig) -> PromptSource
     return PromptSource(str(path), len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
 
 
-def open_jsonl(path: Path, data: DataConfig) -> PromptSource:
+def open_jsonl(path: Path, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
     """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
     with path.open("rb") as file:
         filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         rows = [
-            ROWS[data.rows](_record(line, path, number), index, f"{path}, line {number}", data)
+            row_type.read(_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
         ]
     return of_file(path, rows, data)
@@ -125,12 +119,12 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
-def _row_of_table(record: dict[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+def _row_of_table(record: dict[str, Any], index: int, where: str, data: DataConfig, row_type: RowType) -> PromptRow:
     """Return the row of a record of a table. The objects in a column of it have the keys of all rows, and arguments of
     a call those of all calls: in what a chat template reads, keys without a value are those of others."""
-    read = {TOOLS, prompt_field_in(record, data.prompt_field)} if data.rows == "prompts" else record.keys()
+    read = row_type.template_columns(record, data)
     cleaned = {key: _without_nulls(value) if key in read else value for key, value in record.items()}
-    return ROWS[data.rows](cleaned, index, where, data)
+    return row_type.read(cleaned, index, where, data)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -149,7 +143,7 @@ def columns_of(path: Path) -> list[str]:
     return pyarrow.parquet.read_schema(path).names
 
 
-def open_parquet(path: Path, data: DataConfig) -> PromptSource:
+def open_parquet(path: Path, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
     """Return one row for every row of the table (the first `data.size`)."""
     try:
         import pyarrow
@@ -160,7 +154,7 @@ def open_parquet(path: Path, data: DataConfig) -> PromptSource:
         with pyarrow.parquet.ParquetFile(path) as table:
             records = (record for batch in table.iter_batches() for record in batch.to_pylist())
             rows = [
-                _row_of_table(record, index, f"{path}, row {index}", data)
+                _row_of_table(record, index, f"{path}, row {index}", data, row_type)
                 for index, record in enumerate(islice(records, data.size))
             ]
     except pyarrow.ArrowException as error:
@@ -168,12 +162,11 @@ def open_parquet(path: Path, data: DataConfig) -> PromptSource:
     return of_file(path, rows, data)
 
 
-def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
+def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
     """Return the rows of one split, memory-mapped by `datasets`."""
     if len(dataset) == 0:
         raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
-    if data.rows == "prompts":
-        require_fields(dataset.column_names, data, f"Dataset {label}")
+    row_type.require_columns(dataset.column_names, data, f"Dataset {label}")
     for column, feature in dataset.features.items():
         if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
             raise InputError(
@@ -182,7 +175,7 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
             )
 
     def row(index: int) -> PromptRow:
-        return _row_of_table(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data)
+        return _row_of_table(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data, row_type)
 
     # `datasets` hashes the files of the dataset and every operation on it into this.
     identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}
@@ -193,7 +186,7 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig) -> PromptSource:
     return source
 
 
-def open_hub(name: str, data: DataConfig) -> PromptSource:
+def open_hub(name: str, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
     """Return the split `data.split` of a dataset `name` or `name:configuration`; InputError where it cannot be had."""
     try:
         import datasets
@@ -211,7 +204,7 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
                 hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
                 raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
             saved = saved[data.split]
-        return of_dataset(name, saved, data)
+        return of_dataset(name, saved, data, row_type)
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -222,25 +215,10 @@ def open_hub(name: str, data: DataConfig) -> PromptSource:
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
-    return of_dataset(name, loaded, data)
+    return of_dataset(name, loaded, data, row_type)
 
 
-LOOKED_AT = 100
-"""Next questions among which there is to be one with another answer."""
-
-
-def _with_another(dataset: ProceduralDataset, index: int, where: str) -> tuple[str, str]:
-    """Return the answer of a question as the chosen completion, and as the rejected one the answer of the next question
-    that has another. Raises InputError where many have the same."""
-    answer = str(dataset[index]["answer"])
-    others = (str(dataset[(index + step) % len(dataset)]["answer"]) for step in range(1, LOOKED_AT))
-    other = next((one for one in others if one != answer), None)
-    if other is None:
-        raise InputError(f"{where}: the next {LOOKED_AT} questions all have its answer.", "Choose another task.")
-    return answer, other
-
-
-def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
+def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptSource:
     """Return the source that `reasoning-gym:<task>[:key=value,...]` names. Its row i follows from task,
     parameters, seed and i.
 
@@ -272,7 +250,7 @@ def open_gym(name: str, data: DataConfig, seed: int) -> PromptSource:
 
     def row(index: int) -> PromptRow:
         entry, where = dataset[index], f"{name}, question {index}"
-        answer = _with_another(dataset, index, where) if data.rows == "pairs" else entry["answer"]
+        answer = row_type.answer_of(dataset, index, where)
         return PromptRow(index, where, entry["question"], answer, {"metadata": entry["metadata"]})
 
     version = importlib.metadata.version("reasoning_gym")

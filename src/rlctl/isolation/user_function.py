@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.config.files import read_text, user_path
 from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.data.prompt_rows import PromptRow
@@ -98,15 +97,6 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
     if not path.exists():
         raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
     return path, function
-
-
-def reward_digest(name: str) -> str | None:
-    """Return a digest of the file of a reward function, or of a reward model; None for any other scorer."""
-    if name.startswith(MODEL):
-        from rlctl.rewards.reward_model import reward_model
-
-        return model_fingerprint(reward_model(name))
-    return UserCode.read(name, "Reward").fingerprint if is_reference(name) else None
 
 
 def turns_of(row: PromptRow, completion: str) -> list[dict[str, Any]]:

@@ -17,10 +17,11 @@ from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments, differences
 from rlctl.jobs.generate import CompletionJob
 from rlctl.jobs.open_model import NamedModel, find_model, published_facts, published_teacher
-from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
+from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, runnable_plan
 from rlctl.jobs.refit_test import RefitTestJob
 from rlctl.jobs.run_workers import planned_teacher, planned_workers
 from rlctl.jobs.without_model import check_without_model
+from rlctl.methods.available import method_from_config
 from rlctl.models.catalog import lookup_entry
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import refuse_unrunnable
@@ -196,7 +197,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     told: list[str] = []
-    checked_algorithm(resolved, told.append)
+    method = checked_method(resolved, told.append)
     try:
         job = prepare_job(resolved, completion=completion)
     except InputError as error:
@@ -204,13 +205,13 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         if not model.name or lookup_entry(model.name) is None or not _model_is_absent(model):
             raise
         facts, teacher = published_facts(model), published_teacher(resolved.config)
-        resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+        resolved, plan = check_plan(resolved, facts, method, ASSUMED_GPU, teacher=teacher)
         resolved = resolved.with_values(plan.config_values())
         checks = check_without_model(resolved.config, completion)
         unchecked = (f"tokenizer, chat template and lengths of prompts: {error.message}", *checks.skipped)
-        workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None)
+        workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None, method)
         if teacher is not None:
-            workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan))
+            workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan, method))
         notes = (*told, *checks.passed, *_assumed(resolved, plan))
         arguments = BackendArguments.of(workers)
         return DryRun(resolved, plan, arguments, notes, unchecked=unchecked, trials=checks.trials)
@@ -220,7 +221,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
 def dry_refit_test(resolved: Resolved) -> DryRun:
     """Plan what `refit-test` would start. Needs neither the model's weights nor a GPU."""
     facts = published_facts(resolved.config.model)
-    planned, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
+    planned, plan = runnable_plan(resolved, facts, method_from_config(resolved.config, tries_loss=False), ASSUMED_GPU)
     job = RefitTestJob(planned.config, _unopened(resolved), facts, plan)
     return DryRun(planned, plan, BackendArguments.of(job.workers()), tuple(_assumed(resolved, plan)))
 
@@ -270,7 +271,7 @@ def about(job: Job) -> list[str]:
         *job.prompts.describe(),
         *(environment.describe() if environment else []),
         *(job.rewards.describe() if job.rewards else [f"reward: {environment.plan.label if environment else 'none'}"]),
-        *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None and job.config.teacher.model else []),
+        *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None and job.config.named_teacher else []),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note, *job.notes) if note),

@@ -29,9 +29,9 @@ from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
 from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_episodes, open_prompts
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, listed
-from rlctl.isolation.user_function import reward_digest
 from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_engines, with_room
 from rlctl.rewards.extraction import vote
+from rlctl.rewards.reward_model import reward_digest
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.rewards.rewards import prepare_rewards
 from rlctl.rewards.scorers import RewardPlan
@@ -42,7 +42,7 @@ from rlctl.rollouts.scored_groups import groups_of
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.sample_file import SampleFile
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 from rlctl.telemetry.display import WorkProgress
@@ -161,7 +161,8 @@ def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Re
     """Return the configuration with those of `values` that are others than its own, and without `left_out`."""
     own = dict(resolved.leaves())
     below = [value for value in resolved.given() if value.key not in left_out]
-    return from_sources([Source(below), Source([value for value in values if own.get(value.key) != value.value])])
+    changed = [value for value in values if own.get(value.key) != value.value]
+    return from_sources([Source(below), Source(changed, shared=True)], type(resolved.config))
 
 
 def _of_run(directory: Path, step: int | None, asked: Resolved) -> Candidate:
@@ -174,7 +175,7 @@ def _of_model(resolved: Resolved) -> Candidate:
     return Candidate(Path(name).name if Path(name).is_dir() else name, resolved)
 
 
-def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
+def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
     """Return the task that `--task` names, its scorers tried. Questions of reasoning-gym come from seeds that no run
     with the same `run.seed` trains on.
 
@@ -185,7 +186,7 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
     if name.startswith(GYM_PREFIX):
         same = name.split(":")[1:2] == (config.data.name or "").removeprefix(GYM_PREFIX).split(":")[:1]
         params = {k: v for k, v in config.data.params.items() if same and k not in ("seed", "size")}
-        data = config.data.model_copy(update={"name": name, "rows": "prompts", "params": params, "size": None})
+        data = config.data.model_copy(update={"name": name, "params": params, "size": None})
         source = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
         reward = RewardConfig(extract=reward.extract, timeout_s=reward.timeout_s)
     elif known is not None:
@@ -202,7 +203,7 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
         reward = benchmark.reward.model_copy(update={"timeout_s": reward.timeout_s})
     else:
         _require_source(name)
-        data = config.data.model_copy(update={"name": name, "rows": "prompts", "params": {}, "size": None})
+        data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
         source = open_prompts(data)
         # A run's terms may have the scorer of its own task among others.
         named = ("exact-match" if term.name == "task" else term.name for term in reward.terms)
@@ -218,7 +219,7 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
     return Task(name, source, data, plan, tuple(order.at(place) for place in range(count)))
 
 
-def open_environment(config: RlctlConfig, limit: int | None) -> Task:
+def open_environment(config: RolloutConfig, limit: int | None) -> Task:
     """Return the task of an environment that makes its own from seeds."""
     name, count = config.environment.name or "", limit or GYM_PROMPTS
     return Task(name, open_episodes(name, count), config.data, None, tuple(range(count)))

@@ -35,6 +35,7 @@ from rlctl.jobs.run_workers import (
     start_engines,
     start_run_workers,
 )
+from rlctl.methods.available import method_class
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable
@@ -42,7 +43,7 @@ from rlctl.planner.result import Plan
 from rlctl.rollouts.environment_play import EnvironmentPlay
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint, RunDirectory
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.training.agreement import error_limit
 
@@ -60,7 +61,7 @@ class CompletionJob:
     """A policy computes the log-probs of what the engines sample, too."""
 
     @property
-    def config(self) -> RlctlConfig:
+    def config(self) -> RolloutConfig:
         return self.resolved.config
 
     @property
@@ -79,7 +80,7 @@ class CompletionJob:
             step = self.config.batch
             prompts, generations = max(work.prompts, step.prompts), max(work.generations, step.generations)
             work = replace(work, trains=True, prompts=prompts, generations=generations)
-        return plan_from_config(self.config, self.facts, workload=work, assume=assume)
+        return plan_from_config(self.config, self.facts, work, assume=assume)
 
     def checked_plan(self, prompt_tokens: list[int]) -> Plan:
         """The plan, refused where it cannot be run, this machine lacks its devices, or nodes may not see the model."""
@@ -102,9 +103,7 @@ class CompletionJob:
     def workers(self, plan: Plan) -> RunWorkersSpec:
         """Policy and engines of a plan with both."""
         directory, length = self.model.source.directory, plan.workload.max_length
-        return planned_workers(
-            self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True, trains=False
-        )
+        return planned_workers(self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True)
 
     def arguments(self, plan: Plan) -> BackendArguments:
         """The arguments of the classes that are built for a plan."""
@@ -141,8 +140,9 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
         )
     left_out = {*LAYOUT, "cluster.ray_address"}
     values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
-    resolved = from_sources([Source(values), Source(asked.given())])
-    if resolved.config.trains_reward_model:
+    resolved = from_sources([Source(values, shared=True), Source(asked.given(), shared=True)], RolloutConfig)
+    method = method_class(resolved.config.run.algorithm)
+    if method is not None and method.valued:
         raise InputError(
             f"--run-dir {directory} holds a reward model, which scores texts and writes none.",
             f"Export it (rlctl convert megatron-to-hf {directory} DIR), and score with --reward model:DIR.",

@@ -14,7 +14,7 @@ from rlctl.data.prompts import FILE_SUFFIXES, columns_of, open_prompts
 from rlctl.data.templates import ANSWER
 from rlctl.errors import InputError
 from rlctl.planner.from_config import local_gpus
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
 
 CONFIG, DATA, REWARD = "run.yaml", "questions.jsonl", "rewards.py"
@@ -58,7 +58,7 @@ class NewRun:
                 file.write(text)
         return [self.directory / name for name in texts]
 
-    def _config(self, config: RlctlConfig, model: str) -> str:
+    def _config(self, config: RolloutConfig, model: str) -> str:
         fields = self._fields()
         names = {"prompt_field": fields[0], "answer_field": fields[1]} if fields else {}
         text = (TEXTS / CONFIG).read_text(encoding="utf-8")

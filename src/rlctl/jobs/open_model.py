@@ -15,6 +15,7 @@ from rlctl.config.presets import preset_names, read_preset
 from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.jobs.laptop_model import supply
+from rlctl.methods.available import method_from_config
 from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES
@@ -24,6 +25,7 @@ from rlctl.planner.from_config import plan_from_config
 from rlctl.rewards.reward_model import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
+from rlctl.settings.other_models import TextTeacherConfig
 from rlctl.settings.rewards import MODEL
 
 if TYPE_CHECKING:
@@ -141,12 +143,12 @@ def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> Model
     """Find out about the teacher or the reward model as `published_facts` does about the model; None: the run has
     neither."""
     names = [name.removeprefix(MODEL) for name in config.reward_models]
-    if len(names) == 1 and not config.teacher.model and (known := known_facts(names[0])) is not None:
+    if len(names) == 1 and not config.named_teacher and (known := known_facts(names[0])) is not None:
         return known
     if (scorer := open_scorer(config, weights=False)) is not None:
         return scorer.facts
-    named = config.teacher
-    return published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
+    named = config.named_teacher
+    return published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named else None
 
 
 def open_teacher(
@@ -154,10 +156,10 @@ def open_teacher(
 ) -> NamedModel | None:
     """Find or fetch the teacher or the reward model as `open_model` does the model; None: the run has neither. Raises
     InputError where a teacher takes fewer tokens than the run's rollouts have."""
-    if not config.teacher.model:
+    if (teacher := config.named_teacher) is None:
         return open_scorer(config, weights=weights)
     wanted = ModelConfig(
-        name=config.teacher.model, revision=config.teacher.revision, trust_remote_code=config.model.trust_remote_code
+        name=teacher.model, revision=teacher.revision, trust_remote_code=config.model.trust_remote_code
     )
     try:
         found = open_model(wanted, tell, weights=weights, copies=copies)
@@ -166,7 +168,7 @@ def open_teacher(
     if (length := config.model.max_length) and length > found.facts.max_length:
         raise InputError(
             f"--max-length {length} is more than the {found.facts.max_length} tokens that the teacher "
-            f"{config.teacher.model} takes.",
+            f"{teacher.model} takes.",
             "Lower it.",
         )
     return found
@@ -178,8 +180,9 @@ def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | No
     names = [*config.reward_models]
     if not names:
         return None
-    if len(names) > 1 or config.teacher.model:
-        others = [*names[1:], *([f"the teacher {config.teacher.model}"] if config.teacher.model else [])]
+    teacher = config.named_teacher
+    if len(names) > 1 or teacher:
+        others = [*names[1:], *([f"the teacher {teacher.model}"] if teacher else [])]
         raise InputError(
             f"The run has the reward model {names[0]!r} and {listed(others)}; beside the policy it computes one model.",
             "Name one of them.",
@@ -200,15 +203,15 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
     ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
     different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
     special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
-    if different or special:
+    if (different or special) and (named := config.named_teacher):
         what = (f"{different:,} tokens of their vocabularies differ" if different else
                 f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
         raise InputError(
-            f"The teacher {config.teacher.model} does not read the tokens of {config.model.name}: {what}.",
+            f"The teacher {named.model} does not read the tokens of {config.model.name}: {what}.",
             "A teacher needs the policy's tokenizer: choose one of the same family."
             + (
                 " With plain texts, --set teacher.own_tokenizer=true compares them across tokenizers."
-                if config.run.algorithm == "distill"
+                if isinstance(named, TextTeacherConfig)
                 else ""
             ),
         )
@@ -241,6 +244,7 @@ def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry
 
 def _fits(config: RlctlConfig, facts: ModelFacts) -> bool:
     try:
-        return plan_from_config(config, facts).runnable
+        workload = method_from_config(config, tries_loss=False).workload(facts)
+        return plan_from_config(config, facts, workload).runnable
     except RlctlError:
         return False

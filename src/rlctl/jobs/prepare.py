@@ -17,8 +17,6 @@ from typing import Any
 from rlctl import __version__
 from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backends
-from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.reward_models import scorer_class
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import commit_of, installed_versions
@@ -30,7 +28,6 @@ from rlctl.data.cross_tokens import Projection, require_aligning
 from rlctl.data.mixing import source_settings
 from rlctl.environments.plan import plan_environment
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
-from rlctl.isolation.user_function import reward_digest
 from rlctl.jobs.open_model import (
     NamedModel,
     find_model,
@@ -50,8 +47,7 @@ from rlctl.jobs.run_workers import (
     planned_workers,
     refusal_of,
 )
-from rlctl.methods.available import algorithm_from_config, require_algorithm
-from rlctl.methods.rl.algorithm import Algorithm, declared
+from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.critic import METRICS as CRITIC_METRICS
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
 from rlctl.models.facts import ModelFacts
@@ -59,18 +55,19 @@ from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_confi
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
+from rlctl.rewards.reward_model import reward_digest
 from rlctl.rewards.rewards import any_reward, mixed_rewards, require_known
 from rlctl.rewards.scorers import Rewards
-from rlctl.rollouts.dataset import HeldOutTexts, ScoredTexts, TextStream
+from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import EngineConfig, RlctlConfig, RolloutConfig
 from rlctl.settings.data import ModelConfig
 from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
+from rlctl.training.method import Method, declared
 
 log = logging.getLogger(__name__)
 ASSUMED_GPU = "h100"
@@ -91,7 +88,7 @@ class Job:
     prompts: PromptStream
     rewards: Rewards | None
     """None: nothing is scored."""
-    algorithm: Algorithm
+    method: Method
     validation: ValidationSet | HeldOutTexts | None = None
     """None: the run does not validate."""
     teacher: NamedModel | None = None
@@ -129,17 +126,17 @@ class Job:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """The metrics that are computed while the run trains."""
-        return (*declared(self.algorithm), *(CRITIC_METRICS if self.config.has_critic else ()))
+        return (*declared(self.method), *(CRITIC_METRICS if self.method.critic else ()))
 
     def workers_spec(self) -> RunWorkersSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
         workers = planned_workers(
-            self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True
+            self.config, self.facts, self.plan, self.source.directory, self.rewards, self.method, dummy_weights=True
         )
         teacher = None
         if self.teacher is not None:
-            top = self.algorithm.teacher_top
-            teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
+            top = self.method.teacher_top
+            teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, self.method)
             teacher = replace(teacher, model_dir=self.teacher.source.directory)
             if self.projection is not None and teacher.teaches is not None:  # padding is not a token of the teacher
                 vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)
@@ -176,12 +173,12 @@ class Job:
                 "label": self.source.label,
                 "note": self.source.note,
             },
-            "teacher": self.teacher.source.fingerprint() if self.teacher and self.config.teacher.model else None,
+            "teacher": self.teacher.source.fingerprint() if self.teacher and self.config.named_teacher else None,
             "data": self.prompts.fingerprint(),
             "rewards": [reward_digest(name) for name in self.rewards.scorers] if self.rewards else [],
             "environment": self.prompts.environment.manifest() if self.prompts.environment else None,
             "validation": self.validation.fingerprint if self.validation else None,
-            "algorithm": self.algorithm.manifest(),
+            "algorithm": self.method.manifest(),
             "curves": {metric.name: metric.curve for metric in self.metrics if metric.curve},
             "plan": plan_json(self.plan),
         }
@@ -207,12 +204,17 @@ GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "traini
 
 
 def runnable_plan(
-    resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
+    resolved: Resolved,
+    facts: ModelFacts,
+    method: Method,
+    assume: str | None = None,
+    *,
+    teacher: ModelFacts | None = None,
 ) -> tuple[Resolved, Plan]:
     """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
     refuse_without_effect(resolved, facts)
     require_backends(resolved.config)
-    plan = step_plan(resolved.config, facts, None, teacher, assume)
+    plan = step_plan(resolved.config, facts, method, None, teacher, assume)
     refuse_unrunnable(plan)
     return resolved.with_values(plan.config_values()), plan
 
@@ -241,70 +243,67 @@ def prepare_job(
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    algorithm, config = checked_algorithm(resolved, tell), resolved.config
+    method, config = checked_method(resolved, tell), resolved.config
     named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
     facts = open_model(config.model, weights=False).facts
-    resolved, early = check_plan(resolved, facts, assume, teacher=named.facts if named else None)
+    resolved, early = check_plan(resolved, facts, method, assume, teacher=named.facts if named else None)
     config = resolved.config
     if starts:
         require_devices(early, config)
-        _require_refit_directory(config.refit.directory)
+        _require_refit_directory(config)
     model, teacher = open_model(config.model, tell, copies=starts), open_teacher(config, tell, copies=starts)
     source, facts = model.source, model.facts
-    if config.trains_reward_model:
-        scorer_class(read_config(source.directory))  # refuses a model that could not be exported
+    method.refuse_model(source.directory)
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
         tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
-    prompts = _opened(config, source.directory)
+    prompts = method.open_data(source.directory)
     resolved = _with_epochs(resolved, prompts)
     config = resolved.config
-    if teacher and config.teacher.model and not config.teacher.own_tokenizer:
+    if teacher and config.named_teacher and not method.reads_with_own_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
     rewards = None
-    if _scores(config, prompts):
+    if _scores(method, prompts):
         rewards = mixed_rewards(listed, completion, apart=True, opened=prompts.encoder.opens_thought)
-    if isinstance(prompts, TextStream):
-        validation = HeldOutTexts.open(config, prompts, source.directory)
-    else:
-        validation = ValidationSet.open(config, prompts, source.directory)
-    projection = _projection(config, prompts, validation, teacher) if teacher else None
-    resolved, length = _with_max_length(resolved, facts, prompts)
+    validation = method.open_validation(prompts, source.directory)
+    projection = None
+    if teacher and method.reads_with_own_tokenizer:
+        projection = _projection(config, prompts, validation, teacher)
+    resolved, length = _with_max_length(resolved, facts, method, prompts)
     resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
     notes = prompts.notes()
-    prompt_tokens, new = prompts.lengths(), _new_tokens(config)
+    prompt_tokens, new = prompts.lengths(), method.new_tokens
     if validation:
         validation = validation.fitted(length - 1 if new else length, prompts.room)
     if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
-    plan = step_plan(resolved.config, facts, prompts, teacher.facts if teacher else None, assume)
+    plan = step_plan(resolved.config, facts, method, prompts, teacher.facts if teacher else None, assume)
     refuse_unrunnable(plan)
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
-    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, projection,
+    return Job(planned, source, facts, plan, prompts, rewards, method, validation, teacher, projection,
                tuple(prompt_tokens), tuple(notes))  # fmt: skip
 
 
 def _projection(
     config: RlctlConfig, prompts: PromptStream, validation: ValidationSet | HeldOutTexts | None, teacher: NamedModel
-) -> Projection | None:
-    """Give the texts the tokenizer of a teacher that reads with its own, and return what makes tokens of the policy
-    those of the teacher; None: it has the policy's. Raises InputError for tokenizers that cannot be aligned."""
-    if not config.teacher.own_tokenizer:
-        return None
-    assert isinstance(prompts, TextStream)  # `train distill` alone has such teachers
+) -> Projection:
+    """Give the texts the tokenizer of a teacher that reads with its own, and return the projection from the policy's
+    tokens to the teacher's. Raises InputError for tokenizers that cannot be aligned."""
+    assert isinstance(prompts, TextStream)  # such teachers read texts
+    assert config.named_teacher is not None
     theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
-    for tokenizer, name in ((prompts.encoder.tokenizer, config.model.name), (theirs, config.teacher.model)):
+    for tokenizer, name in ((prompts.encoder.tokenizer, config.model.name), (theirs, config.named_teacher.model)):
         require_aligning(tokenizer, str(name))
     for stream in (prompts, *([validation.stream] if isinstance(validation, HeldOutTexts) else [])):
         stream.teacher = theirs
     return Projection.between(prompts.encoder.tokenizer, theirs)
 
 
-def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
-    """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
-    yet, and names of backends, files, scorers, algorithms and packages that are not there."""
+def checked_method(resolved: Resolved, tell: Tell = lambda _: None) -> Method:
+    """Return the training method. Raises what a configuration is refused for before its model is looked for: what
+    cannot run yet, and names of backends, files, scorers, algorithms and packages that are not there."""
     resolved.require_supported()
     config = resolved.config
     require_backends(config)
@@ -313,7 +312,7 @@ def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algori
         missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
         raise InputError(f"{missing}.", what_there_is(config))
     loggers_of(resolved, tell)
-    return algorithm_from_config(config)
+    return method_from_config(config)
 
 
 def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
@@ -322,14 +321,19 @@ def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerN
 
 
 def check_plan(
-    resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
+    resolved: Resolved,
+    facts: ModelFacts,
+    method: Method,
+    assume: str | None = None,
+    *,
+    teacher: ModelFacts | None = None,
 ) -> tuple[Resolved, Plan]:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too.
 
     A NeMo-RL recipe's own layout is given up where no plan has it, which the notes of the configuration say."""
     try:
-        return resolved, _checked_plan(resolved, facts, assume, teacher)
+        return resolved, _checked_plan(resolved, facts, method, assume, teacher)
     except (ConfigError, NoPlanError) as error:
         for sections in GIVEN_UP:
             given_up = [key for key in RECIPE_LAYOUT if key in resolved.optional and key.startswith(sections)]
@@ -338,41 +342,46 @@ def check_plan(
             origin = resolved.origin[given_up[0]] if given_up else ""
             looser = resolved.replacing({}, origin, given_up)
             with suppress(ConfigError, NoPlanError):
-                plan = _checked_plan(looser, facts, assume, teacher)
+                plan = _checked_plan(looser, facts, method, assume, teacher)
                 why = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
                 return replace(looser, notes=(*looser.notes, why)), plan
         raise
 
 
-def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, teacher: ModelFacts | None) -> Plan:
-    new, length = _new_tokens(resolved.config), resolved.config.model.max_length
+def _checked_plan(
+    resolved: Resolved, facts: ModelFacts, method: Method, assume: str | None, teacher: ModelFacts | None
+) -> Plan:
+    new, length = method.new_tokens, resolved.config.model.max_length
     if length is not None and length > facts.max_length:
         hint = "Lower it, or set model.extend_positions=true."
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", hint)
     if new >= (length or facts.max_length):
         raise _no_room(new, length or facts.max_length)
-    if beyond := [token for token in resolved.config.generation.stop_token_ids if token >= facts.vocab]:
+    samples = isinstance(resolved.config, EngineConfig)
+    stop_ids = resolved.config.generation.stop_token_ids if samples else ()
+    if beyond := [token for token in stop_ids if token >= facts.vocab]:
         raise InputError(
             f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
             "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
         )
-    planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
+    method.refuse(resolved.config)
+    planned, plan = runnable_plan(resolved, facts, method, assume, teacher=teacher)
     config = planned.config
-    refuse_async(config)
+    method.refuse(config)
     if config.training.offload and not plan.colocated:
         raise ConfigError(
             "training.offload = true has no use where engines have devices of their own (generation.colocated = "
             "false): nothing gives way to them.",
             "Leave it out.",
         )
-    if config.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
+    if samples and config.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
         raise ConfigError(
             "refit.in_flight = turns: engines that share their devices with the policy pause in the middle of a turn.",
             "Choose refit.in_flight=wait or keep, or give the engines devices: --set generation.colocated=false.",
         )
-    planned_policy(config, facts, plan)
+    planned_policy(config, facts, plan, method)
     if teacher is not None:
-        planned_teacher(config, facts, teacher, plan)
+        planned_teacher(config, facts, teacher, plan, method)
     if plan.generation is not None:
         engine_backend(config.generation.backend).refuse(config, facts, device_of(plan))
     return plan
@@ -381,6 +390,7 @@ def _checked_plan(resolved: Resolved, facts: ModelFacts, assume: str | None, tea
 def step_plan(
     config: RlctlConfig,
     facts: ModelFacts,
+    method: Method,
     prompts: PromptStream | None,
     teacher: ModelFacts | None,
     assume: str | None,
@@ -390,17 +400,16 @@ def step_plan(
     configuration gets this one: `rlctl plan`, a dry run and the run. Raises NoPlanError when nothing fits."""
     lengths = prompts.lengths() if prompts else []
     mean = round(sum(lengths) / len(lengths)) if lengths else None
-    refusal = refusal_of(config, facts, teacher)
-    plan = plan_from_config(config, facts, assume=assume, prompt_tokens=mean, top=top, teacher=teacher, refusal=refusal)
-    return plan if _scores(config, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
+    refusal = refusal_of(config, facts, method, teacher)
+    workload = method.workload(facts, mean)
+    plan = plan_from_config(config, facts, workload, assume=assume, top=top, teacher=teacher, refusal=refusal)
+    return plan if _scores(method, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
 
 
-def _scores(config: RlctlConfig, prompts: PromptStream | None) -> bool:
-    """Whether rollouts are scored; without `prompts`, their own scorers are not known. Texts never are."""
-    if not config.makes_rollouts:
-        return False
-    own = any_reward((one.label, one.reward, one.prompts) for one in prompts.sources) if prompts else False
-    return own or (config.learns_from_rewards and not config.environment.name)
+def _scores(method: Method, prompts: PromptStream | None) -> bool:
+    """Whether rollouts are scored; without `prompts`, their own scorers are not known."""
+    sources = prompts.sources if prompts and method.rewarded else ()
+    return method.has_scores(bool(sources) and any_reward((one.label, one.reward, one.prompts) for one in sources))
 
 
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
@@ -408,29 +417,22 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     NoPlanError when nothing fits."""
     config = resolved.config
     require_backends(config)
-    require_algorithm(config)
+    method = method_from_config(config, tries_loss=False)
     facts = published_facts(config.model, tell)
     refuse_without_effect(resolved, facts)
     teacher = published_teacher(config, tell)
-    prompts = _prompts_here(resolved, tell)
-    planned, length = _with_max_length(resolved, facts, prompts)
-    if (new := _new_tokens(config)) >= length:
+    prompts = _prompts_here(resolved, method, tell)
+    planned, length = _with_max_length(resolved, facts, method, prompts)
+    if (new := method.new_tokens) >= length:
         raise _no_room(new, length)
-    plan = step_plan(planned.config, facts, prompts, teacher, ASSUMED_GPU, top)
+    plan = step_plan(planned.config, facts, method, prompts, teacher, ASSUMED_GPU, top)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
     too_long = [f"model.max_length = {length}: the model takes {facts.max_length}"] if length > facts.max_length else []
     return replace(plan, blocked=(*plan.blocked, *resolved.refusals, *too_long))
 
 
-def _opened(config: RlctlConfig, model_dir: Path) -> PromptStream:
-    if config.makes_rollouts:
-        return PromptStream.open(config, model_dir)
-    texts = ScoredTexts if config.trains_reward_model else TextStream
-    return texts.open(config, model_dir)
-
-
-def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
+def _prompts_here(resolved: Resolved, method: Method, tell: Tell) -> PromptStream | None:
     """Return the run's prompts, or None where it names none, or its tokenizer or the data of its preset cannot be had
     here. Raises InputError for data that the user named wrongly."""
     config = resolved.config
@@ -445,7 +447,7 @@ def _prompts_here(resolved: Resolved, tell: Tell) -> PromptStream | None:
         tell(f"The tokenizer of {config.model.name} is not on this machine, so the lengths of prompts are assumed.")
         return None
     try:
-        return _opened(config, source.directory)
+        return method.open_data(source.directory)
     except InputError as error:
         if not resolved.origin["data.name"].startswith("preset"):
             raise
@@ -460,12 +462,14 @@ def _require_places(config: RlctlConfig) -> None:
         read_template(config.model.chat_template)
     for one in source_settings(config):
         require_known(one.reward)
-    plan_environment(config.environment)
-    require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
+    if isinstance(config, RolloutConfig):
+        plan_environment(config.environment)
+        require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
 
 
-def _require_refit_directory(directory: str | None) -> None:
+def _require_refit_directory(config: RlctlConfig) -> None:
     """Raises InputError where the disk mover could write nothing; it makes the directory itself."""
+    directory = config.refit.directory if isinstance(config, EngineConfig) else None
     if directory is None:
         return
     place = Path(directory).absolute()
@@ -477,27 +481,24 @@ def _require_refit_directory(directory: str | None) -> None:
         )
 
 
-def _new_tokens(config: RlctlConfig) -> int:
-    """The most tokens of one completion, or of one turn of an episode."""
-    return config.generation.max_new_tokens if config.makes_rollouts else 0
-
-
 def _no_room(new: int, length: int) -> InputError:
     message = f"--max-new-tokens {new} leaves no room for a prompt in {length} tokens."
     return InputError(message, "Lower it, or raise --max-length as far as the model takes it.")
 
 
-def _with_max_length(resolved: Resolved, facts: ModelFacts, prompts: PromptStream | None) -> tuple[Resolved, int]:
+def _with_max_length(
+    resolved: Resolved, facts: ModelFacts, method: Method, prompts: PromptStream | None
+) -> tuple[Resolved, int]:
     """The configuration with `model.max_length`, and the value. Raises InputError for a prompt that is too long."""
-    length, new = resolved.config.model.max_length, _new_tokens(resolved.config)
+    length, new = resolved.config.model.max_length, method.new_tokens
     if length is None:
         longest = max(prompts.lengths()) if prompts else PROMPT_TOKENS
         length = room_for(facts, longest, resolved.config.new_tokens if new else 0)
     if prompts:
-        prompts.limit = length - 1 if new else length
-        prompts.room = length - new if length > new else prompts.limit
+        prompts.limit = limit = length - 1 if new else length
+        prompts.room = length - new if length > new else limit
         if new:
-            prompts.leave_out_long(prompts.limit, resolved.config.run.seed)
+            prompts.leave_out_long(limit, resolved.config.run.seed)
         prompts.require_fit()
     return resolved.with_values({"model.max_length": length}, "prompts"), length
 
@@ -537,7 +538,8 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     if begun_with.get("chat_template", model["chat_template"]) != model["chat_template"]:
         found.append("the text of --chat-template is not the one that the run began with")
     if stored.get("teacher") != manifest["teacher"]:
-        found.append(f"{job.config.teacher.model} is not the teacher that the run began with")
+        named = job.config.named_teacher.model if job.config.named_teacher else "(none)"
+        found.append(f"{named} is not the teacher that the run began with")
     return found
 
 

@@ -20,7 +20,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import pinned_parallel
 from rlctl.refit.session import RefitSession
 from rlctl.refit.synthetic import SyntheticSender, reduced
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.weights.vllm import VllmParallel
 
 MODELS = {
@@ -37,7 +37,7 @@ HIDDEN = 64
 class SyntheticJob:
     """A model of `MODELS` to test, and the parallel sizes, mover and limits of `config`."""
 
-    config: RlctlConfig
+    config: RolloutConfig
     name: str
     repeat: int = 2
     hidden: int = HIDDEN

@@ -17,11 +17,12 @@ from rlctl.jobs.open_model import open_model
 from rlctl.jobs.prepare import require_devices, runnable_plan
 from rlctl.jobs.refit_report import LogprobLimit, RefitTestReport
 from rlctl.jobs.run_workers import RunWorkers, RunWorkersSpec, converts, device_of, planned_workers, start_run_workers
+from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
 from rlctl.refit.decoding import fixed_prompts, policy_difference
 from rlctl.refit.session import Receive
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.generation import RefitConfig
 from rlctl.training.agreement import precision_of
 
@@ -42,7 +43,7 @@ PROMPTS = 4
 class RefitTestJob:
     """The model to test, and the plan that `train` would run."""
 
-    config: RlctlConfig
+    config: RolloutConfig
     """With the values of `plan`."""
     source: ModelSource
     facts: ModelFacts
@@ -60,7 +61,7 @@ class RefitTestJob:
         directory, empty = self.source.directory, self.source.megatron is not None
         return planned_workers(
             self.config, self.facts, self.plan, directory, None,
-            max_length=self.max_length, dummy_weights=empty, trains=False,
+            max_length=self.max_length, dummy_weights=empty,
         )  # fmt: skip
 
     @property
@@ -73,7 +74,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     weights are fetched."""
     resolved.require_supported()
     model = open_model(resolved.config.model, weights=False)
-    planned, plan = runnable_plan(resolved, model.facts)
+    planned, plan = runnable_plan(resolved, model.facts, method_from_config(resolved.config, tries_loss=False))
     engine_backend(planned.config.generation.backend).refuse(planned.config, model.facts, device_of(plan))
     require_devices(plan, resolved.config)
     model = open_model(planned.config.model, tell)

@@ -27,7 +27,7 @@ from rlctl.errors import AbsentError, InputError, KilledError, RlctlError, Verif
 from rlctl.jobs.backend_arguments import differences
 from rlctl.jobs.dry_run import about
 from rlctl.jobs.open_model import published_facts, published_teacher
-from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job
+from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job
 from rlctl.jobs.row_checks import look_at_rows, look_at_run
 from rlctl.jobs.run import RunSummary
 from rlctl.jobs.shrink import MOST_LENGTH, REHEARSAL, VARYING, Change, Stage, changes, shrunk, usual_letter
@@ -41,6 +41,7 @@ from rlctl.runs.directory import RunDirectory
 from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.training.loop import Loop
+from rlctl.training.method import Method
 
 WIDEST = 36
 """Most columns of the names of parts in the table; a longer one stands out."""
@@ -107,16 +108,16 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
     """Rehearse a run. Raises what `train` refuses the configuration for before it starts anything; what fails later is
     the `error` of the result. `keep` is a directory for model, rows, run and export, which are otherwise removed."""
     started = time.perf_counter()
-    checked_algorithm(resolved, tell)
+    method = checked_method(resolved, tell)
     config = resolved.config
     facts, teacher = published_facts(config.model, tell), published_teacher(config, tell)
-    resolved, plan = check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+    resolved, plan = check_plan(resolved, facts, method, ASSUMED_GPU, teacher=teacher)
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise InputError(f"--keep {keep}: the directory is not empty.", "Name another.")
     with nullcontext(keep) if keep is not None else temporary_folder("rehearsal", tell) as folder:
         found = Rehearsal(str(folder))
         try:
-            _rehearse(resolved, plan, folder, found, tell, quiet)
+            _rehearse(resolved, method, plan, folder, found, tell, quiet)
         except RlctlError as error:
             found.error = error
         found.left_out += not_rehearsed(plan)
@@ -124,9 +125,11 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
         return found
 
 
-def _rehearse(resolved: Resolved, plan: Plan, folder: Path, found: Rehearsal, tell: Tell, quiet: bool) -> None:
+def _rehearse(
+    resolved: Resolved, method: Method, plan: Plan, folder: Path, found: Rehearsal, tell: Tell, quiet: bool
+) -> None:
     """Take the parts one after the other, and note each in `found`."""
-    stage = _stage(resolved.config, plan, folder, found)
+    stage = _stage(resolved.config, method, plan, folder, found)
     planned = resolved.with_values(plan.config_values())
     small = shrunk(planned, plan, stage)
     found.shrunk, left_out = changes(planned, small)
@@ -146,7 +149,7 @@ def _rehearse(resolved: Resolved, plan: Plan, folder: Path, found: Rehearsal, te
         found.done.append(("export", call_in_child("the rehearsal of the export", exported, limit_s=LIMIT_S)))
 
 
-def _stage(config: RlctlConfig, plan: Plan, folder: Path, found: Rehearsal) -> Stage:
+def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found: Rehearsal) -> Stage:
     """Write the tiny models and the rows that cannot be had here."""
     tokenizer, why = write_model(folder / "model", config.model, plan)
     found.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
@@ -162,13 +165,13 @@ def _stage(config: RlctlConfig, plan: Plan, folder: Path, found: Rehearsal) -> S
     rows: list[tuple[str, Path]] = []
     for number, (name, data, rewards) in enumerate(names_of_data(config)):
         try:
-            open_prompts(data, seed=config.run.seed)
+            open_prompts(data, config.run.seed, method.rows)
         except AbsentError as error:
             path = folder / f"rows_{number}.jsonl"
-            generated_rows(path, data, rewards, plain=config.teacher.own_tokenizer)
+            generated_rows(path, data, rewards, method.rows, plain=method.reads_with_own_tokenizer)
             rows.append((name, path))
             found.stand_ins.append((f"rows of {name}", f"generated sums; {error.message}"))
-    if config.makes_rollouts:
+    if method.new_tokens:
         (folder / "rehearsal.py").write_text(VARYING)
         said = "the share of some letters is added to the rewards, and one letter ends completions"
         found.stand_ins.append(("success of a random model", said))

@@ -12,13 +12,14 @@ from dataclasses import replace
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 from rlctl.jobs.prepare import Job
+from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.rollouts.prompt_order import OpenedSource
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import read_samples
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.metrics import read_metrics
 
@@ -37,7 +38,7 @@ def look_at_rows(job: Job, config: RlctlConfig, facts: ModelFacts, generated: Co
 
 def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts: ModelFacts) -> Iterator[str]:
     length = config.model.max_length or facts.max_length
-    new = config.generation.max_new_tokens if config.makes_rollouts else 0
+    new = method_from_config(config, tries_loss=False).new_tokens
     limit, job.prompts.limit = job.prompts.limit, None
     name, kind, deadline = source.label or source.prompts.label, job.prompts.kind, time.monotonic() + MOST_S
     failed: list[str] = []
@@ -92,7 +93,8 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
         notices.append("No step had a gradient: nothing that was sampled or read was learned from.")
     if dropped := sum(line.get("dropped_rollouts", 0) for line in lines):
         notices.append(f"{dropped} rollouts were left out: a reward function failed on them.")
-    if not config.makes_rollouts:
+    stops = config.generation.stop if isinstance(config, RolloutConfig) else None
+    if stops is None:
         return notices
     samples = read_samples(run.path)
     for source in job.prompts.sources:
@@ -104,7 +106,7 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
         texts += [str(row.answer) for row in rows]
         notices += [
             f"The stop text {stop!r} (generation.stop) is in no prompt, answer or completion that was looked at."
-            for stop in config.generation.stop
+            for stop in stops
             if stop != own_stop and not any(stop in text for text in texts)
         ]
     return list(dict.fromkeys(notices))

@@ -16,45 +16,41 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import WorkerGroup, telling_waits
-from rlctl.config.algorithm_settings import command_of
+from rlctl.config.kinds import command_of
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.jobs.prepare import Job, loggers_of
 from rlctl.jobs.report import LiveReport, write_report
 from rlctl.jobs.run_workers import RunWorkers, start_run_workers
-from rlctl.methods.rl.critic import Critic
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rewards.reward_worker import RewardWorker
-from rlctl.rollouts.asynchronous import AsynchronousSource
-from rlctl.rollouts.dataset import DatasetSource, HeldOutTexts, TextStream
+from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
-from rlctl.rollouts.synchronous import SynchronousSource
-from rlctl.rollouts.validation import SampledValidation, Validated
+from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
+from rlctl.settings.config import EngineConfig
 from rlctl.settings.run import BatchConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
-from rlctl.telemetry.metrics import LOSS, Metric, MetricsFile
+from rlctl.telemetry.metrics import LOSS, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.terminal import colored
-from rlctl.training.agreement import Agreement, error_limit, precision_of
+from rlctl.training.agreement import error_limit
 from rlctl.training.health import Health
-from rlctl.training.loop import Loop, Parts, filtered
+from rlctl.training.loop import Loop, Parts
+from rlctl.training.method import SourceParts, ValidationParts
 from rlctl.training.reference import precompute_reference
 from rlctl.training.saving import Saver, newest_intact
-from rlctl.training.text_validation import TextValidation
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of rewards, which a run without them does not have."""
-LOSS_COLUMN = Metric(LOSS, "sum", column="loss", form=".4f")
-"""Shown where a run has no rewards to be judged by."""
 SAMPLES_EVERY = 10
 """Steps between two looks at samples in a terminal, where run.show_samples is unset."""
 
@@ -114,8 +110,7 @@ def run_training(
     """
     started = time.perf_counter()
     stop.limit_s = job.config.run.stop_within_s
-    losses = () if job.config.makes_rollouts else (LOSS_COLUMN,)
-    display.metrics = (*losses, *job.metrics, *filtered(job.config.filter))
+    display.metrics = (*job.method.columns, *job.metrics)
     if job.rewards is None:
         display.without = SHOWN_METRICS[1:] if job.prompts.environment else SHOWN_METRICS
     try:
@@ -161,19 +156,17 @@ def _train(
         stop.trouble = dead_process
         workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing))
         policy = _load_policy(job, workers, display)
-        if job.config.preference.precompute:
+        if job.method.reference_before_training:
             display.doing("log-probs of the reference model")
             _precompute_reference(job, run, policy)
         resume_from = _load_newest(run, policy, display, manifest) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
-        sync = agreement = None
+        sync = None
         if workers.engines is not None:
-            trained = resume_from is not None or not job.config.makes_rollouts
+            trained = resume_from is not None or not job.method.new_tokens
             sync = _weight_sync(job, workers, None if trained else job.source, display, stack)
-        if sync is not None and job.config.makes_rollouts:
-            agreement = Agreement.from_config(job.config, precision_of(job.config, job.dtype))
-            if agreement.note:
-                display.say(agreement.note)
+        if (agreement := job.method.agreement(job.dtype)) is not None and agreement.note:
+            display.say(agreement.note)
         saver = Saver(run, policy, job.config, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
@@ -189,16 +182,16 @@ def _train(
                 validation.restore(begun.get("validation") or {})
         parts = Parts(
             source=rollouts,
-            algorithm=job.algorithm,
+            method=job.method,
             policy=policy,
-            sync=sync if job.config.makes_rollouts else None,
+            sync=sync if job.method.new_tokens else None,
             saver=saver,
             journal=journal,
             agreement=agreement,
             health=Health(job.config.checks),
             timer=timer,
             validation=validation,
-            critic=Critic(job.config, policy) if job.config.has_critic else None,
+            critic=job.method.open_critic(policy),
         )
         steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = steps.run(stop)
@@ -211,14 +204,12 @@ def _train(
 
 def _validation(
     job: Job, workers: RunWorkers, policy: PolicyClient, sync: WeightSync | None, journal: RunJournal
-) -> SampledValidation | TextValidation | None:
+) -> Validation | None:
     """Return the measure of held-out texts, or of answers to held-out prompts; None: the run does not validate."""
-    if isinstance(job.validation, HeldOutTexts):
-        return TextValidation(job.config, job.validation, policy, job.algorithm, sync, journal.refitted)
-    if job.validation is None or sync is None:
+    if job.validation is None:
         return None
     scorers = _scorers(job, workers.validation, policy)
-    return SampledValidation(job.config, job.validation, sync.engines, scorers, sync)
+    return job.method.validation(job.validation, ValidationParts(policy, scorers, sync, journal.refitted))
 
 
 def _weight_sync(
@@ -226,6 +217,7 @@ def _weight_sync(
 ) -> WeightSync:
     """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
     checkpoint."""
+    assert isinstance(job.config, EngineConfig)  # it has engines
     sync = workers.weight_sync(
         job.config.refit, source, offload=job.offload, tell=display.say,
         restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
@@ -262,7 +254,7 @@ def _converted(job: Job, display: Display) -> Job:
     if job.converts and job.source.megatron is None:
         display.doing("preparing the converted model", own_bar=True)
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
-    if job.converts and job.teacher is not None and job.config.teacher.model:
+    if job.converts and job.teacher is not None and job.config.named_teacher:
         display.doing("preparing the converted teacher", own_bar=True)
         source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
         job = replace(job, teacher=replace(job.teacher, source=source))
@@ -275,7 +267,7 @@ def _progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], t
     def progress(phase: Phase) -> tuple[int, int] | None:
         if phase is Phase.GENERATION and workers.engines is not None:
             told = workers.engines.group.progress()
-            return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
+            return (sum(done for done, _ in told.values()), batch.rollouts) if told else None
         if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
             return workers.policy.group.part([0]).progress().get(0)
         return None
@@ -286,19 +278,14 @@ def _progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], t
 def _rollouts(
     job: Job, workers: RunWorkers, sync: WeightSync | None, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
-    """Return the source that `rollouts.mode` asks for."""
-    if isinstance(job.prompts, TextStream):
-        return contextlib.nullcontext(DatasetSource(job.config, job.prompts))
-    assert sync is not None  # prompts are answered by engines
-    parts = (job.config, job.prompts, sync.engines, _scorers(job, workers.reward, workers.policy), sync, timer)
-    if job.config.rollouts.mode == "async":
-        return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
-    return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
+    """Return the method's source of batches."""
+    scorers = _scorers(job, workers.reward, workers.policy)
+    return job.method.source(SourceParts(job.prompts, timer, scorers, sync, display.say))
 
 
 def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
     """Return the scorers of `workers`, with the reward model where that is what computes beside the policy."""
-    model = None if job.config.teacher.model else policy.teacher
+    model = None if job.config.named_teacher else policy.teacher
     return Scorers(workers, model) if workers is not None else None
 
 
@@ -324,13 +311,13 @@ def _load_policy(job: Job, workers: RunWorkers, display: Display) -> PolicyClien
     policy = workers.policy
     display.doing("loading weights")
     policy.load_model(job.source.weights)
-    if "reference_logprobs" in job.algorithm.needs:
+    if "reference_logprobs" in job.method.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
     if workers.teacher is not None and job.teacher is not None:
         display.doing(f"loading the {workers.teacher.group.name}")
         # Rollouts are scored while the policy trains, where they are sampled meanwhile.
-        stays = job.config.rollouts.mode == "async" and not job.config.teacher.model
+        stays = getattr(job.config, "samples_while_training", False) and not job.config.named_teacher
         policy.teacher = Teacher(workers.teacher, job.offload and not stays)
         policy.teacher.load_model(job.teacher.source.weights)
         if job.projection is not None:
@@ -344,7 +331,7 @@ def _precompute_reference(job: Job, run: RunDirectory, policy: PolicyClient) -> 
     parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
     if isinstance(job.validation, HeldOutTexts):
         parts.append(("held out", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
-    precompute_reference(run.path / "reference.json", policy, job.algorithm, parts, job.config.batch.prompts)
+    precompute_reference(run.path / "reference.json", policy, job.method, parts, job.config.batch.prompts)
 
 
 def _load_newest(

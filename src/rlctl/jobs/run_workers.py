@@ -38,10 +38,11 @@ from rlctl.refit.weight_sender import SendingPolicy
 from rlctl.rewards.reward_worker import RewardWorker
 from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.episodes import ONE_TURN, PlaySpec
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.settings.generation import RefitConfig
 from rlctl.settings.run import ClusterConfig
 from rlctl.settings.training import LoraConfig, QuantizationConfig, TrainingConfig
+from rlctl.training.method import CriticSettings, Method
 
 if TYPE_CHECKING:
     from rlctl.refit.sync import WeightSync
@@ -364,18 +365,19 @@ def training_of(plan: Plan) -> TrainingChoice:
     return plan.training
 
 
-def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains: bool = True) -> PolicySpec:
-    """The policy that a plan starts; `config` holds the plan's values. Raises ConfigError for what its backend
-    refuses."""
-    training, samples = training_of(plan), trains and config.makes_rollouts
+def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None = None) -> PolicySpec:
+    """The policy that a plan starts; `config` holds the plan's values. `method` None: it is not trained.
+
+    Raises ConfigError for what its backend refuses."""
+    training = training_of(plan)
     policy = PolicySpec(
         facts=facts,
         parallel=training.parallel,
         dtype=resolve_dtype(config.model.dtype, device_of(plan)),
         device=device_of(plan),
         optimizer=config.optimizer,
-        temperature=config.generation.temperature if samples else 1.0,
-        truncation=Truncation.from_config(config.generation, facts.vocab) if samples else None,
+        temperature=method.temperature if method else 1.0,
+        truncation=method.truncation(facts.vocab) if method else None,
         threads=training.threads,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,
@@ -386,8 +388,8 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         router_replay=config.training.router_replay,
         lora=config.training.lora,
         quantization=config.training.quantization,
-        critic=planned_critic(config, plan) if trains else None,
-        valued=config.trains_reward_model,
+        critic=planned_critic(config, method.critic, plan) if method and method.critic else None,
+        valued=method is not None and method.valued,
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
@@ -395,14 +397,16 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
     return policy
 
 
-def refusal_of(config: RlctlConfig, facts: ModelFacts, teacher: ModelFacts | None = None) -> Refusal:
+def refusal_of(
+    config: RlctlConfig, facts: ModelFacts, method: Method | None = None, teacher: ModelFacts | None = None
+) -> Refusal:
     """Return what says why the backend of a plan refuses the configuration."""
 
     def refused(plan: Plan) -> str | None:
         try:
-            planned_policy(config, facts, plan)
+            planned_policy(config, facts, plan, method)
             if teacher is not None:
-                planned_teacher(config, facts, teacher, plan)
+                planned_teacher(config, facts, teacher, plan, method)
         except ConfigError as error:
             return error.message
         return None
@@ -410,32 +414,29 @@ def refusal_of(config: RlctlConfig, facts: ModelFacts, teacher: ModelFacts | Non
     return refused
 
 
-def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
+def planned_critic(config: RlctlConfig, critic: CriticSettings, plan: Plan) -> CriticSpec:
     """The critic next to the policy. Raises ConfigError where the backend has none."""
-    if not config.has_critic:
-        return None
     if not policy_backend(plan.backend).has_critic:
         raise ConfigError(
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
             "Train with --backend megatron, or with an algorithm without a critic.",
         )
-    critic = config.critic
     own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
     turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
     return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
 
 
 def planned_teacher(
-    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
+    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, method: Method | None = None
 ) -> PolicySpec:
-    """The teacher or the reward model that a plan starts; `config` holds the plan's values, and the algorithm needs the
-    `top` most likely tokens of each position of a teacher. It computes as the policy does, without what is the policy's
-    own: adapters, quantization, a critic, routers that follow the engines, and fields that are passed through."""
+    """The teacher or the reward model that a plan starts; `config` holds the plan's values, and `method` says how many
+    of the most likely tokens of each position of a teacher are needed. It computes as the policy does, without its
+    adapters, quantization, critic, routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
-    own = config.teacher.own_tokenizer
+    own, top = (method.reads_with_own_tokenizer, method.teacher_top) if method else (False, 0)
     choice, vocab = plan.teacher.choice, teacher.vocab if own else min(student.vocab, teacher.vocab)
     spec = replace(
-        planned_policy(config, student, plan),
+        planned_policy(config, student, plan, method),
         facts=teacher,
         parallel=choice.parallel,
         threads=choice.threads,
@@ -461,20 +462,21 @@ def planned_workers(
     plan: Plan,
     model_dir: Path,
     rewards: Rewards | None,
+    method: Method | None = None,
     *,
     max_length: int | None = None,
     dummy_weights: bool = False,
-    trains: bool = True,
 ) -> RunWorkersSpec:
     """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engines
-    read none; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
+    read none; `method` None: the policy's weights are read and refitted, and not trained.
 
     Raises ConfigError for what a backend refuses.
     """
-    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
+    policy = replace(planned_policy(config, facts, plan, method), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
-    engines, pairs = None, config.data.rows == "pairs"
+    engines, pairs = None, method is not None and method.whole_groups
     if plan.generation is not None:
+        assert isinstance(config, EngineConfig)  # others have no engines
         engines = planned_engines(
             config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
         )
@@ -493,7 +495,7 @@ def planned_workers(
 
 
 def planned_engines(
-    config: RlctlConfig,
+    config: EngineConfig,
     facts: ModelFacts,
     plan: Plan,
     model_dir: Path,

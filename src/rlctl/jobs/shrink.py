@@ -18,9 +18,11 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
 from rlctl.data.mixing import source_settings
 from rlctl.jobs.run_workers import training_of
+from rlctl.methods.rl.config import RlConfig
 from rlctl.planner.result import Plan
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.rewards import MODEL, RewardTerm, SourceReward
+from rlctl.settings.run import SampledValidationConfig
 
 STEPS = 2
 PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16
@@ -129,17 +131,20 @@ def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any
         "model.dtype": resolve_dtype(config.model.dtype, "cpu" if plan.cluster.is_cpu else "cuda"),
         "model.max_length": min(config.model.max_length or plan.facts.max_length, MOST_LENGTH),
     }  # fmt: skip
-    if stage.teacher is not None and config.teacher.model:
+    if stage.teacher is not None and config.named_teacher:
         values |= {"teacher.model": str(stage.teacher), "teacher.revision": None}
     if not stage.keeps_tokenizer:
         values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
     if config.validation.every:
         values["validation.every"] = 1
     if config.validation.wanted:
-        values |= {"validation.max_prompts": VALIDATED, "validation.samples": min(2, config.validation.samples)}
+        values |= {"validation.max_prompts": VALIDATED}
+        if isinstance(config.validation, SampledValidationConfig):
+            values["validation.samples"] = min(2, config.validation.samples)
     if config.validation.holdout:
         values["validation.holdout"] = VALIDATED
-    generations = min(GENERATIONS, config.batch.generations) if config.makes_rollouts else 1
+    samples = isinstance(config, RolloutConfig)
+    generations = min(GENERATIONS, config.batch.generations) if samples else 1
     values |= {
         "batch.prompts": PROMPTS if generations > 1 else 2 * PROMPTS,
         "batch.generations": generations,
@@ -147,7 +152,7 @@ def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any
         **small_layout(plan),
         **_data(config, stage),
     }
-    if config.makes_rollouts:
+    if samples:
         new = min(NEW_TOKENS, config.generation.max_new_tokens)
         stop = (*config.generation.stop, *([stage.stop] if stage.stop else []))
         values |= {"generation.max_new_tokens": new, "generation.mean_length": None, "generation.stop": stop}
@@ -167,7 +172,11 @@ def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
             {
                 **one.model_dump(mode="json"),
                 "name": stage.data(one.name),
-                **({"reward": _with_variation(config, own.reward, stage)} if one.reward else {}),
+                **(
+                    {"reward": _with_variation(config, own.reward, stage)}
+                    if one.reward and isinstance(config, RolloutConfig)
+                    else {}
+                ),
             }
             for one, own in zip(config.data.sources, settings, strict=True)
         ]
@@ -176,7 +185,7 @@ def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
     held = config.validation.data.name
     if stage.data(held) != held:
         values |= {"validation.data.name": stage.data(held), "validation.data.params": {}}
-    if config.learns_from_rewards:
+    if isinstance(config, RlConfig) and config.learns_from_rewards:
         values["reward.terms"] = _with_variation(config, config.reward, stage)["terms"]
         if config.validation.wanted and not config.validation.reward and config.reward.terms:
             values["validation.reward"] = _played(config.reward.terms, stage)
@@ -191,7 +200,7 @@ def _played(terms: Sequence[RewardTerm], stage: Stage) -> list[dict[str, Any]]:
     return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
 
 
-def _with_variation(config: RlctlConfig, reward: SourceReward, stage: Stage) -> dict[str, Any]:
+def _with_variation(config: RolloutConfig, reward: SourceReward, stage: Stage) -> dict[str, Any]:
     """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
     environment gives the rewards."""
     named = _played(reward.terms, stage)

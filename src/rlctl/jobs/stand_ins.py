@@ -12,14 +12,14 @@ from rlctl.data.chat import load_tokenizer
 from rlctl.data.holdout import validation_data
 from rlctl.data.mixing import source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX
+from rlctl.data.row_types import RowType
 from rlctl.data.templates import PROMPT, template_of
-from rlctl.data.texts import CHOSEN, COMPLETION, LABEL, REJECTED
 from rlctl.errors import AbsentError, InputError
 from rlctl.jobs.new_run import example_rows
 from rlctl.jobs.tiny_model import FAMILIES, VOCAB_SIZE, tiny_config, write_json, write_tiny_model, write_tokenizer
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.rewards import RewardConfig
 
@@ -76,15 +76,17 @@ def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, Reward
     found = [(one.data, one.reward) for one in source_settings(config)]
     if config.validation.wanted and config.validation.data.name:
         held = validation_data(config.data, config.validation.data)
+        sampled = isinstance(config, RolloutConfig)
+        reward = config.reward if sampled else RewardConfig()
         found.append(
-            (held, config.reward.model_copy(update={"terms": config.validation.reward or config.reward.terms}))
+            (held, reward.model_copy(update={"terms": config.validation.reward or reward.terms}) if sampled else reward)
         )
     for data, reward in found:
         if data.name and not data.name.startswith(GYM_PREFIX):
             yield data.name, data, reward
 
 
-def generated_rows(path: Path, data: DataConfig, reward: RewardConfig, *, plain: bool = False) -> None:
+def generated_rows(path: Path, data: DataConfig, reward: RewardConfig, rows: RowType, *, plain: bool = False) -> None:
     """Write rows with the columns that `data` and the scorers name, or `plain` texts, in place of those that cannot be
     had here."""
     template = template_of(data)
@@ -95,13 +97,8 @@ def generated_rows(path: Path, data: DataConfig, reward: RewardConfig, *, plain:
             made: dict[str, Any] = {name: f"{name} {number}" for name in others} | {data.prompt_field: question}
             if plain:
                 made = {"text": f"{question} {answer}"}
-            elif data.rows == "prompts":
-                made |= {data.answer_field: answer}
-            elif data.rows in ("texts", "labels"):
-                made |= {LABEL: number % 2 == 0} if data.rows == "labels" else {}
-                made |= {data.answer_field if data.answer_field != "answer" else COMPLETION: answer}
             else:
-                made |= {CHOSEN: answer, REJECTED: "nobody knows"}
+                made |= rows.example(answer, number, data)
             if any(term.name == "ifeval" for term in reward.terms):
                 made |= {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
             if data.difficulty_field:

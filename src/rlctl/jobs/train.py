@@ -216,7 +216,7 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
             begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
             changes.append(f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}")
     undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
-    return from_sources([Source(values), Source([*undecided, *changed])]), changes
+    return from_sources([Source(values, shared=True), Source([*undecided, *changed], shared=True)]), changes
 
 
 def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:

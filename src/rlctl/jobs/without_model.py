@@ -13,9 +13,11 @@ from rlctl.data.prompts import open_prompts
 from rlctl.environments.plan import plan_environment
 from rlctl.environments.process import EnvironmentHost
 from rlctl.errors import AbsentError
+from rlctl.methods.available import method_from_config
 from rlctl.rewards.rewards import prepare_rewards, require_usable
 from rlctl.rewards.scorers import Trial
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.training.method import Method
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,12 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
     tokenizer. Raises InputError for what is wrong with any of them; sources on the hub that are absent are skipped."""
     passed, skipped, trials = list[str](), list[str](), list[Trial]()
     opened = list[PromptSource]()
-    scored = _scored(config)
+    method = method_from_config(config, tries_loss=False)
+    scored = _scored(config, method)
     for one in _sources(config):
         name = one.label or str(one.data.name)
         try:
-            source = open_prompts(one.data, seed=config.run.seed)
+            source = open_prompts(one.data, config.run.seed, method.rows)
         except AbsentError:
             skipped.append(f"rows of {name}{' and their rewards' * scored}: the dataset is not on this machine")
             if scored:
@@ -51,23 +54,24 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
             plan = prepare_rewards(one.reward, source, completion, apart=True)
             passed += plan.describe()
             trials += plan.trials
-    skipped += _validation(config, opened)
+    skipped += _validation(config, method, opened)
     passed += _environment(config)
     return Checks(tuple(passed), tuple(skipped), tuple(trials))
 
 
 def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
-    alone = config.environment.name and not (config.data.name or config.data.sources)
+    environment = config.environment.name if isinstance(config, RolloutConfig) else None
+    alone = environment and not (config.data.name or config.data.sources)
     return () if alone else source_settings(config)
 
 
-def _scored(config: RlctlConfig) -> bool:
+def _scored(config: RlctlConfig, method: Method) -> bool:
     """Whether rollouts are scored apart from what their environment says."""
     own = any(one.reward.terms or (one.data.name or "").startswith(GYM_PREFIX) for one in _sources(config))
-    return config.makes_rollouts and (own or (config.learns_from_rewards and not config.environment.name))
+    return method.has_scores(own)
 
 
-def _validation(config: RlctlConfig, opened: list[PromptSource]) -> Iterator[str]:
+def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource]) -> Iterator[str]:
     """Open the rows of validation; yield what was skipped."""
     if not config.validation.wanted:
         return
@@ -77,14 +81,14 @@ def _validation(config: RlctlConfig, opened: list[PromptSource]) -> Iterator[str
             return  # absent, and said so
         held_out = hold_out(opened[0], config.validation.holdout, config.run.seed)[1]
     try:
-        open_validation(config, held_out)
+        open_validation(config, held_out, method.rows)
     except AbsentError:
         yield f"rows of {config.validation.data.name}: the dataset is not on this machine"
 
 
 def _environment(config: RlctlConfig) -> Iterator[str]:
     """Import the class and the tools of the environment."""
-    if config.makes_rollouts and config.environment.wanted:
+    if isinstance(config, RolloutConfig) and config.environment.wanted:
         plan = plan_environment(config.environment)
         with closing(EnvironmentHost(plan)) as host:
             host.start()

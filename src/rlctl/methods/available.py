@@ -1,88 +1,145 @@
-"""Algorithms that are built in, registered by a program, brought by an installed package, or in a user's file."""
+"""Training methods and RL algorithms by name: built in, registered by a program, of an installed package, or in a
+user's file.
+
+A package registers a method in the entry-point group `rlctl.methods` and an RL algorithm in `rlctl.algorithms`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
-from rlctl.errors import ConfigError, InputError, suggest
+from rlctl.config.plugins import Group, find_plugin, load_plugin, origin, plugin_names
+from rlctl.errors import ConfigError, InputError, RlctlError, suggest
 from rlctl.isolation.user_function import UserCode, is_reference
-from rlctl.methods.rl.advantage_trial import require_advantages
-from rlctl.methods.rl.algorithm import NAMES_OF_A_STEP, Algorithm
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.rl.config import RlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.training.method import NAMES_OF_A_STEP, Method
 from rlctl.training.user_loss import UserLoss
 
-Factory = Callable[[RlctlConfig], Algorithm]
+Factory = Callable[[Any], Method]
 
-GRPO = "rlctl.methods.rl.grpo:Grpo"
-BUILT_IN = {
-    "grpo": GRPO,
-    "dr-grpo": GRPO,
-    "dapo": GRPO,
-    "rloo": GRPO,
-    "reinforce++": GRPO,
-    "reinforce++-baseline": GRPO,
-    "ppo": GRPO,
-    "gspo": "rlctl.methods.rl.gspo:Gspo",
-    "cispo": "rlctl.methods.rl.cispo:Cispo",
-    "dppo": "rlctl.methods.rl.dppo:Dppo",
-    "sapo": "rlctl.methods.rl.sapo:Sapo",
-    "distillation": "rlctl.methods.rl.distillation:Distillation",
+RL = "rlctl.methods.rl"
+ALGORITHMS = {
+    "grpo": f"{RL}.grpo:Grpo",
+    "dr-grpo": f"{RL}.grpo:DrGrpo",
+    "dapo": f"{RL}.grpo:Dapo",
+    "rloo": f"{RL}.grpo:Rloo",
+    "reinforce++": f"{RL}.grpo:ReinforcePlusPlus",
+    "reinforce++-baseline": f"{RL}.grpo:ReinforcePlusPlusBaseline",
+    "ppo": f"{RL}.grpo:Ppo",
+    "gspo": f"{RL}.gspo:Gspo",
+    "cispo": f"{RL}.cispo:Cispo",
+    "dppo": f"{RL}.dppo:Dppo",
+    "sapo": f"{RL}.sapo:Sapo",
+    "distillation": f"{RL}.distillation:Distillation",
 }
-"""Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
-OF_TEXTS = {
+"""RL algorithms, which `rlctl train grpo --algorithm NAME` runs."""
+METHODS = {
     "sft": "rlctl.methods.sft:Sft",
     "dpo": "rlctl.methods.preference:Dpo",
-    "distill": "rlctl.methods.distill:Distill",
     "kto": "rlctl.methods.kto:Kto",
-    "rm": "rlctl.methods.reward_model:Rm",
+    "rm": "rlctl.methods.reward_model:RewardModel",
+    "distill": "rlctl.methods.distill:Distill",
 }
-"""Classes of those that learn from a dataset, each of which is a command of `train`."""
-OWN = BUILT_IN | OF_TEXTS
+"""Methods with a command `rlctl train NAME`."""
+BUILT_IN = ALGORITHMS | METHODS
+GROUPS: tuple[Group, ...] = ("rlctl.algorithms", "rlctl.methods")
 _registered: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Add an algorithm; processes of the policy can import `factory`. Raises ValueError for a name that is taken."""
-    if name in OWN or _registered.get(name, factory) is not factory:
+    """Add a method or algorithm; processes of the policy can import `factory`. Raises ValueError for a name that is
+    taken."""
+    if name in BUILT_IN or _registered.get(name, factory) is not factory:
         raise ValueError(f"there is an algorithm {name!r} already")
     _registered[name] = factory
 
 
-def require_algorithm(config: RlctlConfig) -> None:
-    """Raise InputError or ConfigError for an unknown `run.algorithm`, or one whose teacher is missing or idle."""
-    factory = _factory(config.run.algorithm)
-    if config.run.algorithm in OWN:
-        _require_fitting_teacher(config, factory(config))
+def commands() -> dict[str, type[Method]]:
+    """Return the method of each command `rlctl train NAME`. A package that cannot be imported has none."""
+    found: dict[str, Any] = {"grpo": _built_in("grpo")} | {name: _built_in(name) for name in METHODS}
+    for name in plugin_names("rlctl.methods"):
+        with suppress(InputError):
+            if name not in found and (entry := find_plugin("rlctl.methods", name)) is not None:
+                found[name] = load_plugin(entry)
+    return found
 
 
-def algorithm_from_config(config: RlctlConfig) -> Algorithm:
-    """Return the algorithm that `run.algorithm` names, with the loss that `loss.function` names.
+def method_class(name: str) -> type[Method] | None:
+    """Return the class that `run.algorithm` = `name` makes, for its configuration; None where it cannot be loaded,
+    which `method_from_config` explains."""
+    if not isinstance(name, str):
+        return None
+    if name in BUILT_IN:
+        return _built_in(name)
+    made: Any = _registered.get(name)
+    with suppress(RlctlError):
+        if made is None and is_reference(name):
+            made = UserCode.read(name, "Algorithm").load()
+        entries = (find_plugin(group, name) for group in GROUPS) if made is None else ()
+        if (entry := next(filter(None, entries), None)) is not None:
+            made = load_plugin(entry)
+    return made if isinstance(made, type) and issubclass(made, Method) else None
 
-    Raises InputError or ConfigError where a name is unknown, a user's file does not work, or the algorithm requires
-    log-probs that the configuration does not have computed.
+
+def config_class(name: str) -> type[RlctlConfig]:
+    """Return the configuration class of a method or an algorithm; that of RL for an unknown one."""
+    method = method_class(name)
+    return RlConfig if method is None else method.Config
+
+
+def config_classes() -> tuple[type[RlctlConfig], ...]:
+    """Return every configuration class that is known without loading a user's file: which keys there are at all."""
+    found = [RlConfig, *(_built_in(name).Config for name in BUILT_IN), RolloutConfig]
+    found += [method.Config for method in commands().values()]
+    found += [method.Config for name in plugin_names("rlctl.algorithms") if (method := method_class(name))]
+    found += [made.Config for made in _registered.values() if isinstance(made, type) and issubclass(made, Method)]
+    return tuple(dict.fromkeys(found))
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all methods and RL algorithms that are known without a user's file."""
+    return tuple(dict.fromkeys((*BUILT_IN, *_registered, *(one for group in GROUPS for one in plugin_names(group)))))
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """Return the values by key that a method or algorithm sets in place of defaults."""
+    method = method_class(name)
+    return {} if method is None else dict(method.defaults)
+
+
+def command_of(name: str) -> str:
+    """Return the command that trains with a method or algorithm."""
+    method = method_class(name)
+    return f"train {method.command if method and method.command else 'grpo'}"
+
+
+def method_from_config(config: RlctlConfig, *, tries_loss: bool = True) -> Method:
+    """Return the method that `run.algorithm` names, with the loss that `loss.function` names.
+
+    Raises InputError or ConfigError where a name is unknown, a user's file does not work, or the method requires
+    log-probs that the configuration does not have computed. `tries_loss` off: a loss of the user's is not run.
     """
-    algorithm, what = _factory(config.run.algorithm)(config), f"algorithm {config.run.algorithm}"
-    if config.run.algorithm in OWN and config.data.rows != algorithm.rows:
-        raise ConfigError(
-            f"The algorithm {config.run.algorithm} learns from {algorithm.rows}, and data.rows = {config.data.rows}.",
-            "Leave data.rows out: the algorithm sets it.",
-        )
-    _require_fitting_teacher(config, algorithm)
-    if missing := sorted(algorithm.requires - config.logprobs_needed):
-        needs = ",".join(sorted(algorithm.requires | config.logprobs_needed))
+    method, what = _factory(config.run.algorithm)(config), f"algorithm {config.run.algorithm}"
+    _require_fitting_teacher(config, method)
+    if not tries_loss:
+        return method
+    if missing := sorted(method.requires - method.needs):
+        needs = ",".join(sorted(method.requires | method.needs))
         raise ConfigError(f"The {what} needs {' and '.join(missing)}.", f"Add --set loss.needs=[{needs}].")
-    if config.run.algorithm not in OWN and algorithm.rows == "prompts":
-        require_advantages(algorithm, what)
-    if config.loss.function:
-        loss = UserLoss.tried(config.loss.function, config.loss, algorithm.needs, algorithm.teacher_top)
-        algorithm.use(loss)
+    if config.run.algorithm not in BUILT_IN:
+        method.try_out(what)
+    if function := method.config.loss.function:
+        loss = UserLoss.tried(function, method.config.loss, method.needs, method.teacher_top)
+        method.use(loss)
         what = f"loss function {loss.code.reference}"
-    names = [metric.name for metric in algorithm.metrics]
+    names = [metric.name for metric in method.metrics]
     for name in names:
         parts = name.split("/")
         outer = {"/".join(parts[:count]) for count in range(1, len(parts))}
@@ -91,33 +148,37 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
                 f"The metric {name!r} of the {what} has the name of another one.",
                 "Call it otherwise, such as own/NAME.",
             )
-    return algorithm
+    return method
 
 
-def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
+def _require_fitting_teacher(config: RlctlConfig, method: Method) -> None:
     """Raise ConfigError where a teacher is needed and not there, or is there and nothing learns from it."""
-    name, teacher, column = config.run.algorithm, config.teacher.model, "teacher_logprobs"
-    if not teacher and column in algorithm.requires | config.logprobs_needed:
-        what = f"The algorithm {name}" if column in algorithm.requires else "loss.needs = teacher_logprobs"
+    name, teacher, column = config.run.algorithm, config.named_teacher, "teacher_logprobs"
+    if teacher is None and column in method.requires | method.needs:
+        what = f"The algorithm {name}" if column in method.requires else "loss.needs = teacher_logprobs"
         raise ConfigError(f"{what} needs a teacher, and there is none.", "Name one: --teacher NAME (teacher.model).")
-    if teacher and name in OWN and column not in algorithm.requires and not config.loss.function:
+    if teacher and name in BUILT_IN and column not in method.requires and not method.config.loss.function:
         raise ConfigError(
-            f"teacher.model = {teacher}, but the algorithm {name} learns nothing from a teacher.",
+            f"teacher.model = {teacher.model}, but the algorithm {name} learns nothing from a teacher.",
             "Add --algorithm distillation, take `train distill`, or leave the teacher out.",
         )
+
+
+def _built_in(name: str) -> type[Method]:
+    module, _, factory = BUILT_IN[name].partition(":")
+    return getattr(importlib.import_module(module), factory)
 
 
 def _factory(name: str) -> Factory:
     if name in _registered:
         return _registered[name]
-    if name in OWN:
-        module, _, factory = OWN[name].partition(":")
-        return getattr(importlib.import_module(module), factory)
+    if name in BUILT_IN:
+        return _built_in(name)
     if is_reference(name):
-        return OutsideAlgorithm(name, code=UserCode.read(name, "Algorithm"))
-    if entry := find_plugin("rlctl.algorithms", name):
-        return OutsideAlgorithm(name, package=origin(entry))
-    known = (*OWN, *_registered, *plugin_names("rlctl.algorithms"))
+        return OutsideMethod(name, code=UserCode.read(name, "Algorithm"))
+    if entry := next(filter(None, (find_plugin(group, name) for group in GROUPS)), None):
+        return OutsideMethod(name, package=origin(entry))
+    known = names()
     same = [one for one in known if _letters(one) == _letters(name)]
     meant = f"Did you mean {same[0]}?" if same else suggest(name, known)
     there = f"There are {', '.join(known)} and path/to/file.py:Class."
@@ -131,8 +192,8 @@ def _letters(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class OutsideAlgorithm:
-    """Makes the algorithm of a user's class, pickled with its file's source, or of an installed package, pickled as its
+class OutsideMethod:
+    """Makes the method of a user's class, pickled with its file's source, or of an installed package, pickled as its
     name, so that every process imports it for itself."""
 
     name: str
@@ -140,26 +201,29 @@ class OutsideAlgorithm:
     package: str | None = None
     """The package with its version, which a resume compares."""
 
-    def __call__(self, config: RlctlConfig) -> Algorithm:
-        """Raises InputError where the package is not installed here, or it is not a class of an algorithm."""
+    def __call__(self, config: RlctlConfig) -> Method:
+        """Raises InputError where the package is not installed here, or it is not a class of a method."""
         what = f"Algorithm {self.code.reference if self.code else self.name!r}"
         if self.code is not None:
             made: Any = self.code.load()
-        elif (entry := find_plugin("rlctl.algorithms", self.name)) is not None:
+        elif entry := next(filter(None, (find_plugin(group, self.name) for group in GROUPS)), None):
             what, made = f"{what} of {self.package}", load_plugin(entry)
         else:
             hint = "Install that package on every node."
             raise InputError(f"{what} is of {self.package}, which is not installed here.", hint)
-        if not (isinstance(made, type) and issubclass(made, Algorithm)):
+        if not (isinstance(made, type) and issubclass(made, Method)):
             raise InputError(f"{what} is not a class of an algorithm.", "Derive it from rlctl.Algorithm.")
         if missing := sorted(made.__abstractmethods__):
             hint = "Both are described in docs/training.md."
             raise InputError(f"{what} does not define {' and '.join(missing)}.", hint)
         try:
-            algorithm = made(config)
+            method = made(config)
         except Exception as error:
             if self.code is None:
                 raise
             raise self.code.error(error, "being made") from error
-        algorithm.made_by = self
-        return algorithm
+        method.made_by = self
+        return method
+
+
+__all__ = ["ALGORITHMS", "BUILT_IN", "METHODS", "Algorithm", "commands", "config_class", "method_from_config"]

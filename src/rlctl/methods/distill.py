@@ -26,13 +26,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pydantic import model_validator
+
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.section import NonNegativeNumber
 from rlctl.data.rollouts import CHUNK
-from rlctl.errors import ConfigError
-from rlctl.methods.rl.distillation import OF_TOP, of_top, top_kl
-from rlctl.methods.rl.sections import DistillationConfig
-from rlctl.methods.sft import Sft
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.distillation import OF_TOP, TopTokens, of_top, top_kl
+from rlctl.methods.sft import Sft, SftConfig
+from rlctl.settings.other_models import TextTeacherConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -43,20 +44,60 @@ LEAST = 1e-10
 ALIGNED = Metric("aligned", "mean", curve="part of the tokens whose chunk the teacher has read", form=".3f")
 
 
-class Distill(Sft):
-    """The divergence from a teacher on texts that are given."""
+class DistillSettings(TopTokens):
+    """The loss of `train distill`."""
 
+    sft_weight: NonNegativeNumber = 0.0
+    """Weight of the negative log-likelihood of the texts, which is added."""
+    balanced: bool = False
+    """Multiply the divergence of each text by the number that makes it as large as the negative log-likelihood of the
+    text."""
+
+
+class DistillConfig(SftConfig):
+    """The configuration of `rlctl train distill`."""
+
+    teacher: TextTeacherConfig = TextTeacherConfig()
+    distillation: DistillSettings = DistillSettings()
+
+    @property
+    def named_teacher(self) -> TextTeacherConfig | None:
+        return self.teacher if self.teacher.model else None
+
+    @model_validator(mode="after")
+    def validate_projected_distribution(self) -> DistillConfig:
+        if self.teacher.own_tokenizer and self.distillation.outside == "tail":
+            raise ValueError(
+                "distillation.outside = tail does not go with teacher.own_tokenizer: a projected distribution has "
+                "nothing outside of the teacher's most likely tokens that could be compared"
+            )
+        return self
+
+
+class Distill(Sft):
+    """Off-policy distillation: learn a teacher's probabilities on texts, as `train sft` reads them.
+
+    `train grpo --algorithm distillation` learns from a teacher on the model's own completions.
+    """
+
+    Config = DistillConfig
+    config: DistillConfig
+    command = "distill"
+    flags = "answer_field teacher"
+    examples = (
+        "rlctl train distill --model Qwen/Qwen3-1.7B --teacher Qwen/Qwen3-8B --data texts.jsonl --preset 1gpu",
+        "rlctl train distill --model ./my-model --teacher ./teacher --data chats.jsonl --set distillation.top_k=128",
+        "rlctl train distill --resume --run-dir runs/my-run",
+    )
     requires = frozenset({"teacher_logprobs"})
 
-    def __init__(self, config: RlctlConfig) -> None:
+    def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)
         self.metrics = (OF_TOP[0], ALIGNED if config.teacher.own_tokenizer else OF_TOP[1], *Sft.metrics)
-        if config.distillation.loss != "top-k" or config.distillation.reward_weight:
-            raise ConfigError(
-                "`train distill` compares distributions on texts, which nobody samples or rewards: distillation.loss = "
-                "sampled and distillation.reward_weight are for `train grpo --algorithm distillation`.",
-                "Leave them out.",
-            )
+
+    @property
+    def reads_with_own_tokenizer(self) -> bool:
+        return self.config.teacher.own_tokenizer
 
     @property
     def teacher_top(self) -> int:
@@ -92,7 +133,7 @@ def _balance(divergence_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     return (summed(-batch.logprobs_R) / divergence_R).where(divergence_R > 0, 1.0)
 
 
-def chunk_kl(batch: TokenBatch, o: DistillationConfig) -> torch.Tensor:
+def chunk_kl(batch: TokenBatch, o: TopTokens) -> torch.Tensor:
     """Return the divergence [R] from a teacher with another tokenizer, with gradient: each token has its part of what
     its chunk has, and 0 where the teacher has said nothing of the chunk. Suffix C: the chunks."""
     import torch

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.backends.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
+from rlctl.config.section import PositiveNumber, Section
 from rlctl.data.rollouts import RolloutGroup
+from rlctl.data.row_types import LabelRows
 from rlctl.data.texts import LABEL
-from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.texts import TextMethod, per_text
+from rlctl.settings.config import TextConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -34,10 +36,39 @@ if TYPE_CHECKING:
 GOOD, BAD = "good", "bad"
 
 
-class Kto(Algorithm):
-    """Learns which completions are good."""
+class KtoSettings(Section):
+    """The loss of `train kto`."""
 
-    rows = "labels"
+    beta: PositiveNumber = 0.1
+    """Weight of the distance to the reference model."""
+    good_weight: PositiveNumber = 1.0
+    """Weight of the loss of good completions."""
+    bad_weight: PositiveNumber = 1.0
+    """Weight of the loss of bad completions."""
+
+
+class KtoConfig(TextConfig):
+    """The configuration of `rlctl train kto`."""
+
+    preference: KtoSettings = KtoSettings()
+
+
+class Kto(TextMethod):
+    """Kahneman-Tversky optimization on rows with `prompt`, `completion` and `label`, true for good and false for bad.
+
+    The reference is the model that the run begins with.
+    """
+
+    Config = KtoConfig
+    config: KtoConfig
+    command = "kto"
+    flags = "answer_field beta"
+    examples = (
+        "rlctl train kto --model Qwen/Qwen3-1.7B --data labels.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
+        "rlctl train kto --resume --run-dir runs/my-run",
+    )
+    rows = LabelRows()
+    sequences = 2
     requires = frozenset({"reference_logprobs"})
     metrics = (
         Metric(GOOD, "sum"),
@@ -49,13 +80,9 @@ class Kto(Algorithm):
         Metric("kl", "max", curve="estimate of the divergence from the reference", column="kl"),
     )
 
-    def __init__(self, config: RlctlConfig, z0: float = 0.0) -> None:
+    def __init__(self, config: KtoConfig, z0: float = 0.0) -> None:
         super().__init__(config)
         self.z0 = z0
-
-    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return zeros; `batch_advantages` has the labels."""
-        return np.zeros(len(rewards_G))
 
     def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
         """Return 1 for a good completion and -1 for a bad one, and 0 for the text next to it."""
@@ -63,7 +90,7 @@ class Kto(Algorithm):
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         """Return the weight of a completion in the mean over completions; the texts next to them are not trained on."""
-        weights_N = np.full(len(response_tokens_N), 2 / max(1, len(response_tokens_N)))
+        weights_N = per_text(len(response_tokens_N), self.sequences)
         weights_N[1::2] = 0.0
         return weights_N
 

@@ -18,21 +18,75 @@ Both texts of a pair are in one micro-batch, the chosen one first (`RunWorkersSp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.section import PositiveNumber, Section
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.data.row_types import PairRows
 from rlctl.data.texts import REFERENCE
-from rlctl.methods.preference_section import PreferenceConfig
-from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.texts import TextMethod, per_text
+from rlctl.settings.config import TextConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
+
+
+class PreferenceConfig(Section):
+    """The loss of `train dpo`."""
+
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """The formula, by its name in the literature. simpo and orpo compare without a reference model."""
+    beta: PositiveNumber = 0.1
+    """Weight of the distance to the reference model: the reward of a completion is beta times the log-prob that it has
+    more under the policy than under the model that the run began with. With orpo it is the weight of the odds ratio."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """With dpo, the part of the pairs whose labels are taken to be wrong (cDPO)."""
+    average: bool = False
+    """With dpo and ipo, take the mean log-prob of a completion's tokens, not their sum; simpo and orpo always do."""
+    target_margin: Annotated[float, Field(ge=0)] = 0.0
+    """With simpo, the margin of the rewards that is aimed at (gamma)."""
+    precompute: bool = False
+    """With dpo and ipo, compute the log-probs of the reference once for all rows, before the first step, and hold no
+    second copy of the weights. A row may bring them in the fields `ref_chosen_logps` and `ref_rejected_logps`."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the negative log-prob of the chosen completion, which is added to the loss."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with the model that the run began with."""
+        return self.loss in ("dpo", "ipo")
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether that model is held next to the policy."""
+        return self.has_reference and not self.precompute
+
+    @model_validator(mode="after")
+    def validate_keys_of_the_loss(self) -> PreferenceConfig:
+        of_reference = ["dpo", "ipo"]
+        for key, losses in (
+            ("label_smoothing", ["dpo"]),
+            ("average", of_reference),
+            ("precompute", of_reference),
+            ("target_margin", ["simpo"]),
+        ):
+            if getattr(self, key) and self.loss not in losses:
+                raise ValueError(f"{key} is for preference.loss = {' or '.join(losses)}, and it is {self.loss}")
+        return self
+
+
+class DpoConfig(TextConfig):
+    """The configuration of `rlctl train dpo`."""
+
+    preference: PreferenceConfig = PreferenceConfig()
+
 
 PAIRS = "pairs"
 LEAST_LOSS = 1e-7
@@ -120,11 +174,53 @@ LOSSES: Mapping[str, Callable[[Pairs, PreferenceConfig], torch.Tensor]] = {
 """The loss of each pair [P], by the name of `preference.loss`."""
 
 
-class Dpo(Algorithm):
-    """Learns which of two completions is preferred."""
+def measure_pairs(pairs: Pairs, metrics: Sequence[Metric]) -> dict[str, torch.Tensor]:
+    """Return the values [R] of the metrics of pairs that are among `metrics`."""
+    found = {
+        PAIRS: pairs.tokens_P.clamp(max=1),
+        "rewards/chosen": pairs.chosen_rewards_P,
+        "rewards/rejected": pairs.rejected_rewards_P,
+        "rewards/margins": pairs.margins_P,
+        "rewards/accuracies": pairs.margins_P > 0,
+        "logps/chosen": pairs.chosen_logps_P,
+        "logps/rejected": pairs.rejected_logps_P,
+    }
+    declared = {metric.name for metric in metrics}
+    return {name: pairs.spread(values_P) for name, values_P in found.items() if name in declared}
 
-    rows = "pairs"
-    requires = frozenset({"reference_logprobs"})
+
+class PairMethod(TextMethod):
+    """Compares the two completions of a pair, which are in one packed row."""
+
+    rows = PairRows()
+    sequences = 2
+    whole_groups = True
+    packed_texts = 2
+
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        """Return 1 for the chosen completion and -1 for the rejected one."""
+        return [np.array([1.0, -1.0]) for _ in groups]
+
+    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
+        """Return the weight of a pair in the mean over pairs."""
+        return per_text(len(response_tokens_N), self.sequences)
+
+
+class Dpo(PairMethod):
+    """Direct preference optimization on rows with `prompt`, `chosen` and `rejected`.
+
+    The reference is the model that the run begins with.
+    """
+
+    Config = DpoConfig
+    config: DpoConfig
+    command = "dpo"
+    flags = "beta"
+    examples = (
+        "rlctl train dpo --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
+        "rlctl train dpo --model ./my-model --data pairs.jsonl --beta 0.3 --lora",
+        "rlctl train dpo --resume --run-dir runs/my-run",
+    )
     metrics = (
         Metric(PAIRS, "sum"),
         *REWARDS,
@@ -132,18 +228,13 @@ class Dpo(Algorithm):
         _mean("logps/rejected", "log-prob of rejected completions"),
     )
 
-    def __init__(self, config: RlctlConfig) -> None:
+    def __init__(self, config: DpoConfig) -> None:
         super().__init__(config)
-        if not config.preference.holds_reference:
-            self.requires = frozenset()
+        self.requires = frozenset({"reference_logprobs"} if config.preference.holds_reference else ())
 
-    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return 1 for the chosen completion and -1 for the rejected one."""
-        return np.array([1.0, -1.0])
-
-    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
-        """Return the weight of a pair in the mean over pairs."""
-        return np.full(len(response_tokens_N), 2 / max(1, len(response_tokens_N)))
+    @property
+    def reference_before_training(self) -> bool:
+        return self.config.preference.precompute
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         pairs, options = self.pairs(batch), self.config.preference
@@ -151,18 +242,7 @@ class Dpo(Algorithm):
         return pairs.spread(LOSSES[options.loss](pairs, options) - options.sft_weight * imitated_P)
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
-        pairs = self.pairs(batch)
-        found = {
-            PAIRS: pairs.tokens_P.clamp(max=1),
-            "rewards/chosen": pairs.chosen_rewards_P,
-            "rewards/rejected": pairs.rejected_rewards_P,
-            "rewards/margins": pairs.margins_P,
-            "rewards/accuracies": pairs.margins_P > 0,
-            "logps/chosen": pairs.chosen_logps_P,
-            "logps/rejected": pairs.rejected_logps_P,
-        }
-        declared = {metric.name for metric in self.metrics}
-        return {name: pairs.spread(values_P) for name, values_P in found.items() if name in declared}
+        return measure_pairs(self.pairs(batch), self.metrics)
 
     def pairs(self, batch: TokenBatch) -> Pairs:
         """Return the pairs of a micro-batch, with gradient."""

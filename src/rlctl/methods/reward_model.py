@@ -10,22 +10,73 @@ have the names that they have with dpo, and `rewards/margins` is the difference 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import model_validator
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.data.texts import MARGIN
-from rlctl.methods.preference import PAIRS, REWARDS, Dpo, Pairs, summed
+from rlctl.methods.preference import PAIRS, REWARDS, PairMethod, Pairs, measure_pairs, summed
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.run import TextLossConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from rlctl.rollouts.dataset import TextStream
 
-class Rm(Dpo):
-    """Learns a score by which chosen completions are above rejected ones."""
 
-    requires = frozenset()
+class RmConfig(RlctlConfig):
+    """The configuration of `rlctl train rm`."""
+
+    loss: TextLossConfig = TextLossConfig()
+
+    @model_validator(mode="after")
+    def validate_no_quantization(self) -> RmConfig:
+        if self.training.quantization.format != "none":
+            raise ValueError(
+                f"training.quantization.format = {self.training.quantization.format} does not go with this: "
+                "`train rm` trains a model of scores, which no engine computes"
+            )
+        return self
+
+
+class RewardModel(PairMethod):
+    """A reward model on rows with `prompt`, `chosen` and `rejected`: a scalar head, and the loss of Bradley and Terry.
+
+    `rlctl convert megatron-to-hf RUN DIR` exports it, and `--reward model:DIR` of `train grpo` scores with it.
+    """
+
+    Config = RmConfig
+    config: RmConfig
+    defaults = {"optimizer.lr": 1e-5}
+    command = "rm"
+    examples = (
+        "rlctl train rm --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 2e-6 --preset 1gpu",
+        "rlctl train rm --model ./my-model --data pairs.jsonl --val-data others.jsonl --gpu cpu",
+        "rlctl train rm --resume --run-dir runs/my-run",
+    )
+    valued = True
     metrics = (Metric(PAIRS, "sum"), *REWARDS)
+
+    def refuse_model(self, directory: Path) -> None:
+        from rlctl.checkpoints.hf.hf_files import read_config
+        from rlctl.checkpoints.hf.reward_models import scorer_class
+
+        scorer_class(read_config(directory))  # refuses a model that could not be exported
+
+    @property
+    def stream(self) -> type[TextStream]:
+        from rlctl.rollouts.dataset import ScoredTexts
+
+        return ScoredTexts
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        return measure_pairs(self.pairs(batch), self.metrics)
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         from torch.nn.functional import logsigmoid

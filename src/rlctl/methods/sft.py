@@ -8,25 +8,42 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rlctl.backends.batch import TokenBatch
-from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.data.row_types import TextRows
+from rlctl.methods.texts import TextMethod
+from rlctl.settings.config import TextConfig
+from rlctl.settings.data import TextDataConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
 
 
-class Sft(Algorithm):
-    """Cross entropy with the texts of a dataset."""
+class SftConfig(TextConfig):
+    """The configuration of `rlctl train sft`."""
 
-    rows = "texts"
+    data: TextDataConfig = TextDataConfig()
+
+
+class Sft(TextMethod):
+    """Supervised fine-tuning on texts: `prompt` and `completion`, chat `messages`, or `text`.
+
+    The loss is on completions, on messages of the assistant, or on all tokens (data.train_on).
+    """
+
+    Config = SftConfig
+    config: SftConfig
+    defaults = {"optimizer.lr": 1e-5}
+    command = "sft"
+    flags = "answer_field"
+    rows = TextRows()
+    examples = (
+        "rlctl train sft --preset laptop-sft",
+        "rlctl train sft --model Qwen/Qwen3-1.7B --data texts.jsonl --epochs 2 --lr 1e-5 --preset 1gpu",
+        "rlctl train sft --model ./my-model --data chats.jsonl --set data.train_on=last --lora",
+        "rlctl train sft --resume --run-dir runs/my-run",
+    )
     metrics = (Metric("likelihood", "mean", curve="mean probability of a token of the texts", form=".3f"),)
-
-    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return zeros: no text is better than another."""
-        return np.zeros(len(rewards_G))
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         return -batch.logprobs_R

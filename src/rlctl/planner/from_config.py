@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, EngineNumbers, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import (
     ClusterFacts,
     device_reported,
@@ -30,7 +30,7 @@ from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import EngineConfig, RlctlConfig, RolloutConfig
 from rlctl.settings.training import TrainingConfig
 
 DRIVER_LIMIT_S = 30.0
@@ -121,7 +121,7 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
     return make_cluster(assume, section.nodes, count)
 
 
-def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: list[int], samples: int) -> Workload:
+def completions_workload(config: RolloutConfig, facts: ModelFacts, prompt_tokens: list[int], samples: int) -> Workload:
     """The workload of completing prompts of these lengths, `samples` times each. Nothing is trained."""
     new = config.new_tokens
     limit = min(config.model.max_length or facts.max_length, facts.max_length)
@@ -142,39 +142,69 @@ def room_for(facts: ModelFacts, longest_prompt: int, max_new_tokens: int) -> int
     return min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + max_new_tokens)
 
 
-def texts_workload(config: RlctlConfig, facts: ModelFacts, mean_tokens: int | None) -> Workload:
-    """The workload of training on texts; `mean_tokens` is known where the data is. A pair is one sequence."""
-    size = 2 if config.data.rows == "pairs" else 1
+def text_workload(
+    config: EngineConfig | RlctlConfig,
+    facts: ModelFacts,
+    tokens: int | None,
+    *,
+    needs: Collection[str],
+    size: int = 1,
+    valued: bool = False,
+    teacher_top: int = 0,
+) -> Workload:
+    """Return the workload of training on texts.
+
+    Args:
+        tokens: Mean length of a text; None where the data is not known.
+        needs: Log-probs that are computed before training.
+        size: Texts of a dataset row that are one sequence.
+        valued: A model with a scalar head is trained.
+        teacher_top: Number of a teacher's most likely tokens that are compared.
+    """
     length = config.model.max_length or min(facts.max_length, TEXT_TOKENS)
     packs = not facts.unpacked
+    answers = getattr(config.validation, "answers", 0)
+    sampled = isinstance(config, EngineConfig)
     return Workload(
         algorithm=config.run.algorithm,
-        measured=mean_tokens is not None,
+        measured=tokens is not None,
         prompts=config.batch.prompts,
         generations=1,
         rollouts=False,
-        answers=config.validation.answers,
-        max_new_tokens=min(config.generation.max_new_tokens, length),
-        mean_new_tokens=min(config.mean_new_tokens, length),
-        valued=config.trains_reward_model,
+        answers=answers,
+        max_new_tokens=min(config.new_tokens if sampled else 1, length),
+        mean_new_tokens=min(config.mean_new_tokens if sampled else 1, length),
+        valued=valued,
         max_length=size * length,
-        mean_tokens=float(size * (mean_tokens or max(1, length // 2))),
+        mean_tokens=float(size * (tokens or max(1, length // 2))),
         optimizer_steps=config.batch.optimizer_steps,
         epochs=config.batch.epochs,
-        old_logprobs="old_logprobs" in config.logprobs_needed,
-        reference="reference_logprobs" in config.logprobs_needed,
+        old_logprobs="old_logprobs" in needs,
+        reference="reference_logprobs" in needs,
         packing=config.training.packing and packs,
         dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
         goal=config.run.goal,
-        teacher_top=min(config.teacher_top, facts.vocab),
+        teacher_top=min(teacher_top, facts.vocab),
     )
 
 
-def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
-    """The workload of a step; `prompt_tokens` is the mean length of prompts, or of texts to train on, where the data is
-    known."""
-    if not config.makes_rollouts:
-        return texts_workload(config, facts, prompt_tokens)
+def rollout_workload(
+    config: RolloutConfig,
+    facts: ModelFacts,
+    prompt_tokens: int | None,
+    *,
+    needs: Collection[str],
+    critic: bool = False,
+    teacher_top: int = 0,
+) -> Workload:
+    """Return the workload of a step that samples and trains.
+
+    Args:
+        prompt_tokens: Mean length of prompts; None where the data is not known.
+        needs: Log-probs that are computed before training.
+        critic: A value model is trained next to the policy.
+        teacher_top: Number of a teacher's most likely tokens that are compared.
+    """
     new = config.new_tokens
     length = config.model.max_length
     prompt = prompt_tokens or PROMPT_TOKENS
@@ -193,14 +223,14 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         prompt_tokens=min(prompt, length),
         optimizer_steps=config.batch.optimizer_steps,
         epochs=config.batch.epochs,
-        old_logprobs="old_logprobs" in config.logprobs_needed,
-        reference="reference_logprobs" in config.logprobs_needed,
-        critic=config.has_critic,
+        old_logprobs="old_logprobs" in needs,
+        reference="reference_logprobs" in needs,
+        critic=critic,
         packing=config.training.packing and packs,
         dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
         share_prompts=config.training.share_prompts and packs,
         goal=config.run.goal,
-        teacher_top=min(config.teacher_top, facts.vocab),
+        teacher_top=min(teacher_top, facts.vocab),
         staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
         in_flight=config.refit.in_flight,
         tools_s=config.environment.turns * config.environment.tool_s if config.environment.wanted else 0.0,
@@ -213,9 +243,10 @@ def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
     if config.training.backend != "auto":
         found["training.backend"] = config.training.backend
     for section, keys in LAID_OUT.items():
-        values = getattr(config, section)
-        found |= {f"{section}.{key}": getattr(values, key) for key in keys if getattr(values, key) is not None}
-    if config.refit.mover != "auto":
+        values = getattr(config, section, None)
+        set_keys = ((key, getattr(values, key, None)) for key in keys)
+        found |= {f"{section}.{key}": value for key, value in set_keys if value is not None}
+    if isinstance(config, EngineConfig) and config.refit.mover != "auto":
         found["refit.mover"] = config.refit.mover
     return found
 
@@ -293,19 +324,16 @@ def moment_bytes(passed: Mapping[str, Any]) -> int:
 def plan_from_config(
     config: RlctlConfig,
     facts: ModelFacts,
+    workload: Workload,
     *,
     assume: str | None = None,
-    prompt_tokens: int | None = None,
     top: int = 5,
-    workload: Workload | None = None,
     teacher: ModelFacts | None = None,
     refusal: Refusal = lambda _: None,
 ) -> Plan:
-    """The plan of a configuration; `workload` stands in for a training step's, and `refusal` says why a backend cannot
-    do what is asked for. Raises ConfigError, NoPlanError or MachineError as `make_plan` and `cluster_from_config`
-    do."""
+    """The plan of a configuration for a workload; `refusal` says why a backend cannot do what is asked for. Raises
+    ConfigError, NoPlanError or MachineError as `make_plan` and `cluster_from_config` do."""
     cluster = cluster_from_config(config, assume)
-    workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
     if workload.trains:
         training = config.training
@@ -313,20 +341,17 @@ def plan_from_config(
             if key in training.model_fields_set and getattr(training, key):
                 raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
         lacking = [] if config.reward_models else [("reward_model.", "no reward model", "--reward model:DIR")]
-        lacking += [] if config.teacher.model else [("teacher.", "no teacher", "--teacher NAME")]
+        lacking += [] if config.named_teacher else [("teacher.", "no teacher", "--teacher NAME")]
         for section, what, flag in lacking:
             if idle := [key for key in pins if key.startswith(section)]:
                 raise ConfigError(f"{idle[0]} = {pins[idle[0]]} has no effect: there is {what}.", f"Name one: {flag}.")
-    if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
-        raise ConfigError(
-            "refit.mover = disk needs refit.directory.",
-            "Name a directory that every node can see: --set refit.directory=DIR.",
-        )
-    if config.refit.directory is not None and pins.get("refit.mover") != "disk":
-        raise ConfigError(
-            f"refit.directory = {config.refit.directory} has no effect: only refit.mover = disk uses one.",
-            "Remove it, or add --set refit.mover=disk.",
-        )
+    constants, engine = DEFAULTS, PLAIN_ENGINE
+    if isinstance(config, EngineConfig):
+        require_mover(config, pins, trains=workload.trains)
+        passed = config.vllm
+        engine = EngineNumbers(passed.matrix_bytes, passed.cache_element_bytes, passed.graphs)
+        if config.refit.staging_mb is not None and not cluster.is_cpu:
+            constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     if not workload.engines:
         pins = {key: value for key, value in pins.items() if not key.startswith(("generation.", "refit."))}
     if not workload.trains:
@@ -338,16 +363,25 @@ def plan_from_config(
     adapters = Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
-    passed = config.vllm
-    engine = EngineNumbers(passed.matrix_bytes, passed.cache_element_bytes, passed.graphs)
     own_layers = lora.rank > 0 or config.megatron.passed.get("transformer_impl") == "local"
     grouped = not own_layers and config.megatron.passed.get("moe_grouped_gemm") is not False
-    constants = DEFAULTS
-    if config.refit.staging_mb is not None and not cluster.is_cpu:
-        constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
-        moment_bytes(config.optimizer.passed), teacher, "teacher" if config.teacher.model else "reward_model",
+        moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
         saves=config.run.save_final or config.run.checkpoint_every != 0,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
+
+
+def require_mover(config: EngineConfig, pins: Mapping[str, Any], *, trains: bool) -> None:
+    """Raise ConfigError where the disk mover has no directory, or another one has."""
+    if pins.get("refit.mover") == "disk" and config.refit.directory is None and trains:
+        raise ConfigError(
+            "refit.mover = disk needs refit.directory.",
+            "Name a directory that every node can see: --set refit.directory=DIR.",
+        )
+    if config.refit.directory is not None and pins.get("refit.mover") != "disk":
+        raise ConfigError(
+            f"refit.directory = {config.refit.directory} has no effect: only refit.mover = disk uses one.",
+            "Remove it, or add --set refit.mover=disk.",
+        )

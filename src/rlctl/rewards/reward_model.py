@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
+from rlctl.isolation.user_function import UserCode, is_reference
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.rewards import MODEL
 
@@ -111,3 +113,10 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         if count and (count == most or (count + 1) * lengths[index] > BATCH_TOKENS):
             ends.append(place)
     yield from (order[first:last] for first, last in pairwise([*ends, len(order)]))
+
+
+def reward_digest(name: str) -> str | None:
+    """Return a digest of the file of a reward function, or of a reward model; None for any other scorer."""
+    if name.startswith(MODEL):
+        return model_fingerprint(reward_model(name))
+    return UserCode.read(name, "Reward").fingerprint if is_reference(name) else None

@@ -38,7 +38,7 @@ from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, Scorers, load_groups, save_groups
 from rlctl.rollouts.source import RolloutBatch
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.telemetry.phases import Phase, StepTimer
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class AsynchronousSource:
 
     def __init__(
         self,
-        config: RlctlConfig,
+        config: RolloutConfig,
         prompts: PromptStream,
         engines: EngineClient,
         rewards: Scorers | None,

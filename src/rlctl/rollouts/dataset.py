@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from rlctl.data.texts import (
     REFERENCE_FIELDS,
     TrainedText,
     is_number,
-    trained_texts,
     whole_text,
 )
 from rlctl.errors import ConfigError, InputError
@@ -36,7 +35,8 @@ from rlctl.rollouts.prompt_order import TOKENS_AROUND, OpenedSource, PromptOrder
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.settings.config import RlctlConfig
-from rlctl.settings.run import VALIDATION_PREFIX
+from rlctl.settings.rewards import RewardConfig
+from rlctl.settings.run import VALIDATION_PREFIX, TextValidationConfig
 from rlctl.telemetry.metrics import LOSS
 
 if TYPE_CHECKING:
@@ -62,12 +62,6 @@ class TextStream(PromptStream):
     """Whether they are computed before the first step, for the rows that do not bring them."""
     others: PromptSource | None = None
     """With labels, the rows that completions next to the only row of a source are from; None: there are none."""
-
-    @classmethod
-    def open(cls, config: RlctlConfig, model_dir: Path) -> Self:
-        stream = super().open(config, model_dir)
-        stream.precomputes = config.preference.precompute
-        return stream
 
     @property
     def used(self) -> list[PromptRow]:
@@ -96,18 +90,12 @@ class TextStream(PromptStream):
                 "that it would read another text.",
                 "Give rows with `text` alone, or leave teacher.own_tokenizer out.",
             )
-        if source.data.rows == "labels":
-            # Another row's completion behind the same prompt, which is cut where it is too long.
-            following = self._other(source, row)
-            own, other = trained_texts(source.encoder, replace(row, answer=(row.answer[0], following.answer[0])))
-            if self.limit is not None:
-                other = TrainedText(other.tokens_T[: self.limit], other.mask_T[: self.limit])
-            return self._fitting((own, other), source, row)
-        asked = source.data.train_on
-        found = trained_texts(
-            source.encoder, row, everything=asked == "all", marked=asked == "marked", scored=self.scored
-        )
-        found = tuple(text.scored() for text in found) if self.scored else found
+        other = self._other(source, row) if self.rows.needs_another else None
+        found = self.rows.texts(row, other, source.encoder, source.data, self.scored)
+        if other is not None and self.limit is not None:  # what stands next to the text is cut where it is too long
+            own, *beside = found
+            cut = (TrainedText(text.tokens_T[: self.limit], text.mask_T[: self.limit]) for text in beside)
+            found = (own, *cut)
         return self._fitting(found, source, row)
 
     def _fitting(self, found: tuple[TrainedText, ...], source: OpenedSource, row: PromptRow) -> tuple[TrainedText, ...]:
@@ -234,14 +222,16 @@ class HeldOutTexts:
                 f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
                 f"There is {VALIDATION_PREFIX}{LOSS}.",
             )
-        source, data = open_validation(config, texts.held_out)
+        source, data = open_validation(config, texts.held_out, texts.rows)
         encoder = PromptEncoder.build(texts.encoder.tokenizer, config.model, data, model_dir)
         order = PromptOrder(len(source), config.run.seed)
-        opened = OpenedSource("", source, data, encoder, config.reward, order)
+        opened = OpenedSource("", source, data, encoder, RewardConfig(), order)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
         stream = type(texts)([opened], Mixing([1.0]), len(rows))
+        stream.rows = texts.rows
         stream.precomputes, stream.others = texts.precomputes, texts.sources[0].prompts
-        return cls(source.label, stream, rows, source.fingerprint(), wanted.answers)
+        answers = wanted.answers if isinstance(wanted, TextValidationConfig) else 0
+        return cls(source.label, stream, rows, source.fingerprint(), answers)
 
     def fitted(self, limit: int, room: int) -> HeldOutTexts:
         """Return the texts. Raises InputError for one of more than `limit` tokens, unless such texts are left out."""

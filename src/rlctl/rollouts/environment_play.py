@@ -26,7 +26,7 @@ from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.turn_faults import BITS, THINK, Said, episode_faults, faults_of
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.rewards import EnvironmentConfig
 
 OPENING_TOKENS = 8
@@ -52,7 +52,7 @@ class EnvironmentPlay:
     """Most tokens of an episode."""
 
     @classmethod
-    def open(cls, config: RlctlConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentPlay | None:
+    def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentPlay | None:
         """Begin an episode on a row of the data, and end it; None: the run has no environment. Raises InputError for
         what is wrong with it."""
         if not config.environment.wanted:

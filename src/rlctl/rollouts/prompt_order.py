@@ -17,9 +17,10 @@ from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
 from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
+from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 
@@ -70,13 +71,35 @@ class PromptStream:
         self._fitted: list[str] = []
 
     @classmethod
-    def open(cls, config: RlctlConfig, model_dir: Path) -> Self:
+    def open(cls, config: RlctlConfig, model_dir: Path, rows: RowType = PROMPTS) -> Self:
         """Open data and tokenizer. Raises InputError for what is wrong with either."""
-        settings, alone = source_settings(config), config.environment.name
+        opened = [open_prompts(one.data, config.run.seed, rows) for one in source_settings(config)]
+        found = cls._of(config, model_dir, opened)
+        found.rows = rows
+        return found
+
+    @classmethod
+    def open_rollouts(cls, config: RolloutConfig, model_dir: Path) -> Self:
+        """Open data, tokenizer and environment. Raises InputError for what is wrong with one of them."""
+        alone = config.environment.name
         if alone and not (config.data.name or config.data.sources):
             opened = [open_episodes(alone, config.data.size)]
         else:
-            opened = [open_prompts(one.data, seed=config.run.seed) for one in settings]
+            opened = [open_prompts(one.data, seed=config.run.seed) for one in source_settings(config)]
+        stream = cls._of(config, model_dir, opened)
+        first = stream.sources[0]
+        environment = EnvironmentPlay.open(config, first.encoder, first.prompts[0])
+        rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
+        ahead = config.rollouts.max_staleness if config.samples_while_training else 0
+        planned = config.batch.prompts * (config.run.steps * rounds + ahead)
+        sources = stream.sources
+        if environment is not None:
+            sources = [replace(one, encoder=environment.showing_tools(one.encoder)) for one in sources]
+        return cls(sources, stream._mixing, planned, stream.held_out, environment)
+
+    @classmethod
+    def _of(cls, config: RlctlConfig, model_dir: Path, opened: list[PromptSource]) -> Self:
+        settings = source_settings(config)
         held_out = None
         if config.validation.holdout:
             if len(opened) > 1:
@@ -98,14 +121,11 @@ class PromptStream:
             )
             for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
-        first = sources[0]
-        environment = EnvironmentPlay.open(config, first.encoder, first.prompts[0]) if config.makes_rollouts else None
-        if environment is not None:
-            sources = [replace(one, encoder=environment.showing_tools(one.encoder)) for one in sources]
-        rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
-        ahead = config.rollouts.max_staleness if config.rollouts.mode == "async" else 0
-        planned = config.batch.prompts * (config.run.steps * rounds + ahead)
-        return cls(sources, Mixing([one.weight for one in settings]), planned, held_out, environment)
+        planned = config.batch.prompts * config.run.steps
+        return cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
+
+    rows: RowType = PROMPTS
+    """What a row of the data holds."""
 
     @property
     def encoder(self) -> PromptEncoder:

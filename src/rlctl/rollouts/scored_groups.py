@@ -25,7 +25,7 @@ from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import sample_seed
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.settings.rewards import OnError, RewardConfig
 
 # The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
@@ -86,7 +86,7 @@ class Scorers:
 class GroupMaker:
     """Makes requests and scored groups of a run; every source of rollouts uses it."""
 
-    def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: Scorers | None) -> None:
+    def __init__(self, config: RolloutConfig, prompts: PromptStream, rewards: Scorers | None) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
         encoder = prompts.encoder
         sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.errors import ConfigError
-from rlctl.settings.config import RlctlConfig
 
 
 @dataclass(frozen=True)
@@ -53,26 +51,6 @@ class RolloutSource(Protocol):
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
         """Go on from what `state` returned and `write` wrote, in a new process and before the first `next`."""
-
-
-def refuse_async(config: RlctlConfig) -> None:
-    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
-    rollouts = config.rollouts
-    if rollouts.mode != "async":
-        return
-    if config.refit.in_flight == "abort":
-        raise ConfigError(
-            "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "
-            "weights come.",
-            "Choose refit.in_flight=wait or keep.",
-        )
-    if rollouts.max_staleness > 0 and config.loss.importance_correction == "off" and not rollouts.uncorrected:
-        raise ConfigError(
-            f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
-            "loss.importance_correction is off.",
-            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0; "
-            "rollouts.uncorrected=true trains on them as they are.",
-        )
 
 
 def sample_seed(*of: int) -> int:

@@ -20,7 +20,7 @@ from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import GroupMaker, Scorers
 from rlctl.rollouts.source import RolloutBatch
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RolloutConfig
 from rlctl.telemetry.phases import Phase, StepTimer
 
 
@@ -29,7 +29,7 @@ class SynchronousSource:
 
     def __init__(
         self,
-        config: RlctlConfig,
+        config: RolloutConfig,
         prompts: PromptStream,
         engines: EngineClient,
         rewards: Scorers | None,

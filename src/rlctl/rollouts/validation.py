@@ -25,8 +25,8 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import ConfigError, InputError
-from rlctl.isolation.user_function import reward_digest
 from rlctl.refit.sync import WeightSync
+from rlctl.rewards.reward_model import reward_digest
 from rlctl.rewards.rewards import prepare_rewards
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.statistics import Estimate
@@ -34,7 +34,7 @@ from rlctl.rollouts.environment_play import episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import FAILING_SHARE, Scorers, scored
 from rlctl.rollouts.source import sample_seed
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig, TextConfig
 from rlctl.settings.run import VALIDATION_PREFIX, ValidationConfig
 from rlctl.telemetry.headline import error_of
 from rlctl.telemetry.metrics import LOSS
@@ -62,7 +62,7 @@ class ValidationSet:
     """Words on prompts that were too long; empty where none was."""
 
     @classmethod
-    def open(cls, config: RlctlConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
+    def open(cls, config: RolloutConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
         """Open what a run validates on; None where it does not. Raises ConfigError or InputError."""
         wanted = config.validation
         if not wanted.wanted:
@@ -119,6 +119,7 @@ class ValidationSet:
 
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, when and how."""
+        assert isinstance(config, RolloutConfig)  # prompts are validated on by sampling
         wanted = config.validation
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
@@ -128,7 +129,7 @@ class ValidationSet:
         )
 
 
-def validation_sampling(config: RlctlConfig, encoder: PromptEncoder) -> Sampling:
+def validation_sampling(config: TextConfig | RolloutConfig, encoder: PromptEncoder) -> Sampling:
     """Return how the tokens of a validation's answers are drawn."""
     sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
     temperature = config.validation.temperature
@@ -212,7 +213,7 @@ class SampledValidation(Validation):
 
     def __init__(
         self,
-        config: RlctlConfig,
+        config: RolloutConfig,
         data: ValidationSet,
         engines: EngineClient,
         rewards: Scorers | None,
@@ -224,10 +225,11 @@ class SampledValidation(Validation):
         of = (data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
         super().__init__(config, metric_of_the_best(config), of)
         self._data, self._engines, self._rewards, self._sync = data, engines, rewards, sync
+        self._sampled = config
 
     def measure(self, version: int) -> Validated:
         """Validate the weights of `version`, which engines hold. Raises InputError where scoring fails too often."""
-        config, data = self._config, self._data
+        config, data = self._sampled, self._data
         requests, rows, samples = [], {}, range(config.validation.samples)
         for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):
             of_row = FIRST_POSITION + row.index
@@ -260,7 +262,7 @@ class SampledValidation(Validation):
 def metric_of_the_best(config: RlctlConfig) -> str:
     """Return the name of the metric by which validations are better."""
     by = config.run.keep_best_by
-    usual = "reward_mean" if config.makes_rollouts else LOSS
+    usual = next(iter(config.step_metrics), LOSS)
     return by.removeprefix(VALIDATION_PREFIX) if by.startswith(VALIDATION_PREFIX) else usual
 
 

@@ -53,14 +53,6 @@ class DataConfig(Section):
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
     """Sources instead of `data.name`: each with `name`, `weight`, and keys of `data` and a `reward` of its own."""
-    rows: Literal["prompts", "texts", "pairs", "labels"] = "prompts"
-    """Contents of a row: a prompt, whose completions are sampled; a text to train on, as `prompt` and `completion`, as
-    chat `messages` or as `text`; a `prompt` with completions `chosen` and `rejected`; or a text with a `label`, true or
-    false. The algorithms of texts set it. There are no engines and no rewards but with prompts."""
-    train_on: Literal["assistant", "last", "marked", "all"] = "assistant"
-    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, what the chat
-    template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
-    tokens too, and in those with a `text` all tokens."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
     """Treatment of a text that is longer than `model.max_length`, or a prompt that leaves no room for a completion:
     refuse the data before the run starts, leave it out, or cut it. A plain `text` loses its end, and a prompt its
@@ -104,6 +96,15 @@ class DataConfig(Section):
         if self.order == "shuffled" and not self.shuffle:
             raise ValueError("data.order = shuffled, but data.shuffle = false: give one of them")
         return self
+
+
+class TextDataConfig(DataConfig):
+    """The texts to train on: where they come from, and which of their tokens have a loss."""
+
+    train_on: Literal["assistant", "last", "marked", "all"] = "assistant"
+    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, what the chat
+    template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
+    tokens too, and in those with a `text` all tokens."""
 
 
 class ValidationData(Section):

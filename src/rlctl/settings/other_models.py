@@ -35,6 +35,12 @@ class TeacherConfig(ModelSizes):
     """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+
+
+class TextTeacherConfig(TeacherConfig):
+    """A second model, whose probabilities of the texts are learned from. It is computed by the policy's training engine
+    on the policy's devices."""
+
     own_tokenizer: bool = False
-    """With `train distill` on plain texts: the teacher may have another tokenizer than the policy. It reads the texts
-    by its own, and both are compared where their tokens stand for the same characters."""
+    """With plain texts: the teacher may have another tokenizer than the policy. It reads the texts with its own, and
+    both are compared where their tokens stand for the same characters."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rlctl.config.section import NonNegative, NonNegativeNumber, PathText, Positive, PositiveNumber, Seconds, Section
 from rlctl.settings.data import ValidationData
 from rlctl.settings.rewards import RewardTerm
+from rlctl.settings.training import LogprobColumn
 
 
 class ValidationConfig(Section):
@@ -26,18 +27,9 @@ class ValidationConfig(Section):
     `validation.data.name` is unset."""
     max_prompts: Positive = 256
     """Largest number of prompts of one validation; `run.seed` chooses them."""
-    samples: Positive = 1
-    """Number of samples of each prompt."""
-    answers: NonNegative = 0
-    """In a run on texts, the number of held-out texts whose prompts an engine answers at each validation; 0: none, and
-    no engine is started."""
-    temperature: NonNegativeNumber = 0.0
-    """Temperature of sampling; 0 takes the most likely token."""
-    reward: tuple[RewardTerm, ...] = ()
-    """Scorers of validation; unset: those of the run's reward."""
     stop_after: Positive | None = None
-    """End the run after so many validations in a row that were no better than the best one, by `run.keep_best_by` where
-    this names a metric of validation, else by the mean reward; unset: never."""
+    """End the run after this many validations without improvement of the metric `run.keep_best_by`, or of the mean
+    reward or the loss where that names no metric of validation; unset: never."""
 
     @property
     def wanted(self) -> bool:
@@ -48,6 +40,30 @@ class ValidationConfig(Section):
     def validate_what_can_be_stopped_by(self) -> ValidationConfig:
         if self.stop_after is not None and not self.every:
             raise ValueError("validation.stop_after needs validations: set validation.every")
+        return self
+
+
+class SampledValidationConfig(ValidationConfig):
+    """How often and on which prompts the policy is measured while it trains. Validation changes nothing of training."""
+
+    samples: Positive = 1
+    """Number of samples of each prompt."""
+    temperature: NonNegativeNumber = 0.0
+    """Temperature of sampling; 0 takes the most likely token."""
+    reward: tuple[RewardTerm, ...] = ()
+    """Scorers of validation; unset: those of the run's reward."""
+
+
+class TextValidationConfig(ValidationConfig):
+    """How often and on which texts the policy is measured while it trains. Validation changes nothing of training."""
+
+    answers: NonNegative = 0
+    """Number of held-out texts whose prompts an engine answers at each validation; 0: none, and no engine starts."""
+    temperature: NonNegativeNumber = 0.0
+    """Temperature of these answers; 0 takes the most likely token."""
+
+    @model_validator(mode="after")
+    def validate_answers_are_asked_for(self) -> TextValidationConfig:
         if self.answers and not self.wanted:
             raise ValueError("validation.answers needs validations: set validation.every or validation.at_end")
         return self
@@ -60,41 +76,74 @@ MOST_ROLLOUTS = 1_000_000
 
 
 class BatchConfig(Section):
+    """Dataset rows and optimizer steps of one step."""
+
+    prompts: Positive = 8
+    """Dataset rows in each step."""
+    optimizer_steps: Positive = 1
+    """Optimizer steps on each batch (PPO mini-batches)."""
+    epochs: Positive = 1
+    """Number of times that the optimizer steps of a batch are taken, over the same data (PPO epochs)."""
+
+    @property
+    def rollouts(self) -> int:
+        """Number of sequences that a step learns from."""
+        return self.prompts
+
+    @property
+    def product(self) -> str:
+        """The keys whose product is `rollouts`, with the value."""
+        return f"batch.prompts = {self.prompts:,} rows"
+
+    @model_validator(mode="after")
+    def validate_size_of_a_step(self) -> BatchConfig:
+        if self.rollouts > MOST_ROLLOUTS:
+            raise ValueError(f"{self.product}; a step has at most {MOST_ROLLOUTS:,}")
+        if self.rollouts % self.optimizer_steps:
+            raise ValueError(
+                f"{self.product} do not split into batch.optimizer_steps = {self.optimizer_steps} equal parts"
+            )
+        return self
+
+
+class GroupBatchConfig(BatchConfig):
     """Prompts, rollouts and optimizer steps of one step."""
 
     prompts: Positive = 8
     """Prompts in each step."""
     generations: Positive = 8
-    """Rollouts of each prompt (the group); one alone where they are not compared with each other."""
-    optimizer_steps: Positive = 1
-    """Optimizer steps on each batch (PPO mini-batches)."""
-    epochs: Positive = 1
-    """Number of times that the optimizer steps of a batch are taken, over the same rollouts (PPO epochs)."""
+    """Rollouts of each prompt (the group); 1 is allowed for algorithms without group baselines."""
 
     @property
     def rollouts(self) -> int:
         """Rollouts in each step."""
         return self.prompts * self.generations
 
-    @model_validator(mode="after")
-    def validate_rollouts_of_a_step(self) -> BatchConfig:
-        if self.rollouts > MOST_ROLLOUTS:
-            raise ValueError(
-                f"batch.prompts x batch.generations = {self.rollouts:,} rollouts; a step has at most {MOST_ROLLOUTS:,}"
-            )
-        return self
+    @property
+    def product(self) -> str:
+        return f"batch.prompts x batch.generations = {self.rollouts:,} rollouts"
 
-    @model_validator(mode="after")
-    def validate_batch_splits_into_optimizer_steps(self) -> BatchConfig:
-        if self.rollouts % self.optimizer_steps:
-            raise ValueError(
-                f"batch.prompts x batch.generations = {self.rollouts} rollouts do not split into "
-                f"batch.optimizer_steps = {self.optimizer_steps} equal parts"
-            )
-        return self
+
+class TextLossConfig(Section):
+    """The loss on texts."""
+
+    function: str | None = None
+    """Loss of your own, `path/to/file.py:function`, instead of the method's: it takes a TokenBatch and returns the
+    loss of each response token."""
+    needs: tuple[LogprobColumn, ...] | None = None
+    """Log-probs that are computed before training, for a loss of your own; unset: those of the method."""
+    level: Literal["token", "sequence"] = "token"
+    """Unit of the average: all tokens of the batch, or texts, each with the mean of its tokens."""
 
 
 class ChecksConfig(Section):
+    """Limits at which a run stops."""
+
+    max_skipped_steps: Positive = 5
+    """Number of steps in a row without any finite gradient that stops the run."""
+
+
+class RolloutChecksConfig(ChecksConfig):
     """Limits at which a step warns, or the run stops."""
 
     logprob_diff_warning: PositiveNumber | None = None
@@ -102,8 +151,6 @@ class ChecksConfig(Section):
     for float32, 0.05 for bfloat16, and 0.2 where linear layers compute in float8."""
     logprob_diff_error: PositiveNumber | None = None
     """Mean absolute difference that stops the run; unset: 0.01 for float32, else 0.5."""
-    max_skipped_steps: Positive = 5
-    """Number of steps in a row without any finite gradient that stops the run."""
     max_steps_without_signal: Positive = 5
     """Number of steps in a row after which it is said that all rollouts of each prompt have the same reward."""
 

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlctl.config.section import NonNegative, NonNegativeNumber, PassThrough, Positive, PositiveNumber, Section, Threads
+from rlctl.config.section import (
+    NonNegative,
+    NonNegativeNumber,
+    PassThrough,
+    Positive,
+    PositiveNumber,
+    Section,
+    Threads,
+    changed,
+)
 
 LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
 """Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
@@ -104,6 +113,19 @@ class TrainingConfig(Section):
     def validate_one_way_of_batching(self) -> TrainingConfig:
         if self.packing and self.dynamic_batching:
             raise ValueError("training.dynamic_batching replaces training.packing: set training.packing=false")
+        return self
+
+    @model_validator(mode="after")
+    def validate_quantization(self) -> TrainingConfig:
+        settings = self.quantization
+        if settings.format == "none" and settings != QuantizationConfig():
+            odd = next(iter(dict(changed(settings, QuantizationConfig(), "training.quantization."))))
+            raise ValueError(f"{odd} has no effect: training.quantization.format = none")
+        if settings.format != "none" and self.lora.rank > 0:
+            raise ValueError(
+                f"training.quantization.format = {settings.format} does not go with this: training.lora.rank > 0 "
+                "trains adapters of weights that stay"
+            )
         return self
 
 

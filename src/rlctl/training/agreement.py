@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.errors import DivergenceError
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.settings.run import RolloutChecksConfig
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
 # 10 to 20 is off by about 16 times the unit roundoff (2^-24 in float32, 2^-8 in bfloat16), so by 1e-6 and by 0.06 at
@@ -25,8 +26,9 @@ def precision_of(config: RlctlConfig, dtype: str) -> str:
 
 
 def error_limit(config: RlctlConfig, dtype: str) -> float:
-    """Return the mean absolute difference that stops a run."""
-    return config.checks.logprob_diff_error or LIMITS[precision_of(config, dtype)][1]
+    """Return the mean absolute difference that stops a run in which all tokens are sampled from."""
+    asked = config.checks.logprob_diff_error if isinstance(config.checks, RolloutChecksConfig) else None
+    return asked or LIMITS[precision_of(config, dtype)][1]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Agreement:
     """Note about them for the user before the first step."""
 
     @classmethod
-    def from_config(cls, config: RlctlConfig, precision: str) -> Agreement:
+    def from_config(cls, config: RolloutConfig, precision: str, needs: Collection[str]) -> Agreement:
         """Return the limits that are set, and those of the precision where none is.
 
         Where log-probs differ by more than rounding (see below), only limits that are set hold.
@@ -49,7 +51,7 @@ class Agreement:
         checks, why = config.checks, ""
         if config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
             why = "rollouts may be of older weights than those that are trained"
-        elif config.batch.optimizer_steps * config.batch.epochs > 1 and "old_logprobs" not in config.logprobs_needed:
+        elif config.batch.optimizer_steps * config.batch.epochs > 1 and "old_logprobs" not in needs:
             why = "log-probs are of after a batch's earlier optimizer steps"
         warning, error = (math.inf, math.inf) if why else LIMITS[precision]
         error = checks.logprob_diff_error or error

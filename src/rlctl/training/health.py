@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
-from rlctl.settings.run import ChecksConfig
+from rlctl.settings.run import ChecksConfig, RolloutChecksConfig
 from rlctl.telemetry.headline import NO_SIGNAL
 
 LEAST_CARRIED = 0.5
@@ -20,6 +20,7 @@ class Health:
 
     def __init__(self, checks: ChecksConfig) -> None:
         self.checks = checks
+        self._signal_steps = checks.max_steps_without_signal if isinstance(checks, RolloutChecksConfig) else 0
         self._skipped = self._without_signal = 0
         self._warned_of_rounding = False
 
@@ -32,7 +33,7 @@ class Health:
         said = self._remarks(metrics)
         if "loss" not in metrics:
             if "critic" not in metrics:  # else the critic warms up
-                said.append("nothing was trained on, the algorithm dropped every group")
+                said.append("nothing was trained on, the method dropped every group")
             return self._told(step, said)
         skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
         if skipped < steps and not math.isfinite(metrics["loss"]):
@@ -59,7 +60,7 @@ class Health:
         """Return what a reader of the step should know, apart from its loss."""
         said = []
         self._without_signal = self._without_signal + 1 if NO_SIGNAL.holds(metrics) else 0
-        if self._without_signal == self.checks.max_steps_without_signal:
+        if self._without_signal and self._without_signal == self._signal_steps:
             reward = f"mean reward {metrics['reward_mean']:.3g}"
             said.append(f"in the last {self._without_signal} step(s) {NO_SIGNAL.said} ({reward}). {NO_SIGNAL.advice}")
         carried = metrics.get("rounding", {}).get("carried", 1.0)

@@ -22,14 +22,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout
+from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout, equal_up_to_rounding
 from rlctl.backends.clients import PolicyClient
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import DivergenceError
-from rlctl.methods.rl.advantages import nearly_equal
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
-from rlctl.methods.rl.critic import Critic
-from rlctl.methods.rl.policy_gradient import PenalizedAdvantages
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import ranges
@@ -37,11 +33,10 @@ from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.interrupt import StopRequest
 from rlctl.settings.config import RlctlConfig
-from rlctl.settings.generation import FilterConfig
-from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import ASIDE, Phase, StepTimer
 from rlctl.training.agreement import Agreement
 from rlctl.training.health import Health
+from rlctl.training.method import Critic, Method, RunLoss
 from rlctl.training.saving import Saver
 from rlctl.training.schedule import learning_rate, weight_decay
 
@@ -76,7 +71,7 @@ class Parts:
     """The parts of a run."""
 
     source: RolloutSource
-    algorithm: Algorithm
+    method: Method
     policy: PolicyClient
     saver: Saver
     journal: Journal
@@ -90,7 +85,7 @@ class Parts:
     validation: Validation | None = None
     """None: the run does not validate."""
     critic: Critic | None = None
-    """None: the algorithm makes its advantages of rewards alone."""
+    """None: the method makes its advantages without a value model."""
 
 
 class Loop:
@@ -103,7 +98,7 @@ class Loop:
     def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
         self.config, self.parts = config, parts
         self.step, self.version = step, version
-        self.loss = RunLoss(parts.algorithm)
+        self.loss = RunLoss(parts.method)
 
     def run(self, stop: StopRequest) -> bool:
         """Take every step up to the last one or a stop request; return whether the run was stopped."""
@@ -128,7 +123,7 @@ class Loop:
         parts.journal.begin_step(step)
         version = self.version
         batch = self.sample()
-        metrics = batch_metrics(batch, version, compares=self.config.compares_rewards)
+        metrics = batch_metrics(batch, version, compares=self.parts.method.compares_rewards)
         metrics |= {**self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
         self.step = step
         metrics |= self._validate("validation")
@@ -153,26 +148,24 @@ class Loop:
 
     def train_on(self, batch: RolloutBatch) -> dict[str, Any]:
         """Train on a batch, where the algorithm keeps any of it; the policy has its next version afterwards."""
-        policy, algorithm, timer, config = self.parts.policy, self.parts.algorithm, self.parts.timer, self.config
-        train_batch = make_batch(batch.groups, algorithm, config.batch.optimizer_steps)
+        policy, method, timer, config = self.parts.policy, self.parts.method, self.parts.timer, self.config
+        train_batch = make_batch(batch.groups, method, config.batch.optimizer_steps)
         lr = learning_rate(self.step, config.run.steps, config.optimizer.lr, config.scheduler)
         decay = weight_decay(self.step, config.run.steps, config.optimizer.weight_decay, config.scheduler)
         self.version += 1
         metrics = {"lr": lr, "skipped_steps": 0, **selection_metrics(batch, train_batch)}
-        if config.reward.overlong_buffer:
-            penalties_P_G = [algorithm.length_penalties(group) for group in batch.groups]
-            metrics["length_penalty"] = float(np.concatenate(penalties_P_G).mean())
+        metrics |= method.step_metrics(batch.groups)
         if not train_batch.minibatches:
             return metrics
         with timer(Phase.LOGPROBS):
-            estimate_first(policy, algorithm, train_batch)
+            estimate_first(policy, method, train_batch)
         with timer(Phase.TRAINING):
             packing = policy.load_batch(train_batch)
         with timer(Phase.LOGPROBS):
-            for column in sorted(algorithm.needs):
+            for column in sorted(method.needs):
                 policy.add_logprobs(column)
-            if config.whitens_penalties:
-                policy.estimate(PenalizedAdvantages(config))
+            if (estimate := method.token_advantages) is not None:
+                policy.estimate(estimate)
         critic, results = self.parts.critic, list[MinibatchResult]()
         if critic is not None:
             with timer(Phase.CRITIC):
@@ -237,37 +230,36 @@ class Loop:
         return {**metrics, "tokens_per_s": metrics["tokens"] / working, "seconds": seconds}
 
 
-def estimate_first(policy: PolicyClient[Any], algorithm: Algorithm, batch: TrainBatch) -> None:
+def estimate_first(policy: PolicyClient[Any], method: Method, batch: TrainBatch) -> None:
     """Compute what an algorithm wants to know before it trains on a batch."""
-    asked = algorithm.before_training(batch)
+    asked = method.before_training(batch)
     if asked is None:
         return
     other, loss, take = asked
     policy.load_batch(other)
-    for column in sorted(algorithm.needs):
+    for column in sorted(method.needs):
         policy.add_logprobs(column)
     take(policy.evaluate(len(other.minibatches), loss))
 
 
-def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
+def make_batch(groups: Sequence[RolloutGroup], method: Method, optimizer_steps: int) -> TrainBatch:
     """Return the rollouts of the groups that the algorithm keeps, with advantages and token weights.
 
     There are `optimizer_steps` mini-batches of about equal numbers of rollouts, or fewer where rollouts do not suffice.
     Rollouts without a gradient are taken out of them afterwards, unless `filter.skip` is off.
     """
-    kept = [group for group in groups if algorithm.trains_on(group)]
+    kept = [group for group in groups if method.trains_on(group)]
     learned = [
         (rollout, float(advantage), bool(imitated))
-        for group, advantages_G in zip(kept, algorithm.batch_advantages(kept), strict=True)
-        for rollout, advantage, imitated in zip(group.rollouts, advantages_G, algorithm.imitated(group), strict=True)
+        for group, advantages_G in zip(kept, method.batch_advantages(kept), strict=True)
+        for rollout, advantage, imitated in zip(group.rollouts, advantages_G, method.imitated(group), strict=True)
     ]
-    whole = 2 if algorithm.rows in ("pairs", "labels") else 1  # the texts of a row are learned from together
-    parts = np.array_split(np.arange(len(learned)).reshape(-1, whole), optimizer_steps)
-    minibatches = [_minibatch([learned[i] for i in part.flat], algorithm) for part in parts if len(part)]
+    parts = np.array_split(np.arange(len(learned)).reshape(-1, method.sequences), optimizer_steps)
+    minibatches = [_minibatch([learned[i] for i in part.flat], method) for part in parts if len(part)]
 
     def skips(rollout: WeightedRollout) -> bool:
-        without = rollout.advantage == 0 and not algorithm.learns_without_advantage
-        return algorithm.config.filter.skip and (without or rollout.token_weight == 0)
+        without = rollout.advantage == 0 and not method.learns_without_advantage
+        return method.skips_idle and (without or rollout.token_weight == 0)
 
     read_by_teacher = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
     trained = tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches)
@@ -288,11 +280,11 @@ def _as_teacher_reads(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout
     return replace(ours, sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
 
 
-def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
+def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], method: Method) -> tuple[WeightedRollout, ...]:
     """Return the rollouts of an optimizer step from (rollout, advantage, whether it is imitated)."""
-    tokens_N = np.array([algorithm.learned_tokens(rollout) for rollout, _, _ in learned])
-    weights_N, imitated_N = algorithm.token_weights(tokens_N), np.array([imitated for _, _, imitated in learned])
-    nll_weight = algorithm.config.loss.positive_nll_weight / max(1, int(tokens_N[imitated_N].sum()))
+    tokens_N = np.array([method.learned_tokens(rollout) for rollout, _, _ in learned])
+    weights_N, imitated_N = method.token_weights(tokens_N), np.array([imitated for _, _, imitated in learned])
+    nll_weight = method.nll_weight / max(1, int(tokens_N[imitated_N].sum()))
     return tuple(
         WeightedRollout(
             r.position, r.sample, r.prompt_tokens, tokens, advantage, float(weight), begin,
@@ -301,13 +293,6 @@ def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], algorithm: Algori
         for (r, advantage, imitated), weight in zip(learned, weights_N, strict=True)
         for begin, tokens in r.contexts()
     )  # fmt: skip
-
-
-def filtered(options: FilterConfig) -> tuple[Metric, ...]:
-    """Return the counts of a step that the terminal shows where groups are filtered."""
-    dropped = Metric("dropped_groups", "sum", column="dropped", form=".0f")
-    rounds = Metric("sampling_rounds", "sum", column="rounds", form=".0f")
-    return {"keep": (), "drop": (dropped,), "replace": (dropped, rounds)}[options.groups]
 
 
 def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
@@ -334,7 +319,7 @@ def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[
             **reward_parts(batch),
         }
         if compares:
-            without_signal = [len(group.rollouts) > 1 and nearly_equal(group.rewards_G) for group in batch.groups]
+            without_signal = [len(group.rollouts) > 1 and _same(group.rewards_G) for group in batch.groups]
             rewards["groups_without_signal"] = float(np.mean(without_signal))
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
@@ -385,6 +370,10 @@ def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
     for rollout in rollouts:
         found.update(dict(rollout.versions))
     return [[version, found[version]] for version in sorted(found)]
+
+
+def _same(rewards_G: np.ndarray) -> bool:
+    return equal_up_to_rounding(float(rewards_G.min()), float(rewards_G.max()))
 
 
 def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:

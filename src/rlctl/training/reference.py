@@ -11,10 +11,10 @@ from rlctl.backends.batch import GroupLogprobs
 from rlctl.backends.clients import PolicyClient
 from rlctl.cluster.ray_session import fetch
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.rollouts.dataset import ReferenceLogps, TextStream, groups_of, reference_key
 from rlctl.runs.directory import write_json
 from rlctl.training.loop import make_batch
+from rlctl.training.method import Method
 
 KEPT_EVERY = 100
 """Batches after which log-probs are written."""
@@ -23,7 +23,7 @@ KEPT_EVERY = 100
 def precompute_reference(
     path: Path,
     policy: PolicyClient[Any],
-    algorithm: Algorithm,
+    method: Method,
     parts: Iterable[tuple[str, TextStream, list[PromptRow], dict[str, Any]]],
     rows_at_once: int,
 ) -> None:
@@ -39,20 +39,18 @@ def precompute_reference(
         stored[name] = {"data": fingerprint, "logps": known}
         lacking = [row for row in rows if reference_key(row) not in known and not stream.brings_reference(row)]
         for first in range(0, len(lacking), rows_at_once):
-            known |= _computed(policy, algorithm, stream, lacking[first : first + rows_at_once])
+            known |= _computed(policy, method, stream, lacking[first : first + rows_at_once])
             if first % (KEPT_EVERY * rows_at_once) == 0:  # a run that is stopped here goes on from what is written
                 write_json(path, stored)
         stream.reference = known
     write_json(path, stored)
 
 
-def _computed(
-    policy: PolicyClient[Any], algorithm: Algorithm, stream: TextStream, rows: list[PromptRow]
-) -> ReferenceLogps:
+def _computed(policy: PolicyClient[Any], method: Method, stream: TextStream, rows: list[PromptRow]) -> ReferenceLogps:
     groups = groups_of(stream, dict(enumerate(rows)))
     if not groups:
         return {}
-    policy.load_batch(make_batch(groups, algorithm, 1))
+    policy.load_batch(make_batch(groups, method, 1))
     found: ReferenceLogps = {}
     for position, handles in policy.export_logprobs().items():
         parts: GroupLogprobs = {key: one for part in fetch(list(handles)) for key, one in part.items()}

@@ -7,44 +7,46 @@ from collections.abc import Callable
 
 from rlctl.backends.clients import PolicyClient, generate_groups
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.dataset import HeldOutTexts
 from rlctl.rollouts.scored_groups import scored
 from rlctl.rollouts.validation import Validated, Validation, validation_sampling
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import TextConfig
+from rlctl.settings.rewards import RewardConfig
 from rlctl.telemetry.metrics import LOSS, flatten
 from rlctl.training.loop import estimate_first, make_batch
+from rlctl.training.method import Method, RunLoss
 
 
 class TextValidation(Validation):
-    """Validates by the loss and the metrics of the algorithm. Where there are engines, they answer prompts with the
+    """Validates by the loss and the metrics of the method. Where there are engines, they answer prompts with the
     weights of the time, for people to read."""
 
     def __init__(
         self,
-        config: RlctlConfig,
+        config: TextConfig,
         data: HeldOutTexts,
         policy: PolicyClient,
-        algorithm: Algorithm,
+        method: Method,
         sync: WeightSync | None,
         refitted: Callable[[RefitReport], None],
     ) -> None:
         """`sync` None: there are no engines. `refitted` is told of their first weights."""
         super().__init__(config, LOSS, (data.fingerprint, len(data.rows)))
-        self._policy, self._algorithm, self._data, self._sync = policy, algorithm, data, sync
+        self._policy, self._method, self._data, self._sync = policy, method, data, sync
+        self._texts = config
         self._refitted: Callable[[RefitReport], None] | None = refitted
         self._groups = data.groups()
         if sync is not None:
             sync.to_policy()
 
     def measure(self, version: int) -> Validated:
-        policy, loss = self._policy, RunLoss(self._algorithm)
-        batch = make_batch(self._groups, self._algorithm, 1)
-        estimate_first(policy, self._algorithm, batch)
+        policy, loss = self._policy, RunLoss(self._method)
+        batch = make_batch(self._groups, self._method, 1)
+        estimate_first(policy, self._method, batch)
         policy.load_batch(batch)
-        for column in sorted(self._algorithm.needs):
+        for column in sorted(self._method.needs):
             policy.add_logprobs(column)
         results = policy.evaluate(len(batch.minibatches), loss)
         metrics = {LOSS: sum(result.loss for result in results), **dict(flatten(loss.metrics(results)))}
@@ -65,10 +67,10 @@ class TextValidation(Validation):
             results = generate_groups(
                 sync.engines,
                 requests,
-                validation_sampling(self._config, self._data.stream.encoder),
+                validation_sampling(self._texts, self._data.stream.encoder),
                 self._config.cluster.step_timeout_s,
                 lambda error: sync.recover(error, version),
             )
             sync.engines.forget_prompts()
         seeds = {request.group: request.seeds for request in requests}
-        return scored(None, results, rows, seeds, self._config.reward)[0]
+        return scored(None, results, rows, seeds, RewardConfig())[0]

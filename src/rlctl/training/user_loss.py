@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.child import call_in_child
+from rlctl.config.section import Section
 from rlctl.errors import InputError
 from rlctl.isolation.user_function import UserCode
-from rlctl.methods.rl.sections import LossConfig
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class UserLoss:
     """Names of the metrics that it returns; None: it has not been tried yet."""
 
     @classmethod
-    def tried(cls, reference: str, options: LossConfig, needs: frozenset[str], teacher_top: int) -> UserLoss:
+    def tried(cls, reference: str, options: Section, needs: frozenset[str], teacher_top: int) -> UserLoss:
         """Return the function that a reference names, after a trial in another process. Raises InputError."""
         untried = cls(UserCode.read(reference, "Loss"))
         doing = f"the trial of loss function {untried.code.reference}"
@@ -43,7 +43,7 @@ class UserLoss:
             names=call_in_child(doing, partial(trial, untried, options, needs, teacher_top), limit_s=TRIAL_TIMEOUT_S),
         )
 
-    def __call__(self, batch: TokenBatch, options: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, batch: TokenBatch, options: Section) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the function's loss [R] and its metrics [R]. Raises InputError naming the line where it fails."""
         import torch
 
@@ -79,7 +79,7 @@ class UserLoss:
 
 
 def trial(
-    loss: UserLoss, options: LossConfig, needs: frozenset[str] = frozenset(), teacher_top: int = 0
+    loss: UserLoss, options: Section, needs: frozenset[str] = frozenset(), teacher_top: int = 0
 ) -> tuple[str, ...]:
     """Call the function once on two made-up rollouts with a run's columns; return the names of its metrics."""
     import torch

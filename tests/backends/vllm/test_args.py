@@ -16,12 +16,12 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.tiny_model import write_tiny_family
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 from support.layout_families import FAMILIES
 
 
 def spec(model: Path, training: dict[str, Any] | None = None, **generation: int) -> EngineSpec:
-    config = RlctlConfig.model_validate({"generation": generation, "training": training or {}})
+    config = RlConfig.model_validate({"generation": generation, "training": training or {}})
     return args.engine_spec(config, facts_in(model), model, device="cpu", threads=8)
 
 
@@ -43,7 +43,7 @@ def test_on_gpus_experts_are_kept_in_an_order_that_is_known(tiny_qwen3_moe: Path
     from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 
     def kernel(model: Path, **passed: Any) -> str | None:
-        config = RlctlConfig.model_validate({"vllm": passed})
+        config = RlConfig.model_validate({"vllm": passed})
         return args.engine_spec(config, facts_in(model), model, device="cuda").arguments.get("moe_backend")
 
     def order(backend: str) -> compat.ExpertOrder:
@@ -109,16 +109,16 @@ def test_latent_attention_on_a_cpu_can_be_read_back(tiny_llama: Path, monkeypatc
 
 def test_families_whose_activations_overflow_are_refused_in_float16(tmp_path: Path) -> None:
     facts = FAMILIES["gemma3"]
-    config = RlctlConfig.model_validate({"model": {"dtype": "float16"}})
+    config = RlConfig.model_validate({"model": {"dtype": "float16"}})
     with pytest.raises(ConfigError, match=r"activations of gemma3 overflow in it, and vLLM refuses it"):
         args.refuse_unsupported(config, facts, "cuda")
-    args.refuse_unsupported(RlctlConfig.model_validate({"model": {"dtype": "bfloat16"}}), facts, "cuda")
+    args.refuse_unsupported(RlConfig.model_validate({"model": {"dtype": "bfloat16"}}), facts, "cuda")
 
 
 @pytest.mark.parametrize("drafts", [{"method": "eagle3", "model": "a/b"}, {"method": "mtp"}, {"model": "a/b"}])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_drafts_that_would_have_random_weights_are_refused(tiny_llama: Path, drafts: dict, device: Any) -> None:
-    config = RlctlConfig.model_validate({"vllm": {"speculative_config": {**drafts, "num_speculative_tokens": 3}}})
+    config = RlConfig.model_validate({"vllm": {"speculative_config": {**drafts, "num_speculative_tokens": 3}}})
     method = drafts.get("method")
     with pytest.raises(ConfigError, match=rf"vllm\.speculative_config\.method = {method}: the draft needs weights"):
         args.refuse_unsupported(config, facts_in(tiny_llama), device)
@@ -127,7 +127,7 @@ def test_drafts_that_would_have_random_weights_are_refused(tiny_llama: Path, dra
 def test_drafts_without_weights_are_for_gpus(tiny_llama: Path) -> None:
     """On a CPU the log-probs of accepted tokens are wrong (vLLM 0.32)."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    config = RlctlConfig.model_validate({"vllm": {"speculative_config": drafts}})
+    config = RlConfig.model_validate({"vllm": {"speculative_config": drafts}})
     with pytest.raises(ConfigError, match=r"speculative_config\.method = ngram: on a CPU vLLM reports wrong log-probs"):
         args.refuse_unsupported(config, facts_in(tiny_llama), "cpu")
     made = args.engine_spec(config, facts_in(tiny_llama), tiny_llama, device="cuda")
@@ -188,7 +188,7 @@ def test_vllm_is_told_the_router_that_transformers_has(tmp_path: Path) -> None:
     model = write_tiny_family(tmp_path, "deepseek_v3")
     overrides = spec(model).arguments["hf_overrides"]
     assert overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    config = RlctlConfig.model_validate({"vllm": {"hf_overrides": {"own": 1}}})
+    config = RlConfig.model_validate({"vllm": {"hf_overrides": {"own": 1}}})
     made = args.engine_spec(config, facts_in(model), model, device="cpu", threads=8)
     assert made.arguments["hf_overrides"] == overrides | {"own": 1}
 
@@ -199,12 +199,12 @@ def test_latent_attention_without_a_kernel_is_refused_on_a_cpu(tmp_path: Path) -
     (model / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 256}))
     with pytest.raises(ConfigError, match=r"latent attention of width 320 \(kv_lora_rank.*for width 576 alone"):
         spec(model)
-    args.engine_spec(RlctlConfig(), facts_in(model), model, device="cuda")
+    args.engine_spec(RlConfig(), facts_in(model), model, device="cuda")
 
 
 def test_sequences_beyond_the_positions_of_a_yarn_are_refused(tmp_path: Path) -> None:
     model = write_tiny_family(tmp_path, "llama", rope_parameters=YARN | {"factor": 2.0}, max_position_embeddings=512)
     with pytest.raises(ConfigError, match=r"128 positions of this model's yarn.*512 tokens"):
         spec(model)
-    fitting = RlctlConfig.model_validate({"model": {"max_length": 128}})
+    fitting = RlConfig.model_validate({"model": {"max_length": 128}})
     args.engine_spec(fitting, facts_in(model), model, device="cpu", threads=8)

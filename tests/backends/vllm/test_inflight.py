@@ -36,13 +36,13 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     """An engine that takes several calls at a time, started again for each way of treating samples in flight."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.settings.config import RlctlConfig
+    from rlctl.methods.rl.config import RlConfig
     from support.engine_host import PYTHONPATH, SwappingEngine
 
     def spec(model: Path, facts: ModelFacts, routing: bool = False, **sizes: int) -> EngineSpec:
         # Samples that are computed again after a refit have more tokens together than a step may have.
         generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, "max_batched_tokens": 256, **sizes}
-        config = RlctlConfig.model_validate({"generation": generation, "training": {"router_replay": routing}})
+        config = RlConfig.model_validate({"generation": generation, "training": {"router_replay": routing}})
         return engine_spec(config, facts, model, device="cpu", max_length=256, threads=1)
 
     plain = spec(tiny_llama, tiny_facts(tied=False))
@@ -156,11 +156,11 @@ def test_on_a_gpu_all_threads_compute_on_one_stream_and_sleep_frees_memory(
 ) -> None:
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.settings.config import RlctlConfig
+    from rlctl.methods.rl.config import RlConfig
     from support.engine_host import PYTHONPATH, SwappingEngine
 
     sections = {"generation": {"max_concurrent": 16, "memory_fraction": 0.1}, "vllm": {"enforce_eager": True}}
-    config = RlctlConfig.model_validate(sections)
+    config = RlConfig.model_validate(sections)
     spec = engine_spec(config, tiny_facts(tied=False), tiny_llama, device="cuda", max_length=256)
     env = spec.environment | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "0"}
     worker = WorkerSpec({}, (placement.bundles[0],), env)

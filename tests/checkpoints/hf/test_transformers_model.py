@@ -26,11 +26,12 @@ from rlctl.models.catalog import facts_of
 from rlctl.models.facts import ListedTensor, RopeFacts
 from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count
-from rlctl.planner.from_config import completions_workload, plan_from_config
+from rlctl.planner.from_config import completions_workload
 from rlctl.planner.make_plan import Plan
 from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.weights.dtensor import DTensorWorld
 from support.families import FAMILIES, OTHERS, SEPARATE, hf_model
+from support.plans import plan_of
 from support.pool import slowly
 
 TRAINED = [*OTHERS, *SEPARATE]
@@ -76,14 +77,14 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
 
     def planned(backend: str, **more: int) -> Plan:
         flags = node | {"training.backend": backend} | {f"training.{key}": value for key, value in more.items()}
-        return plan_from_config(resolve(flags=flags, environment={}).config, facts)
+        return plan_of(resolve(flags=flags, environment={}).config, facts)
 
     assert planned("dtensor").runnable
     (why,) = planned("megatron").not_runnable_because
     assert "family Qwen2MoeForCausalLM has no weight map" in why
     assert "--backend dtensor needs none" in why
     engines = completions_workload(resolve(flags=node, environment={}).config, facts, [16], 1)
-    assert plan_from_config(resolve(flags=node, environment={}).config, facts, workload=engines).runnable
+    assert plan_of(resolve(flags=node, environment={}).config, facts, workload=engines).runnable
     with pytest.raises(RlctlError, match="how Qwen2MoeForCausalLM divides over ranks is not known"):
         planned("dtensor", tp=2)
     spec = PolicySpec(facts, ParallelSpec(), optimizer=OptimizerConfig(), temperature=1.0, router_replay=True)
@@ -271,16 +272,16 @@ FALCON = facts_of(
 
 def test_a_model_that_packs_no_rollouts_is_planned_so_and_the_plan_says_why() -> None:
     resolved = resolve(flags={"cluster.gpu": "cpu"}, environment={})
-    plan = plan_from_config(resolved.config, FALCON)
+    plan = plan_of(resolved.config, FALCON)
     assert plan.runnable
     batching = resolved.with_values(plan.config_values()).config.training
     assert (batching.packing, batching.dynamic_batching, batching.share_prompts) == (False, True, False)
     (why,) = (reason.rule for reason in plan.reasons if reason.value == "training.packing=false")
     assert why.endswith("FalconForCausalLM as a sequence of its own, because its layers are its own.")
-    packed = plan_from_config(resolved.config, replace(FALCON, unpacked=""))
+    packed = plan_of(resolved.config, replace(FALCON, unpacked=""))
     assert "training.packing" not in packed.config_values()
     one_by_one = resolve(flags={"cluster.gpu": "cpu", "training.packing": False}, environment={})
-    plan = plan_from_config(one_by_one.config, FALCON)
+    plan = plan_of(one_by_one.config, FALCON)
     assert not one_by_one.with_values(plan.config_values()).config.training.dynamic_batching
 
 
@@ -289,9 +290,9 @@ def test_what_needs_packed_rows_is_refused_by_its_key(key: str) -> None:
     values = {"cluster.gpu": "cpu", "training.backend": "dtensor", key: 2 if key == "training.cp" else True}
     resolved = resolve(flags=values, environment={})
     with pytest.raises(RlctlError, match="as a sequence of its own, because its layers are its own") as raised:
-        plan_from_config(resolved.config, FALCON)
+        plan_of(resolved.config, FALCON)
     assert key in raised.value.message
-    plan_from_config(resolved.config, replace(FALCON, unpacked=""))
+    plan_of(resolved.config, replace(FALCON, unpacked=""))
 
 
 def test_files_written_from_the_model_without_its_head_are_read(tmp_path: Path) -> None:

@@ -12,17 +12,17 @@ import torch
 from rlctl.backends.batch import MinibatchResult, ValueBatch
 from rlctl.backends.results import add_advantages
 from rlctl.backends.rows import PackedRow
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages, critic_metrics
 from rlctl.methods.rl.sections import CriticConfig
-from rlctl.settings.config import RlctlConfig
 
 LENGTHS = [5, 1, 0, 8, 3]
 REWARDS = [1.0, -0.5, 9.0, 0.25, 2.0]
 GAMMA, LAMBDA = 0.9, 0.8
 
 
-def config(**loss: object) -> RlctlConfig:
-    return RlctlConfig.model_validate(
+def config(**loss: object) -> RlConfig:
+    return RlConfig.model_validate(
         {
             "advantage": {"baseline": "critic", "normalize_std": False, "whiten": True},
             "critic": {"gamma": GAMMA, "gae_lambda": LAMBDA},

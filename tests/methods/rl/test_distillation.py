@@ -13,10 +13,11 @@ from rlctl.backends.batch import TokenBatch
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.isolation.user_function import UserCode
-from rlctl.methods.available import algorithm_from_config
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 from rlctl.training.user_loss import UserLoss, trial
 from support.groups import group
 from support.token_batches import token_batch
@@ -27,7 +28,7 @@ GROUPS = [group(0, [1.0, 0.0], [3, 2]), group(1, [0.5, 0.5], [4, 1])]
 
 def made(*sets: str, teacher: str | None = "big") -> Algorithm:
     flags = {"run.algorithm": "distillation", **({"teacher.model": teacher} if teacher else {})}
-    return algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+    return method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
 
 
 def with_teacher(seed: int = 0) -> TokenBatch:
@@ -76,8 +77,8 @@ def test_texts_are_learned_from_by_both_divergences_and_their_likelihood() -> No
     sets = [f"distillation.top_k={TOP}", "distillation.forward_share=0.25", "distillation.weight=2",
             "distillation.sft_weight=0.5"]  # fmt: skip
     flags = {"run.algorithm": "distill", "teacher.model": "big"}
-    algorithm = algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
-    assert (algorithm.rows, algorithm.needs, algorithm.teacher_top) == ("texts", {"teacher_logprobs"}, TOP)
+    algorithm = method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+    assert (algorithm.needs, algorithm.teacher_top) == ({"teacher_logprobs"}, TOP)
     loss_R, measured = algorithm.token_loss(batch), algorithm.measure(batch)
     assert batch.teacher_top_RK is not None
     assert batch.top_logprobs_RK is not None
@@ -96,16 +97,20 @@ def test_texts_are_learned_from_by_both_divergences_and_their_likelihood() -> No
     ("flags", "sets", "said"),
     [
         ({"run.algorithm": "distill"}, [], "needs a teacher"),
-        ({"run.algorithm": "distill", "teacher.model": "x"}, ["distillation.loss=sampled"], "nobody samples"),
-        ({"run.algorithm": "sft", "teacher.model": "x"}, [], "`train distill`"),
-        ({"run.algorithm": "sft"}, ["distillation.sft_weight=1"], "distillation.sft_weight is for"),
+        (
+            {"run.algorithm": "distill", "teacher.model": "x"},
+            ["distillation.loss=sampled"],
+            "no key `loss` in the section `distillation`",
+        ),
+        ({"run.algorithm": "sft", "teacher.model": "x"}, [], "`train sft` has no section `teacher`"),
+        ({"run.algorithm": "sft"}, ["distillation.sft_weight=1"], "no section `distillation`"),
     ],
 )
 def test_what_does_not_go_with_texts_and_a_teacher_is_refused(
     flags: dict[str, str], sets: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+        method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
     assert said in f"{caught.value.message} {caught.value.hint}"
 
 
@@ -213,7 +218,7 @@ def test_rewards_are_learned_from_by_their_weight_alone() -> None:
 )
 def test_what_does_not_go_together_is_named(flags: dict[str, str], sets: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+        method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
 
 
 def test_a_run_without_learned_rewards_takes_single_rollouts() -> None:
@@ -248,13 +253,11 @@ def test_chunks_of_two_tokenizers_are_compared_by_their_means(share: float) -> N
         top_logprobs_RK=projected,
         extra_R={"chunk": torch.tensor(chunk_of, dtype=torch.float32)},
     )
-    config = {"data.rows": "texts", "run.algorithm": "distill", "teacher.model": "big", "teacher.own_tokenizer": True}
+    config = {"run.algorithm": "distill", "teacher.model": "big", "teacher.own_tokenizer": True}
     sets = (f"distillation.forward_share={share}", "distillation.weight=3", "distillation.sft_weight=0.5")
 
     def loss(*more: str) -> torch.Tensor:
-        return algorithm_from_config(resolve(flags=config, sets=(*sets, *more), environment={}).config).token_loss(
-            batch
-        )
+        return method_from_config(resolve(flags=config, sets=(*sets, *more), environment={}).config).token_loss(batch)
 
     divergence = [0.0, 0.0]
     for text, chunk in places:
@@ -278,7 +281,7 @@ def test_chunks_of_two_tokenizers_are_compared_by_their_means(share: float) -> N
     (plain,) = torch.autograd.grad(loss("distillation.sft_weight=0")[batch.rollout_R == 1].sum(), projected)
     torch.testing.assert_close(grad, plain * (-likelihood[1] / divergence[1]))
     assert torch.autograd.gradcheck(
-        lambda probs: algorithm_from_config(resolve(flags=config, sets=sets, environment={}).config).token_loss(
+        lambda probs: method_from_config(resolve(flags=config, sets=sets, environment={}).config).token_loss(
             replace(batch, top_logprobs_RK=probs)
         ),
         projected,

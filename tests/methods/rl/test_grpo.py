@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from rlctl.backends.batch import LossOutput, MinibatchResult, TokenBatch
-from rlctl.methods.rl.algorithm import RunLoss
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.sections import LossConfig
-from rlctl.settings.config import RlctlConfig
+from rlctl.training.method import RunLoss
 from support.token_batches import f64, ppo_loss, token_batch
 
 
 def grpo(**options: Any) -> RunLoss:
-    return RunLoss(Grpo(RlctlConfig(loss=LossConfig(**options))))
+    return RunLoss(Grpo(RlConfig(loss=LossConfig(**options))))
 
 
 def metrics_of(loss: RunLoss, output: LossOutput) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def metrics_of(loss: RunLoss, output: LossOutput) -> dict[str, Any]:
 
 def reference_loss(batch: TokenBatch, logprobs: list[float], loss: RunLoss) -> float:
     """The whole objective of a batch in plain Python, token by token."""
-    options = loss.algorithm.config.loss
+    options = loss.method.config.loss
     total = 0.0
     for i, logprob in enumerate(logprobs):
         engine = batch.rollout_logprobs_R[i].item()
@@ -174,7 +174,7 @@ def test_an_extreme_ratio_gives_a_finite_loss_and_gradient() -> None:
 
 def test_log_probs_that_are_needed_follow_the_configuration() -> None:
     def needs(**sections: dict[str, Any]) -> frozenset[str]:
-        return Grpo(RlctlConfig.model_validate(sections)).needs
+        return Grpo(RlConfig.model_validate(sections)).needs
 
     assert needs() == frozenset()
     assert needs(batch={"optimizer_steps": 2}) == {"old_logprobs"}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.methods.rl.dppo import Dppo
+from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.dppo import Dppo, DppoConfig, DppoLoss
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.losses import sums_to_go
 from rlctl.methods.rl.sections import LossConfig
-from rlctl.settings.config import RlctlConfig
 from support.token_batches import f64
 
 
@@ -23,7 +23,7 @@ def test_clipped_tokens_are_those_without_gradient(dual: float | None) -> None:
     for advantage in (1.7, -0.6):
         ratio_R = f64(off_the_bounds).requires_grad_()
         advantages_R = torch.full_like(ratio_R, advantage).detach()
-        grpo = Grpo(RlctlConfig(loss=LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=dual)))
+        grpo = Grpo(RlConfig(loss=LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=dual)))
         batch: Any = SimpleNamespace(advantages_R=advantages_R)
         grpo.surrogate(ratio_R, batch).sum().backward()
         clipped_R = grpo.is_bounded(ratio_R.detach(), batch)
@@ -33,7 +33,7 @@ def test_clipped_tokens_are_those_without_gradient(dual: float | None) -> None:
 
 def divergence_of(now_R: torch.Tensor, engine_R: torch.Tensor, kind: Any) -> torch.Tensor:
     batch: Any = SimpleNamespace(logprobs_R=now_R, rollout_logprobs_R=engine_R)
-    return Dppo(RlctlConfig(loss=LossConfig(divergence=kind))).divergence(batch)
+    return Dppo(DppoConfig(loss=DppoLoss(divergence=kind))).divergence(batch)
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])

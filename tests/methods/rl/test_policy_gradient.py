@@ -20,11 +20,12 @@ from rlctl.backends.results import add_advantages
 from rlctl.backends.rows import PackedRow
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
-from rlctl.methods.available import BUILT_IN, algorithm_from_config
-from rlctl.methods.rl.algorithm import Algorithm, RunLoss
+from rlctl.methods.available import ALGORITHMS, method_from_config
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.policy_gradient import PenalizedAdvantages
-from rlctl.settings.config import RlctlConfig
 from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
 from support.groups import group
 from support.token_batches import token_batch
 
@@ -36,7 +37,7 @@ MAX_NEW_TOKENS = 8
 
 def named(name: str, *sets: str) -> Algorithm:
     sets = (f"generation.max_new_tokens={MAX_NEW_TOKENS}", "loss.needs=[old_logprobs,reference_logprobs]", *sets)
-    return algorithm_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config)
+    return method_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config)
 
 
 def micro_batch(algorithm: Algorithm, scale: float = 1.0) -> TokenBatch:
@@ -198,7 +199,7 @@ def configured(name: str, *sets: str) -> Algorithm:
 
 
 def test_every_algorithm_has_a_reference() -> None:
-    assert CASES.keys() | {"distillation"} == BUILT_IN.keys()  # test_distillation.py has that one
+    assert CASES.keys() | {"distillation"} == ALGORITHMS.keys()  # test_distillation.py has that one
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -296,7 +297,7 @@ def test_an_own_loss_is_never_taken_for_one_without_a_gradient() -> None:
         def token_loss(self, batch: TokenBatch) -> torch.Tensor:
             return -batch.logprobs_R
 
-    assert Own(RlctlConfig()).learns_without_advantage
+    assert Own(RlConfig()).learns_without_advantage
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -390,7 +391,7 @@ def test_a_penalty_in_the_reward_is_whitened_with_the_reward(bound: float | None
 
 def test_log_probs_that_whitened_penalties_need_are_computed_first() -> None:
     config = resolve(flags={"run.algorithm": "reinforce++"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
-    assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}
+    assert method_from_config(config, tries_loss=False).needs == {"old_logprobs", "reference_logprobs"}
     for odd in ("advantage.whiten_over=rollouts", "loss.needs=[reference_logprobs]"):
         with pytest.raises(ConfigError, match=odd.split("=")[0]):
             resolve(

@@ -22,7 +22,7 @@ from rlctl.errors import ConfigError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
 from rlctl.models.facts import ModelFacts, RopeFacts
 from rlctl.models.matrices import Role
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import EngineConfig
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
 PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
@@ -43,7 +43,7 @@ GPU_ALONE_FRACTION = 0.9
 
 
 def engine_spec(
-    config: RlctlConfig,
+    config: EngineConfig,
     facts: ModelFacts,
     model_dir: Path | str,
     *,
@@ -87,7 +87,7 @@ def engine_spec(
         )
     replaced = {key: value for key, value in arguments.items() if key in passed}
     # Where a CPU's policy waits in host memory, engines that sample ahead pause as those on a GPU do.
-    pauses = device == "cpu" and colocated and config.rollouts.mode == "async" and bool(config.training.offload)
+    pauses = device == "cpu" and colocated and config.samples_while_training and bool(config.training.offload)
     environment = engine_env(device, threads, ranks=tp * pp * dp, plain_parameters=generation.plain_parameters)
     environment |= generation.env
     return EngineSpec(
@@ -153,7 +153,7 @@ def _original(rope: RopeFacts) -> float:
     return rope.scaling["original_max_position_embeddings"]
 
 
-def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:
+def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:
     """Raise ConfigError for a combination that vLLM cannot run."""
     generation = config.generation
     pp, dp, ep = generation.pp or 1, generation.dp or 1, generation.ep or 1
@@ -252,7 +252,7 @@ def _without_cpu_kernel(facts: ModelFacts) -> str:
     return "layers of a gated delta rule" if facts.family == "OlmoHybridForCausalLM" else ""
 
 
-def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
+def _common_arguments(config: EngineConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
     pp, ep = config.generation.pp or 1, config.generation.ep or 1
     arguments: dict[str, Any] = {
         "trust_remote_code": config.model.trust_remote_code,
@@ -278,7 +278,7 @@ def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict
 
 
 def _cpu_arguments(
-    config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
+    config: EngineConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
 ) -> dict[str, Any]:
     concurrent = config.generation.max_concurrent or CPU_DEFAULT_CONCURRENT
     length = arguments["max_model_len"]
@@ -295,7 +295,7 @@ def _cpu_arguments(
 
 
 def _gpu_arguments(
-    config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
+    config: EngineConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
 ) -> dict[str, Any]:
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
     plain_experts = facts.moe is not None and not config.vllm.passed.get("quantization")

@@ -19,7 +19,8 @@ import yaml
 from pydantic import ValidationError
 
 from rlctl.config.files import read_text
-from rlctl.config.keys import is_section, known_keys, nearest, nest
+from rlctl.config.keys import is_section, keys_of, nearest, nest, section_names
+from rlctl.config.kinds import DEFAULT_METHOD, config_class
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
     FOREIGN,
@@ -46,12 +47,11 @@ from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import TARGETS
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError, InputError, first_line
-from rlctl.settings.config import RlctlConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
-OWN = RlctlConfig.model_fields.keys()
+OWN = frozenset(section_names())
 MARKS = ("policy", "defaults", "grpo", "ppo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
 """Top-level keys that a NeMo-RL file has and an rlctl file never does (which has a section `distillation` too)."""
 
@@ -341,9 +341,10 @@ def _apply_rule(rule: Rule, found: Found) -> None:
 
 def _leave_out_invalid(result: Import, leaves: Mapping[str, Any]) -> None:
     """Make what rlctl's own keys cannot hold entries of the report."""
-    own = {key: value for key, value in result.values.items() if key in known_keys()}
+    config = config_class(result.values.get("run.algorithm", DEFAULT_METHOD))
+    own = {key: value for key, value in result.values.items() if key in keys_of(config)}
     try:
-        RlctlConfig.model_validate(nest(own))
+        config.model_validate(nest(own))
     except ValidationError as error:
         for problem in error.errors():
             path = ".".join(map(str, problem["loc"]))

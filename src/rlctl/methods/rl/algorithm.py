@@ -1,44 +1,48 @@
-"""The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `available.py`.
+"""The seam of RL algorithms. `grpo.py` is one; a new one is a file like it and a line in `methods/available.py`.
 
-Its options are the sections `advantage`, `loss` and `filter` of the configuration. An algorithm's object lives in the
-driver, where torch is not imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a file
-of an algorithm imports torch inside of those two only. Suffixes: G the rollouts of a group, N those of an optimizer
+An algorithm is a training method whose rollouts are sampled and scored. Its options are the sections `advantage`,
+`loss` and `filter` of its configuration class. Suffixes: G the rollouts of a group, N those of an optimizer
 mini-batch, R response tokens.
 
-`RunLoss` is what a policy trains on. It also measures what every algorithm has: the entropy of the policy and, where
-engines sample, how far their log-probs are from the trainer's.
+Every algorithm measures the entropy of the policy, and how far the engines' log-probs are from the trainer's.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlctl.backends.batch import (
-    LogprobColumn,
-    LossOutput,
-    MicroBatchLoss,
-    MinibatchResult,
-    TokenBatch,
-    TrainBatch,
-)
+from rlctl.backends.batch import AdvantageEstimate, TokenBatch
+from rlctl.backends.messages import Truncation
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
+from rlctl.errors import ConfigError
 from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, token_weights, whitened, whitened_rollouts
-from rlctl.methods.rl.sections import AdvantageConfig
+from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig
+from rlctl.rollouts.source import RolloutSource
 from rlctl.rollouts.turn_faults import BITS
-from rlctl.settings.config import RlctlConfig
-from rlctl.telemetry.metrics import TOKENS, Metric, nested
-from rlctl.training.user_loss import UserLoss
+from rlctl.settings.training import LogprobColumn
+from rlctl.telemetry.metrics import Metric
+from rlctl.training.agreement import Agreement, precision_of
+from rlctl.training.method import ENTROPY, Method, SourceParts, ValidationParts
 
 if TYPE_CHECKING:
     import torch
 
-ENTROPY = Metric("entropy", "mean", "entropy (nats)", "entropy")
+    from rlctl.backends.clients import PolicyClient
+    from rlctl.methods.rl.critic import Critic
+    from rlctl.models.facts import ModelFacts
+    from rlctl.planner.inputs.request import Workload
+    from rlctl.rollouts.prompt_order import PromptStream
+    from rlctl.rollouts.validation import Validation, ValidationSet
+
 MEASURED_OF_ROLLOUTS = (
     Metric("logprob_diff/mean", "mean", "log-prob difference of engine and trainer, mean", "diff", ".1e"),
     Metric("logprob_diff/max", "max", "log-prob difference, max"),
@@ -53,60 +57,131 @@ MEASURED_OF_ROLLOUTS = (
 and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), which NeMo-RL calls the
 multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
-NAMES_OF_A_STEP = frozenset({
-    "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
-    "grad_norm", "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
-    "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
-    "positions", "prompt_tokens_mean",
-    "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
-    "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",
-    "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps",
-    "staleness", "step", "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",
-    "truncated_fraction", "unshared_tokens", "validation", "validation_at_start", "versions_since_admission",
-    "weight_version",
-})  # fmt: skip
-"""Names in metrics.jsonl that every algorithm's steps may have; no algorithm's own metric can be called so."""
-SQUARES = "/squares"
-"""Ending of the name of a sum of squares."""
+DROPPED = Metric("dropped_groups", "sum", column="dropped", form=".0f")
+ROUNDS = Metric("sampling_rounds", "sum", column="rounds", form=".0f")
+FILTERED: Mapping[str, tuple[Metric, ...]] = {"keep": (), "drop": (DROPPED,), "replace": (DROPPED, ROUNDS)}
+"""Counts of a step that the terminal shows, by `filter.groups`."""
 
 
-class Algorithm(ABC):
-    """An algorithm with its configuration; a subclass gives at least `advantages` and `token_loss`."""
+class Algorithm(Method):
+    """An RL algorithm with its configuration; a subclass gives at least `advantages` and `token_loss`."""
 
-    requires: frozenset[LogprobColumn] = frozenset()
-    """Log-probs without which it cannot run, whatever the configuration says."""
-    rows: ClassVar[Literal["prompts", "texts", "pairs", "labels"]] = "prompts"
-    """The rows that it learns from, as `data.rows` has it."""
-    metrics: Sequence[Metric] = ()
-    """The metrics that `measure` computes."""
-    user_loss: UserLoss | None = None
-    """A loss of the user's that is computed in place of `token_loss`."""
+    Config: ClassVar[type[RlConfig]] = RlConfig
+    config: RlConfig
+    command = "grpo"
+    rewarded = True
+    needs_old_logprobs: ClassVar[bool] = False
+    """Whether the loss compares with the old policy in addition to the ratio."""
 
-    def __init__(self, config: RlctlConfig) -> None:
-        """`config` is what the user set; values that the planner decides are not in it yet."""
-        self.config = config
-        self.made_by: Callable[[RlctlConfig], Algorithm] = type(self)
-        """Factory that makes the same algorithm in another process."""
+    def refuse(self, config: RlConfig) -> None:
+        refuse_async(config)
 
-    def use(self, loss: UserLoss) -> None:
-        """Take a user's loss and its metrics in place of the algorithm's own."""
-        self.user_loss = loss
-        self.metrics = tuple(Metric(name, "mean", curve=name) for name in loss.names or ())
+    def try_out(self, what: str) -> None:
+        from rlctl.methods.rl.advantage_trial import require_advantages
+
+        require_advantages(self, what)
+
+    def workload(self, facts: ModelFacts, tokens: int | None = None) -> Workload:
+        from rlctl.planner.from_config import rollout_workload
+
+        return rollout_workload(
+            self.config, facts, tokens, needs=self.needs, critic=self.config.has_critic, teacher_top=self.teacher_top
+        )
+
+    def open_data(self, model_dir: Path) -> PromptStream:
+        from rlctl.rollouts.prompt_order import PromptStream
+
+        return PromptStream.open_rollouts(self.config, model_dir)
+
+    def open_validation(self, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
+        from rlctl.rollouts.validation import ValidationSet
+
+        return ValidationSet.open(self.config, prompts, model_dir)
+
+    def source(self, parts: SourceParts) -> AbstractContextManager[RolloutSource]:
+        from rlctl.rollouts.asynchronous import AsynchronousSource
+        from rlctl.rollouts.synchronous import SynchronousSource
+
+        assert parts.sync is not None  # prompts are answered by engines
+        shared = (self.config, parts.prompts, parts.sync.engines, parts.scorers, parts.sync, parts.timer)
+        if self.config.rollouts.mode == "async":
+            return closing(AsynchronousSource(*shared, self.trains_on, parts.tell))
+        return nullcontext(SynchronousSource(*shared, self.trains_on))
+
+    def validation(self, data: ValidationSet, parts: ValidationParts) -> Validation | None:
+        from rlctl.rollouts.validation import SampledValidation
+
+        assert parts.sync is not None  # prompts are answered by engines
+        return SampledValidation(self.config, data, parts.sync.engines, parts.scorers, parts.sync)
+
+    def agreement(self, dtype: str) -> Agreement:
+        return Agreement.from_config(self.config, precision_of(self.config, dtype), self.needs)
+
+    def open_critic(self, policy: PolicyClient[Any]) -> Critic | None:
+        from rlctl.methods.rl.critic import Critic
+
+        return Critic(self.config, policy) if self.config.has_critic else None
+
+    @property
+    def new_tokens(self) -> int:
+        return self.config.generation.max_new_tokens
+
+    def has_scores(self, own: bool) -> bool:
+        return own or (self.config.learns_from_rewards and not self.config.environment.name)
+
+    @property
+    def temperature(self) -> float:
+        return self.config.generation.temperature
+
+    def truncation(self, vocab: int) -> Truncation | None:
+        return Truncation.from_config(self.config.generation, vocab)
 
     @property
     def needs(self) -> frozenset[LogprobColumn]:
-        """Log-probs that are computed before training, and that the planner counts."""
-        return self.config.logprobs_needed
+        """Log-probs that are computed before training. With one optimizer step a batch the old policy is the current
+        one, whose log-probs the training pass computes anyway; a critic's returns, and advantages that are whitened,
+        hold penalties that must be known before."""
+        config = self.config
+        if config.loss.needs is not None:
+            return frozenset(config.loss.needs)
+        old, penalty = config.batch.optimizer_steps * config.batch.epochs > 1, config.loss.kl_coefficient > 0
+        if config.loss.importance_correction == "ratio":  # to the engine's log-probs: what else needs the trainer's?
+            old &= config.penalty_in_reward or config.loss.sequence_mask is not None or self.needs_old_logprobs
+        old = old or config.whitens_penalties or (config.has_critic and config.penalty_in_reward)
+        columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
+                                              "teacher_logprobs": config.teacher.model is not None}  # fmt: skip
+        return frozenset(column for column, needed in columns.items() if needed)
 
     @property
-    def teacher_top(self) -> int:
-        """Number of a teacher's most likely tokens at each position whose log-probs the loss needs."""
-        return 0
+    def critic(self) -> CriticConfig | None:
+        return self.config.critic if self.config.has_critic else None
 
     @property
-    def learns_without_advantage(self) -> bool:
-        """Whether a rollout with advantage 0 has a gradient; if not, its tokens need not be computed."""
-        return True
+    def columns(self) -> tuple[Metric, ...]:
+        return FILTERED[self.config.filter.groups]
+
+    @property
+    def compares_rewards(self) -> bool:
+        return self.config.compares_rewards
+
+    @property
+    def nll_weight(self) -> float:
+        return self.config.loss.positive_nll_weight
+
+    @property
+    def token_advantages(self) -> AdvantageEstimate | None:
+        from rlctl.methods.rl.policy_gradient import PenalizedAdvantages
+
+        return PenalizedAdvantages(self.config) if self.config.whitens_penalties else None
+
+    @property
+    def skips_idle(self) -> bool:
+        return self.config.filter.skip
+
+    def step_metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+        if not self.config.reward.overlong_buffer:
+            return {}
+        return {"length_penalty": float(np.concatenate([self.length_penalties(group) for group in groups]).mean())}
 
     def keeps(self, rewards_G: np.ndarray) -> bool:
         """Return whether a group with these rewards is trained on; `filter.groups` says what becomes of others."""
@@ -207,123 +282,31 @@ class Algorithm(ABC):
         divisor = options.length_divisor or self.config.generation.max_new_tokens
         return token_weights(response_tokens_N, options.level, divisor)
 
-    @abstractmethod
-    def token_loss(self, batch: TokenBatch) -> torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return the loss of each response token [R], without its weight; differentiable in `batch.logprobs_R`, and
-        in `batch.entropy_R` where it depends on it. With it may come the values that `measure` would compute again."""
+    def adjusted(self, batch: TokenBatch) -> TokenBatch:
+        return _judged(batch, self.config.advantage)
 
-    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
-        """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
-        return {}
+    @property
+    def always_measured(self) -> tuple[Metric, ...]:
+        return MEASURED_OF_ROLLOUTS
 
-    def before_training(
-        self, batch: TrainBatch
-    ) -> tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]] | None:
-        """Return a batch, what is computed of it before each step on `batch`, and the function that takes the results;
-        None: nothing is computed."""
-        return None
-
-    def manifest(self) -> dict[str, Any]:
-        """Return what the run's manifest keeps of it, and a resume compares."""
-        code, package = getattr(self.made_by, "code", None), getattr(self.made_by, "package", None)
-        made_of = {"file": code.fingerprint} if code else {"package": package} if package else {}
-        own_loss = {"loss": self.user_loss.code.fingerprint} if self.user_loss else {}
-        return {"name": self.config.run.algorithm} | made_of | own_loss
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.made_by, self.config, self.user_loss)
-
-
-def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig, loss: UserLoss | None) -> Algorithm:
-    algorithm = make(config)
-    algorithm.made_by = make
-    if loss is not None:
-        algorithm.use(loss)
-    return algorithm
-
-
-def declared(algorithm: Algorithm) -> tuple[Metric, ...]:
-    """Return the metrics of a run of `algorithm` that are computed while it trains."""
-    config = algorithm.config
-    always = MEASURED_OF_ROLLOUTS if config.makes_rollouts else () if config.trains_reward_model else (ENTROPY,)
-    return (*always, *algorithm.metrics)
-
-
-@dataclass(frozen=True)
-class RunLoss:
-    """The `MicroBatchLoss` of an algorithm: its loss over response tokens, weighted and summed, and metrics' parts."""
-
-    algorithm: Algorithm
-
-    def __call__(self, batch: TokenBatch) -> LossOutput:
-        """Return the loss and metrics of one micro-batch."""
+    def measure_always(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
         import torch
 
-        algorithm, own = self.algorithm, self.algorithm.user_loss
-        batch = _judged(_finite(batch), algorithm.config.advantage)
-        found = algorithm.token_loss(batch) if own is None else own(batch, algorithm.config.loss)
-        loss_R, measured = found if isinstance(found, tuple) else (found, None)
-        # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
-        loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
-        if batch.nll_weights_R is not None:
-            loss = loss - (batch.nll_weights_R * batch.logprobs_R).sum()
-        with torch.no_grad():
-            measured = algorithm.measure(batch) if measured is None else measured
-            values = {**_measured_always(batch, algorithm.config), **measured}
-            return self._reduced(loss, values, batch.counted_R)
+        from rlctl.methods.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
 
-    def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
-        """Raises ValueError where the algorithm measured something else than it declares."""
-        import torch
-
-        reductions = {metric.name: metric.reduce for metric in declared(self.algorithm)}
-        if reductions.keys() != values.keys():
-            odd = sorted(reductions.keys() ^ values.keys())
-            raise ValueError(f"metrics declared and measured by the algorithm differ: {', '.join(odd)}")
-        dtype = loss.dtype
-        sums, maxima = {TOKENS: mask_R.to(dtype).sum()}, {}
-        for name, value in values.items():
-            kept = torch.where(mask_R, value.detach().to(dtype), 0.0) if value.ndim else value.detach()
-            if reductions[name] == "max":
-                maxima[name] = kept.max()
-            else:
-                sums[name] = kept.sum()
-            if reductions[name] == "effective":
-                sums[name + SQUARES] = kept.square().sum()
-        return LossOutput(loss=loss, sums=sums, maxima=maxima)
-
-    def metrics(self, results: Sequence[MinibatchResult]) -> dict[str, Any]:
-        """Return the metrics over all optimizer steps of a batch; none where no token was computed."""
-        tokens = sum(result.sums.get(TOKENS, 0.0) for result in results)
-        if not tokens:
-            return {}
-        found, flat = {}, {}
-        for metric in declared(self.algorithm):
-            if metric.reduce == "max":
-                found[metric.name] = max(result.maxima.get(metric.name, 0.0) for result in results)
-            else:
-                total = sum(result.sums.get(metric.name, 0.0) for result in results)
-                count = sum(result.sums.get(metric.per, 0.0) for result in results)
-                found[metric.name] = total if metric.reduce != "mean" else total / count if count else 0.0
-            if metric.reduce == "effective":
-                squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
-                found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0
-            if metric.flat:
-                flat[metric.name] = found.pop(metric.name)
-        return nested(found) | flat
-
-
-def _finite(batch: TokenBatch) -> TokenBatch:
-    """Return the batch with 0 in place of what is not finite in the columns of tokens that are left out: an infinite
-    log-prob of theirs has no part in the loss, but 0 times its gradient would be NaN."""
-    columns = ("logprobs_R", "full_logprobs_R", "entropy_R", "rollout_logprobs_R", "old_logprobs_R",
-               "old_full_logprobs_R", "reference_logprobs_R", "teacher_logprobs_R", "teacher_top_RK",
-               "top_logprobs_RK")  # fmt: skip
-    given = {name: getattr(batch, name) for name in columns}
-    odd = {name: ~values.isfinite() for name, values in given.items() if values is not None}
-    left_out = {name: odd_R & ~(batch.counted_R if odd_R.ndim == 1 else batch.counted_R[:, None])
-                for name, odd_R in odd.items()}  # fmt: skip
-    return replace(batch, **{name: given[name].masked_fill(here, 0.0) for name, here in left_out.items()})
+        log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
+        difference_R = log_ratio_R.abs()
+        weights_R = unbounded_weights(old_logprobs(batch), batch, self.config.loss)
+        return {
+            "entropy": batch.entropy_R,
+            "logprob_diff/mean": difference_R,
+            "logprob_diff/max": difference_R,
+            "logprob_diff/kl": k3(log_ratio_R),
+            "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
+            "importance/mean": weights_R,
+            "importance/max": weights_R,
+            "importance/effective": weights_R,
+        }
 
 
 def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
@@ -339,23 +322,21 @@ def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
     return replace(batch, advantages_R=advantages_R)
 
 
-def _measured_always(batch: TokenBatch, config: RlctlConfig) -> dict[str, torch.Tensor]:
-    if not config.makes_rollouts:
-        return {} if config.trains_reward_model else {"entropy": batch.entropy_R}
-    import torch
-
-    from rlctl.methods.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs, unbounded_weights
-
-    log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
-    difference_R = log_ratio_R.abs()
-    weights_R = unbounded_weights(old_logprobs(batch), batch, config.loss)
-    return {
-        "entropy": batch.entropy_R,
-        "logprob_diff/mean": difference_R,
-        "logprob_diff/max": difference_R,
-        "logprob_diff/kl": k3(log_ratio_R),
-        "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
-        "importance/mean": weights_R,
-        "importance/max": weights_R,
-        "importance/effective": weights_R,
-    }
+def refuse_async(config: RlConfig) -> None:
+    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
+    rollouts = config.rollouts
+    if rollouts.mode != "async":
+        return
+    if config.refit.in_flight == "abort":
+        raise ConfigError(
+            "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "
+            "weights come.",
+            "Choose refit.in_flight=wait or keep.",
+        )
+    if rollouts.max_staleness > 0 and config.loss.importance_correction == "off" and not rollouts.uncorrected:
+        raise ConfigError(
+            f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
+            "loss.importance_correction is off.",
+            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0; "
+            "rollouts.uncorrected=true trains on them as they are.",
+        )

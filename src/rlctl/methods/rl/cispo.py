@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Cispo(PolicyGradient):
     """REINFORCE with a bounded weight of each token."""
 
+    defaults = {"loss.clip_low": 1.0, "loss.clip_high": 4.0}
+
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         o = self.config.loss
         return -ratio_R.detach().clamp(1 - o.clip_low, 1 + o.clip_high) * batch.advantages_R * batch.logprobs_R

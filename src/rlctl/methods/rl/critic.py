@@ -24,7 +24,7 @@ from rlctl.backends.base import CriticWorker
 from rlctl.backends.batch import LossOutput, MinibatchResult, ValueBatch
 from rlctl.backends.clients import PolicyClient, only_result
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.schedule import learning_rate, weight_decay
 
@@ -41,7 +41,7 @@ METRICS = (
 class Critic:
     """The value model of a run: trained on each batch before the policy is."""
 
-    def __init__(self, config: RlctlConfig, policy: PolicyClient[Any]) -> None:
+    def __init__(self, config: RlConfig, policy: PolicyClient[Any]) -> None:
         """`policy`: its ranks have the critic next to it."""
         self._config, self._policy, self._ranks = config, policy, cast(WorkerGroup[CriticWorker], policy.group)
 
@@ -70,7 +70,7 @@ class Critic:
 class TokenAdvantages:
     """From values to returns and advantages on the ranks: their `AdvantageEstimate`."""
 
-    config: RlctlConfig
+    config: RlConfig
     column: str = "values"
     bounds: tuple[None, None] = (None, None)
 
@@ -89,7 +89,7 @@ class TokenAdvantages:
         last_R[:-1] = rollout_R[1:] != rollout_R[:-1]
         rewards_R = torch.where(last_R, batch.rewards_R, 0.0)
         if self.config.penalty_in_reward:
-            assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
+            assert batch.old_logprobs_R is not None  # `needs` has both
             assert batch.reference_logprobs_R is not None
             penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
             rewards_R = rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)

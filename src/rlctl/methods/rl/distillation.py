@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.section import NonNegativeNumber, PositiveNumber, Section
 from rlctl.data.rollouts import RolloutGroup
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
-from rlctl.methods.rl.sections import DistillationConfig
-from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -39,12 +40,62 @@ OF_TOP = (
 )
 
 
+class TopTokens(Section):
+    """The divergence from a teacher over its most likely tokens."""
+
+    weight: PositiveNumber = 1.0
+    """Weight of what is learned from the teacher."""
+    top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
+    """Number of the teacher's most likely tokens that are compared at each position; all tokens of a smaller
+    vocabulary."""
+    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Part of KL(teacher || policy) in the divergence; the rest is KL(policy || teacher)."""
+    outside: Literal["renormalize", "tail"] = "renormalize"
+    """Treatment of all other tokens: leave them out and let the `top_k` add up to 1, or count them as one further
+    event."""
+
+
+class DistillationConfig(TopTokens):
+    """The loss of `--algorithm distillation`. Keys of the most likely tokens apply to `loss=top-k`."""
+
+    loss: Literal["sampled", "top-k"] = "sampled"
+    """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
+    KL), and `top-k` compares the distributions over the teacher's `top_k` most likely tokens."""
+    reward_weight: NonNegativeNumber = 0.0
+    """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
+    learned from."""
+
+
+class DistillationRlConfig(RlConfig):
+    """The configuration of `--algorithm distillation`."""
+
+    distillation: DistillationConfig = DistillationConfig()
+
+    @property
+    def whitens_penalties(self) -> bool:
+        """Advantages are whitened before the teacher adds to them."""
+        return False
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        return self.distillation.reward_weight > 0
+
+    @model_validator(mode="after")
+    def validate_no_critic(self) -> DistillationRlConfig:
+        if self.has_critic:
+            raise ValueError("advantage.baseline = critic learns from rewards, and distillation learns from a teacher")
+        return self
+
+
 class Distillation(Grpo):
     """GRPO's loss with a teacher's log-probs in its advantages, or next to it."""
 
+    Config = DistillationRlConfig
+    config: DistillationRlConfig
     requires = frozenset({"teacher_logprobs"})
+    needs_old_logprobs = True
 
-    def __init__(self, config: RlctlConfig) -> None:
+    def __init__(self, config: DistillationRlConfig) -> None:
         super().__init__(config)
         self.metrics = (TEACHER_KL, *(OF_TOP if self.teacher_top else ()), *self.metrics)
 
@@ -92,7 +143,7 @@ class Distillation(Grpo):
         return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
 
 
-def top_kl(batch: TokenBatch, o: DistillationConfig) -> torch.Tensor:
+def top_kl(batch: TokenBatch, o: TopTokens) -> torch.Tensor:
     """Return the divergence [R] over the teacher's most likely tokens, with gradient."""
     import torch
 
@@ -115,7 +166,7 @@ def top_kl(batch: TokenBatch, o: DistillationConfig) -> torch.Tensor:
     return loss_R
 
 
-def of_top(batch: TokenBatch, options: DistillationConfig) -> dict[str, torch.Tensor]:
+def of_top(batch: TokenBatch, options: TopTokens) -> dict[str, torch.Tensor]:
     """Return the values [R] of the metrics `OF_TOP`."""
     assert batch.teacher_top_RK is not None  # its loss was computed before
     return {"top_kl": top_kl(batch, options), "top_mass": batch.teacher_top_RK.exp().sum(-1)}

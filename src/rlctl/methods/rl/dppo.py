@@ -11,17 +11,41 @@ which the settings leave untruncated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.sections import LossConfig
 
 if TYPE_CHECKING:
     import torch
 
 
+class DppoLoss(LossConfig):
+    """The policy loss of DPPO, its KL penalty, and the correction for what the engine computes differently."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Bounded divergence: total variation, or KL, of the chosen token against all others."""
+
+
+class DppoConfig(RlConfig):
+    """The configuration of `--algorithm dppo`."""
+
+    loss: DppoLoss = DppoLoss()
+
+
 class Dppo(PolicyGradient):
     """A surrogate without clipping, on the tokens whose distribution is close to the one that sampled."""
+
+    Config = DppoConfig
+    config: DppoConfig
+    defaults = {
+        "loss.clip_low": 0.15,
+        "loss.clip_high": 0.15,
+        "loss.divergence": "tv",
+        "loss.importance_correction": "untruncated",
+    }
 
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         import torch

@@ -11,7 +11,7 @@
 | reinforce++ (arXiv 2501.03262) | A = r, whitened over the batch; a KL penalty would be in r, by k1 |
 | reinforce++-baseline (the same) | A = r - mean(r), whitened over the batch; a KL penalty would be in the loss, by k2 |
 
-`config/algorithm_settings.py` has the settings of each name.
+Each name has a class below with its settings.
 """
 
 from __future__ import annotations
@@ -48,3 +48,69 @@ class Grpo(PolicyGradient):
         if o.dual_clip is not None:
             outside_R = outside_R | (ratio_R > o.dual_clip)
         return above_R | ((advantages_R < 0) & outside_R)
+
+
+class DrGrpo(Grpo):
+    """GRPO without the standard deviation and without the length of a rollout."""
+
+    defaults = {"advantage.normalize_std": False, "loss.level": "constant"}
+
+
+class Dapo(Grpo):
+    """GRPO with a higher upper bound, dynamic sampling and a penalty of long completions."""
+
+    defaults = {
+        "loss.clip_low": 0.2,
+        "loss.clip_high": 0.28,
+        "loss.level": "token",
+        "filter.groups": "replace",
+        # 4,096 of 20,480 tokens in section 4.1 of the paper.
+        "reward.overlong_buffer": 0.2,
+        "reward.overlong_factor": 1.0,
+    }
+
+
+class Rloo(Grpo):
+    """GRPO with the mean of the other rollouts as the baseline."""
+
+    defaults = {
+        "advantage.baseline": "leave-one-out",
+        "advantage.normalize_std": False,
+        "loss.level": "constant",
+        "loss.length_divisor": 1,
+    }
+
+
+class ReinforcePlusPlus(Grpo):
+    """Whitened rewards without groups, with a KL penalty in the reward."""
+
+    defaults = {
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "advantage.whiten": True,
+        "loss.kl_in": "reward",
+        "loss.kl_estimator": "k1",
+    }
+
+
+class ReinforcePlusPlusBaseline(Grpo):
+    """Rewards less the mean of their group, whitened, with a KL penalty in the loss."""
+
+    defaults = {
+        "advantage.normalize_std": False,
+        "advantage.whiten": True,
+        "loss.kl_in": "loss",
+        "loss.kl_estimator": "k2",
+    }
+
+
+class Ppo(Grpo):
+    """The clipped surrogate with a critic's advantages."""
+
+    defaults = {
+        "advantage.baseline": "critic",
+        "advantage.normalize_std": False,
+        "advantage.whiten": True,
+        "loss.kl_in": "reward",
+        "loss.kl_estimator": "k1",
+    }

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Gspo(Grpo):
     """GRPO's surrogate with the ratio of the sequence."""
 
+    defaults = {"loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.level": "sequence"}
+
     def ratio(self, batch: TokenBatch) -> torch.Tensor:
         from rlctl.methods.rl.losses import LOG_RATIO_LIMIT, old_logprobs, rollout_means
 

@@ -2,12 +2,12 @@
 
     loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
 
-A is the advantage of the token's rollout, w corrects for the engine's distribution (`methods/rl/losses.py`), and the ratio
+A is the advantage of the token's rollout, w corrects for the engine's distribution (`losses.py`), and the ratio
 is that of the policy to pi_old, the policy before the batch's first optimizer step as the trainer computes it, so that
 the clipping bounds what this batch does (the decoupled objective of arXiv 2110.00641, with pi_old as its proximal
 policy; arXiv 2505.24298, section 5.2). With `loss.importance_correction=ratio` there is no w, and the ratio is to the
 engine's distribution itself. With `loss.kl_in=reward` the KL divergence is in A instead: each token loses the penalties
-of itself and of the tokens that follow, before `advantage.whiten` acts. A critic's advantages (`methods/rl/critic.py`) are
+of itself and of the tokens that follow, before `advantage.whiten` acts. A critic has advantages
 those of tokens, and hold these penalties already. Neither penalty nor entropy bonus is weighted by w: they are to hold
 the policy also on tokens that a correction masks.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from rlctl.backends.batch import TokenBatch, ValueBatch
 from rlctl.methods.rl.advantages import group_advantages
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.settings.config import RlctlConfig
+from rlctl.methods.rl.config import RlConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PolicyGradient(Algorithm):
         Metric("importance_limited", "mean"),
     )
 
-    def __init__(self, config: RlctlConfig) -> None:
+    def __init__(self, config: RlConfig) -> None:
         super().__init__(config)
         if "reference_logprobs" in self.needs:
             self.metrics = (KL, *self.metrics)
@@ -141,7 +141,7 @@ class PenalizedAdvantages:
     """From the advantages of rollouts to those of tokens on the ranks, where these are whitened with the KL penalty in
     them: REINFORCE++ (arXiv 2501.03262) normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
 
-    config: RlctlConfig
+    config: RlConfig
     column: str = "reference_logprobs"
     whitens: bool = True
 
@@ -154,11 +154,11 @@ class PenalizedAdvantages:
         from rlctl.methods.rl.losses import penalized
 
         old_R, reference_R = batch.old_logprobs_R, batch.reference_logprobs_R
-        assert old_R is not None  # `logprobs_needed` has both
+        assert old_R is not None  # `needs` has both
         assert reference_R is not None
         return None, penalized(batch.rewards_R, old_R, reference_R, batch, self.config.loss)
 
 
 def _reference(batch: TokenBatch) -> torch.Tensor:
-    assert batch.reference_logprobs_R is not None  # `logprobs_needed` has them
+    assert batch.reference_logprobs_R is not None  # `needs` has them
     return batch.reference_logprobs_R

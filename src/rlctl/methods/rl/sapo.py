@@ -11,14 +11,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.section import PositiveNumber
+from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.sections import LossConfig
 
 if TYPE_CHECKING:
     import torch
 
 
+class SapoLoss(LossConfig):
+    """The policy loss of SAPO, its KL penalty, and the correction for what the engine computes differently."""
+
+    sapo_temperature_positive: PositiveNumber = 1.0
+    """Temperature of the gate where the advantage is positive."""
+    sapo_temperature_negative: PositiveNumber = 1.05
+    """Temperature of the gate where the advantage is negative."""
+
+
+class SapoConfig(RlConfig):
+    """The configuration of `--algorithm sapo`."""
+
+    loss: SapoLoss = SapoLoss()
+
+
 class Sapo(PolicyGradient):
     """A surrogate with a soft gate in place of the clip."""
+
+    Config = SapoConfig
+    config: SapoConfig
+    defaults = {
+        "loss.sapo_temperature_positive": 1.0,
+        "loss.sapo_temperature_negative": 1.05,
+        "loss.level": "sequence",
+    }
 
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         import torch

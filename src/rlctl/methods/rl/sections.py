@@ -115,12 +115,6 @@ class LossConfig(Section):
     off_policy_mask: PositiveNumber | None = None
     """Largest mean of log(engine / policy) over the tokens of a rollout with a negative advantage, in nats; a rollout
     beyond it is not learned from. Unset: off."""
-    divergence: Literal["tv", "kl"] = "tv"
-    """Divergence that dppo bounds: total variation, or KL, of the chosen token against all others."""
-    sapo_temperature_positive: PositiveNumber = 1.0
-    """Temperature of sapo's gate where the advantage is positive."""
-    sapo_temperature_negative: PositiveNumber = 1.05
-    """Temperature of sapo's gate where the advantage is negative."""
     positive_nll_weight: NonNegativeNumber = 0.0
     """Weight of the negative log-likelihood of rollouts with a positive reward, which is added: its mean over all their
     tokens (VAPO). NeMo-RL has it as `positive_example_nll_weight`."""
@@ -142,32 +136,6 @@ class LossConfig(Section):
         if self.sequence_mask is not None and self.sequence_mask[0] >= self.sequence_mask[1]:
             raise ValueError(f"loss.sequence_mask = {list(self.sequence_mask)}: the lower bound comes first")
         return self
-
-
-class DistillationConfig(Section):
-    """The loss of `--algorithm distillation` and of `train distill`, which learn from a teacher."""
-
-    loss: Literal["sampled", "top-k"] = "sampled"
-    """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
-    KL), and `top-k` compares the distributions over the teacher's `top_k` most likely tokens."""
-    weight: PositiveNumber = 1.0
-    """Weight of what is learned from the teacher."""
-    reward_weight: NonNegativeNumber = 0.0
-    """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
-    learned from."""
-    sft_weight: NonNegativeNumber = 0.0
-    """With `train distill`, weight of the negative log-likelihood of the texts, which is added."""
-    balanced: bool = False
-    """With `train distill`, multiply the divergence of each text by the number that makes it as large as the negative
-    log-likelihood of the text."""
-    top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
-    """With `top-k`, the number of the teacher's most likely tokens at each position; all tokens where the vocabulary
-    has no more."""
-    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
-    outside: Literal["renormalize", "tail"] = "renormalize"
-    """With `top-k`, the treatment of all other tokens: leave them out and let the `top_k` add up to 1, or count them as
-    one further event."""
 
 
 class CriticConfig(Section):

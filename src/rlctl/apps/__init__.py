@@ -1,0 +1,1 @@
+"""Former names of modules in `rlctl.jobs`."""

@@ -1,0 +1,52 @@
+"""The configuration classes of the training methods, which live above this room and are found by name.
+
+`config` knows no section: it asks the registry of methods, as it asks entry points for plug-ins.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from rlctl.config.section import Section
+
+DEFAULT_METHOD = "grpo"
+REGISTRY = "rlctl.methods.available"
+
+
+def _registry() -> Any:
+    return importlib.import_module(REGISTRY)
+
+
+def config_classes() -> tuple[type[Section], ...]:
+    """Return the configuration classes of all methods."""
+    return _registry().config_classes()
+
+
+def config_class(method: str) -> type[Section]:
+    """Return the configuration class of a method or an RL algorithm."""
+    return _registry().config_class(method)
+
+
+def defaults_of(method: str) -> dict[str, Any]:
+    """Return the values by key that a method sets in place of defaults of its sections."""
+    return _registry().defaults_of(method)
+
+
+def command_of(method: str) -> str:
+    """Return the command that trains with a method, such as `train sft`."""
+    return _registry().command_of(method)
+
+
+def method_names() -> tuple[str, ...]:
+    """Return the names of all methods and RL algorithms."""
+    return _registry().names()
+
+
+@functools.cache
+def sections_of(name: str) -> tuple[type[Section], ...]:
+    """Return the classes of a section, of each configuration that has it, the default method's first."""
+    fields = (config.model_fields.get(name) for config in (config_class(DEFAULT_METHOD), *config_classes()))
+    found = (field.annotation for field in fields if field is not None)
+    return tuple(dict.fromkeys(one for one in found if isinstance(one, type) and issubclass(one, Section)))

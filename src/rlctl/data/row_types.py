@@ -1,0 +1,136 @@
+"""Row types: what a dataset row holds, how it is read, and which token sequences it becomes.
+
+A training method has one (`Method.rows`); a method of a plug-in can bring its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlctl.data.chat import PromptEncoder
+from rlctl.data.prompt_rows import TOOLS, PromptRow, prompt_field_in, require_fields, row_from_record
+from rlctl.data.texts import (
+    CHOSEN,
+    COMPLETION,
+    LABEL,
+    REJECTED,
+    TrainedText,
+    label_from_record,
+    pair_from_record,
+    text_from_record,
+    trained_texts,
+)
+from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig, TextDataConfig
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+LOOKED_AT = 100
+"""Next questions among which there is to be one with another answer."""
+
+
+class RowType:
+    """Rows with a `prompt` and a completion, as the base of row types; a subclass gives at least `read`."""
+
+    needs_another: bool = False
+    """Whether the completion of another row stands next to that of each row."""
+
+    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+        """Return the row of a record. Raises InputError naming row and field for what is wrong with it."""
+        raise NotImplementedError
+
+    def template_columns(self, record: Mapping[str, Any], data: DataConfig) -> Collection[str]:
+        """Return the columns that the chat template reads."""
+        return record.keys()
+
+    def require_columns(self, columns: Sequence[str], data: DataConfig, label: str) -> None:
+        """Raise InputError where a table lacks a column."""
+        return
+
+    def answer_of(self, dataset: ProceduralDataset, index: int, where: str) -> Any:
+        """Return what stands for the answer of a reasoning-gym question."""
+        return dataset[index]["answer"]
+
+    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
+        """Return the fields, next to its prompt, of a made-up row for rehearsals."""
+        return {data.answer_field if data.answer_field != "answer" else COMPLETION: answer}
+
+    def texts(
+        self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
+    ) -> tuple[TrainedText, ...]:
+        """Return the token sequences of a row. `other`: another row, where `needs_another`; `scored`: each sequence has
+        a score at its end."""
+        found = trained_texts(encoder, row, scored=scored)
+        return tuple(text.scored() for text in found) if scored else found
+
+
+class PromptRows(RowType):
+    """Prompts, whose completions are sampled."""
+
+    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+        return row_from_record(record, index, where, data)
+
+    def template_columns(self, record: Mapping[str, Any], data: DataConfig) -> Collection[str]:
+        return {TOOLS, prompt_field_in(record, data.prompt_field)}
+
+    def require_columns(self, columns: Sequence[str], data: DataConfig, label: str) -> None:
+        require_fields(columns, data, label)
+
+    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
+        return {data.answer_field: answer}
+
+
+class TextRows(RowType):
+    """Texts to train on: `prompt` and `completion`, chat `messages`, or `text`."""
+
+    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+        return text_from_record(record, index, where, data)
+
+    def texts(
+        self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
+    ) -> tuple[TrainedText, ...]:
+        asked = data.train_on if isinstance(data, TextDataConfig) else "assistant"
+        return trained_texts(encoder, row, everything=asked == "all", marked=asked == "marked")
+
+
+class PairRows(RowType):
+    """Pairs: a `prompt` with completions `chosen` and `rejected`."""
+
+    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+        return pair_from_record(record, index, where, data)
+
+    def answer_of(self, dataset: ProceduralDataset, index: int, where: str) -> tuple[str, str]:
+        """Return the answer of a question as the chosen completion, and as the rejected one the answer of the next
+        question that has another. Raises InputError where many have the same."""
+        answer = str(dataset[index]["answer"])
+        others = (str(dataset[(index + step) % len(dataset)]["answer"]) for step in range(1, LOOKED_AT))
+        if (other := next((one for one in others if one != answer), None)) is None:
+            raise InputError(f"{where}: the next {LOOKED_AT} questions all have its answer.", "Choose another task.")
+        return answer, other
+
+    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
+        return {CHOSEN: answer, REJECTED: "nobody knows"}
+
+
+class LabelRows(RowType):
+    """Completions with a `label`, true or false; the completion of another row stands next to each."""
+
+    needs_another = True
+
+    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+        return label_from_record(record, index, where, data)
+
+    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
+        return {LABEL: number % 2 == 0} | super().example(answer, number, data)
+
+    def texts(
+        self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
+    ) -> tuple[TrainedText, ...]:
+        assert other is not None  # `needs_another`
+        return trained_texts(encoder, replace(row, answer=(row.answer[0], other.answer[0])))
+
+
+PROMPTS = PromptRows()

@@ -1,0 +1,181 @@
+"""A package outside the tree brings a training method, with a section, a row type, a loss and a metric of its own, and
+an RL algorithm with nested settings. Both go through `train`, its dry run, a resume, the report and `plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from rlctl.telemetry.metrics import read_metrics
+
+ENTRY_POINTS = """
+[rlctl.methods]
+weighted = toy_methods:Weighted
+
+[rlctl.algorithms]
+tempered = toy_methods:Tempered
+"""
+CODE = '''
+from rlctl.config.section import Section
+from rlctl.data.row_types import TextRows
+from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.sections import LossConfig
+from rlctl.methods.sft import SftConfig
+from rlctl.methods.texts import TextMethod
+from rlctl.telemetry.metrics import Metric
+
+
+class Weighting(Section):
+    """How rows are weighted."""
+
+    power: float = 1.0
+    """Exponent of the probability of a token."""
+
+
+class WeightedConfig(SftConfig):
+    """The configuration of `rlctl train weighted`."""
+
+    weighting: Weighting = Weighting()
+
+
+class Scored(TextRows):
+    """Rows with `question` and `reply`."""
+
+    def read(self, record, index, where, data):
+        return super().read({"prompt": record["question"], "completion": record["reply"]}, index, where, data)
+
+
+class Weighted(TextMethod):
+    """Cross entropy with tokens weighted by their probability."""
+
+    Config = WeightedConfig
+    defaults = {"optimizer.lr": 1e-3}
+    command = "weighted"
+    rows = Scored()
+    metrics = (Metric("mean_weight", "mean", curve="mean weight of a token"),)
+
+    def _weights(self, batch):
+        return (self.config.weighting.power * batch.logprobs_R.detach()).exp()
+
+    def token_loss(self, batch):
+        return -self._weights(batch) * batch.logprobs_R
+
+    def measure(self, batch):
+        return {"mean_weight": self._weights(batch)}
+
+
+class Softness(Section):
+    """The gate."""
+
+    scale: float = 2.0
+    """Scale of the ratio."""
+
+
+class TemperedLoss(LossConfig):
+    """The loss of `tempered`."""
+
+    softness: Softness = Softness()
+
+
+class TemperedConfig(RlConfig):
+    """The configuration of `--algorithm tempered`."""
+
+    loss: TemperedLoss = TemperedLoss()
+
+
+class Tempered(PolicyGradient):
+    """A surrogate with a scaled ratio."""
+
+    Config = TemperedConfig
+
+    def surrogate(self, ratio_R, batch):
+        return -(self.config.loss.softness.scale * (ratio_R - 1)).tanh() * batch.advantages_R
+
+    def is_bounded(self, ratio_R, batch):
+        return batch.counted_R & False
+'''
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "toy_methods.py").write_text(dedent(CODE))
+    info = folder / "toy_methods-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: toy-methods\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    rows = [{"question": f"What is {a} + 3?", "reply": f"It is {a + 3}."} for a in range(9)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "rlctl", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+
+
+def method_words(package: Path, model: Path) -> list[str]:
+    return ["--model", str(model), "--data", str(package / "rows.jsonl"), "--gpu", "cpu", "--max-length", "96"]
+
+
+def test_its_section_is_known_and_no_other(package: Path, tiny_llama: Path) -> None:
+    shown = rlctl(package, "config", "schema", "weighted", "weighting")
+    assert "power: number = 1.0" in shown.stdout, shown.stderr
+    assert "[default: 0.001]" in rlctl(package, "train", "weighted", "--help").stdout
+    wrong = rlctl(package, "train", "weighted", *method_words(package, tiny_llama), "--set", "reward.x=1", "--dry-run")
+    assert wrong.returncode == 2
+    assert "`train weighted` has no section `reward`" in wrong.stderr
+    nested = rlctl(package, "config", "schema", "tempered", "loss")
+    assert "scale: number = 2.0" in nested.stdout, nested.stderr
+    wrong = rlctl(package, "train", "grpo", "--set", "loss.softness.scale=1", "--dry-run")
+    assert "`train grpo` has no key `softness.scale` in the section `loss`" in wrong.stderr
+
+
+def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_llama: Path) -> None:
+    words = method_words(package, tiny_llama)
+    shown = rlctl(package, "train", "weighted", *words, "--set", "weighting.power=0.5", "--dry-run", "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["config"]["weighting.power"]["value"] == 0.5
+    planned = rlctl(
+        package, "plan", "--model", str(tiny_llama), "--gpu", "cpu", "--set", "run.algorithm=weighted", "--json"
+    )
+    assert json.loads(planned.stdout)["generation"] is None, planned.stderr
+    tempered = rlctl(
+        package, "train", "grpo", "--model", str(tiny_llama), "--data", "reasoning-gym:chain_sum", "--gpu", "cpu",
+        "--algorithm", "tempered", "--set", "loss.softness.scale=3", "--dry-run", "--json",
+    )  # fmt: skip
+    assert tempered.returncode == 0, tempered.stderr
+    assert json.loads(tempered.stdout)["config"]["loss.softness.scale"]["value"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_both_train_and_resume(package: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    run, words = str(tmp_path / "run"), method_words(package, tiny_llama)
+    common = ["--set", "training.threads=1", "--set", "model.convert=false", "--run-dir", run]
+    done = rlctl(package, "train", "weighted", *words, *common, "--steps", "2", "--batch-size", "4")
+    assert done.returncode == 0, done.stderr
+    again = rlctl(package, "train", "weighted", "--resume", "--run-dir", run, "--steps", "4")
+    assert again.returncode == 0, again.stderr
+    lines = read_metrics(Path(run) / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(0 < line["mean_weight"] <= 1 for line in lines)
+    assert lines[-1]["mean_weight"] > lines[0]["mean_weight"]
+    assert "mean weight of a token" in (Path(run) / "report.html").read_text()
+    rl = str(tmp_path / "rl")
+    sampled = rlctl(
+        package, "train", "grpo", "--model", str(tiny_llama), "--data", "reasoning-gym:chain_sum", "--gpu", "cpu",
+        "--algorithm", "tempered", "--set", "loss.softness.scale=3", "--steps", "1", "--prompts", "2", "--generations",
+        "4", "--max-new-tokens", "6", "--run-dir", rl, "--set", "training.threads=1",
+    )  # fmt: skip
+    assert sampled.returncode == 0, sampled.stderr
+    assert json.loads((Path(rl) / "manifest.json").read_text())["config"]["loss.softness.scale"]["value"] == 3
