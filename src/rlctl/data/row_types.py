@@ -5,6 +5,7 @@ A training method has one (`Method.rows`); a method of a plug-in can bring its o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,15 @@ LOOKED_AT = 100
 """Next questions among which there is to be one with another answer."""
 
 
-class RowType:
+class RowType(ABC):
     """Rows with a `prompt` and a completion, as the base of row types; a subclass gives at least `read`."""
 
     needs_another: bool = False
     """Whether the completion of another row stands next to that of each row."""
 
+    @abstractmethod
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         """Return the row of a record. Raises InputError naming row and field for what is wrong with it."""
-        raise NotImplementedError
 
     def template_columns(self, record: Mapping[str, Any], data: DataConfig) -> Collection[str]:
         """Return the columns that the chat template reads."""
