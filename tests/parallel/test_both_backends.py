@@ -11,7 +11,7 @@ import pytest
 from rlctl.backends.clients import only_result
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.methods.available import OWN, method_from_config
+from rlctl.methods.available import ALGORITHMS, BUILT_IN, method_from_config
 from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools
@@ -20,12 +20,14 @@ from support.reference import hf_model, make_batch, megatron_weights
 PENALTY = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01")
 LAYOUTS = {"alone": (ParallelSpec(), ParallelSpec()), "cp2-dp2": (ParallelSpec(cp=2), ParallelSpec(dp=2))}
 """The layouts of transformers' modules and of Megatron."""
-OF_TOKENS = [name for name in OWN if name not in ("distill", "rm")]
+OF_TOKENS = [name for name in BUILT_IN if name not in ("distill", "rm")]
 """Algorithms that need neither a teacher's most likely tokens nor a head of values, whose own tests compare those."""
 
 
 def loss_of(name: str) -> RunLoss:
-    sets = ("teacher.model=named",) if name == "distillation" else PENALTY
+    sets = PENALTY if name in ALGORITHMS else ()
+    if name == "distillation":
+        sets = ("teacher.model=named",)
     return RunLoss(method_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config))
 
 
