@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_several_runs_are_on_one_page_with_what_differs() -> None:
     assert "optimizer.lr 1e-5 1e-6" in shown
     assert "run.seed" not in shown
     assert "run.dir" not in shown
-    assert "rows and panels of their own" not in shown
+    assert "Rows and panels are separate" not in shown
     assert "<title>second</title>" in text  # the name of each line
     assert len(captions(text)) == len(set(captions(text)))
 
@@ -168,7 +169,8 @@ def test_what_was_measured_in_another_way_does_not_stand_side_by_side() -> None:
     assert labelled["training reward of short, also, validating"] == ["0.750", "0.750", "-", "0.400"]
     assert labelled["training reward of long"] == ["-", "-", "0.750", "-"]
     assert labelled["validation reward of validating"] == ["-", "-", "-", "0.500"]
-    assert "are in rows and panels of their own. They differ in: whether the run validates, " in table
+    assert "Rows and panels are separate" in table
+    assert "They differ in: whether the run validates, " in table
     assert "generation.max_new_tokens" in table
     assert "optimizer.lr" not in table
     assert {"mean reward of short, also, validating", "mean reward of long", "entropy"} <= set(captions(text))
@@ -183,7 +185,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_line_with_a_band() -> None
     text = page([of(0), of(1), of(2, "other", **{"optimizer.lr": "1e-6"})])
     shown = " ".join(Reader(text).texts)
     assert "seed 0, seed 1 (2 seeds) other" in shown
-    assert "the band reaches from the lowest to the highest" in shown
+    assert "The band reaches from the lowest to the highest" in shown
     # (0.55 + 1.55) / 2, and the standard error over the two seeds
     assert "→ 1.050 ± 0.500 in steps 5 to 6, 2 seeds" in shown
     assert "run.seed 0, 1 2" in shown
@@ -213,7 +215,7 @@ def test_a_sample_is_a_conversation(prompt: Any, expected: list[str]) -> None:
     row = {"prompt": prompt, "completion": "2", "answer": {"value": 2}, "rendered": "<user>1 + 1?"}
     text = page([run(samples=[(1, [row])])]).partition("<article>")[2].partition("</article>")[0]
     assert Reader(text.partition("<p>")[0]).texts == expected
-    assert "answer {&quot;value&quot;: 2}" in text
+    assert 'answer {"value": 2}' in html.unescape(text)
     assert "The prompt as the model saw it" in text
     assert "'role'" not in text
 

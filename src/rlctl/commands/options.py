@@ -1,7 +1,9 @@
 """Flags that several commands share or that set a key of the configuration.
 
-A command takes them by name (`@taking("model preset")`), and hands all its parameters to `resolve_config`:
-`options.resolve_config(**context.params)`. A flag that was not given leaves its key to the sources below it.
+Typer takes options from the parameters of one function. Fifty flags in ten commands would be 250 declarations, so this
+table declares each flag once, with its key. A command takes them by name (`@taking("model preset")`), and hands all
+its parameters to `resolve_config`: `options.resolve_config(**context.params)`. A flag that was not given leaves its
+key to the other sources.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Fields of the classes of an installed package, read from its source: nothing of the package is imported.
 
-Python itself evaluates the annotations, with names looked up in the module's source: `Open` stands for what a
-configuration file spells as a mapping, `Dtype` for a torch data type and `Function` for what only Python can say.
+Only the modules that a name leads to are read, which takes under a second. griffe, the library for this, loads a whole
+package to resolve one class: 7 s for Megatron-Core and over a minute for vLLM on two cores.
+
+Python itself evaluates the annotations, with names looked up in the module's source: `Open` stands for a mapping in a
+configuration file, `Dtype` for a torch data type and `Function` for a value that only Python can give.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
 """The report of runs: one self-contained HTML page with tiles, curves, times, samples and messages.
 
-It needs no network and no script, follows the reader's light or dark colors, and stays small for a run of any length.
+`page.html.jinja` holds the markup; this file computes its contents. The page needs no network and no script, follows
+the reader's light or dark colors, and stays small for a run of any length.
 """
 
 from __future__ import annotations
 
-import html
+import functools
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from rlctl.report.charts import COLORS, Series, bar_chart, line_chart, number
 from rlctl.report.reported_run import Arm, Forecast, ReportedRun, alike, arms, differences, unlike
@@ -41,63 +45,62 @@ def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
 
 def page(runs: Sequence[ReportedRun], script: str = "") -> str:
     """Return the report of one or several runs. `script` keeps a page that is served up to date."""
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    style = Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8"))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    body = _one(runs[0]) if len(runs) == 1 else _several(arms(runs))
-    return (
-        "<!doctype html><html lang=en><head><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{style}</style></head><body><main>{body}</main>"
-        f"{f'<script>{script}</script>' if script else ''}</body></html>\n"
+    content = _one(runs[0]) if len(runs) == 1 else _several(arms(runs))
+    return _template().render(
+        title=title, style=style, script=Markup(script), colors=COLORS, most_messages=MOST_MESSAGES, **content
     )
 
 
-def _one(run: ReportedRun) -> str:
+@functools.cache
+def _template() -> Template:
+    here = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined)
+    environment.filters["anchor"] = lambda title: title.lower().replace(" ", "-")
+    return environment.get_template("page.html.jinja")
+
+
+def _one(run: ReportedRun) -> dict[str, Any]:
     state = f"{run.state}, no step finished yet"
     if run.lines:
         done = f"step {int(run.lines[-1]['step']):,}" + (f" of {run.steps:,}" if run.steps else "")
         state = f"{run.state}, {done}" if run.state else done
     state += f"; written {run.updated}" if run.updated else ""
-    head = f"<h1>{_text(run.name)}</h1><p class=state role=status>{_text(state)}</p>"
-    identity = _facts(run.identity)
     if not run.lines:
-        return f"<header>{head}{identity}</header>{_messages(run)}"
-    settings = _folded("Settings", _table(["key", "value", "set by"], run.settings)) if run.settings else ""
-    return "".join([
-        f"<header>{head}{identity}</header>",
-        _tiles(run),
-        _troubles(run),
-        _curves([Arm((run,))]),
-        _section("Where the time went", _times(run)),
-        _section("Plan and measurement", _forecasts(run.forecasts)),
-        _section("Samples", _samples(run.samples, "Step {:,}")),
-        _section("Samples of validation", _samples(run.validated, "After step {:,}")),
-        _section("The run", _facts(run.facts) + settings),
-        _messages(run),
-    ])  # fmt: skip
+        return {"run": run, "state": state}
+    return {
+        "run": run,
+        "state": state,
+        "tiles": _tiles(run),
+        "troubles": [message for message in run.messages if TROUBLE.search(message)],
+        "curves": _curves([Arm((run,))]),
+        "times": _times(run),
+        "forecasts": _forecasts(run.forecasts),
+        "trained": _samples(run.samples),
+        "validated": _samples(run.validated),
+    }
 
 
-def _several(found: Sequence[Arm]) -> str:
-    names, count = [arm.name for arm in found], sum(len(arm.runs) for arm in found)
-    legend = "".join(f"<li><i class=c{index % COLORS}></i>{_text(name)}" for index, name in enumerate(names))
-    bands = "<p>A line is the mean of its seeds, and the band reaches from the lowest to the highest of them.</p>"
+def _several(found: Sequence[Arm]) -> dict[str, Any]:
     facts = [dict((*arm.runs[0].identity, *arm.runs[0].facts)) for arm in found]
     labels = list(dict.fromkeys(label for one in facts for label in one))
-    rows = [[label, *(one.get(label, "-") for one in facts)] for label in labels]
-    differ = [[key, *values] for key, values in differences(found)]
-    return "".join([
-        f"<header><h1>{count} runs</h1><ul class=legend>{legend}</ul>",
-        bands if count > len(found) else "",
-        "</header>",
-        _section("Side by side", _side_by_side(found)),
-        _section("Where the configurations differ", _table(["key", *names], differ) if differ else ""),
-        _curves(found),
-        _section("The runs", _table(["", *names], rows)),
-    ])  # fmt: skip
+    rows, apart = _side_by_side(found)
+    return {
+        "run": None,
+        "count": sum(len(arm.runs) for arm in found),
+        "names": [arm.name for arm in found],
+        "side_by_side": rows,
+        "apart": apart,
+        "differences": [[key, *values] for key, values in differences(found)],
+        "curves": _curves(found),
+        "rows": [[label, *(one.get(label, "-") for one in facts)] for label in labels],
+    }
 
 
-def _side_by_side(found: Sequence[Arm]) -> str:
-    """Return the figures of each run; those that were not measured in the same way have rows of their own."""
+def _side_by_side(found: Sequence[Arm]) -> tuple[list[list[str]], list[str]]:
+    """Return the rows of figures of all runs, and the keys in which runs that measured differently differ. Those have
+    separate rows."""
     changes = _changes(found)
     rows, apart = [], dict[str, None]()
     for metric, ones in changes.items():
@@ -124,22 +127,16 @@ def _side_by_side(found: Sequence[Arm]) -> str:
     for label in dict.fromkeys(label for arm in standing for run in arm for label in run):
         cells = [dict.fromkeys(" ".join(run[label]) for run in arm if label in run) for arm in standing]
         rows.append([label, *("; ".join(cell) or "-" for cell in cells)])
-    told = "Figures that were not measured in the same way are in rows and panels of their own. They differ in: "
-    table = _table(["", *(arm.name for arm in found)], rows)
-    return table + (f"<p>{_text(told + ', '.join(apart))}.</p>" if apart else "")
+    return rows, list(apart)
 
 
-def _tiles(run: ReportedRun) -> str:
+def _tiles(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     tiles = []
     for name, (one,) in _changes([Arm((run,))]).items():
         if one:
             before = f"; {one.first} {one.began}" if one.first else ""
             tiles.append((f"{one.source} {TILES[name]}", (str(one.last), one.ended + before)))
-    shown = [
-        f"<div class=tile><dt>{_text(label)}</dt><dd>{_text(value)}</dd><small>{_text(more)}</small></div>"
-        for label, (value, more) in tiles + _standing(run)
-    ]
-    return f"<dl class=tiles id=tiles>{''.join(shown)}</dl>"
+    return tiles + _standing(run)
 
 
 def _changes(found: Sequence[Arm]) -> dict[str, list[Change | None]]:
@@ -185,16 +182,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def _troubles(run: ReportedRun) -> str:
-    told = [message for message in run.messages if TROUBLE.search(message)]
-    if not told and not run.findings:
-        return ""
-    items = "".join(f"<li>{_text(message)}" for message in (*run.findings, *told[-10:]))
-    more = f"<p>The last 10 of {len(told)}; all are at the end of the page.</p>" if len(told) > 10 else ""
-    return f"<section class=trouble id=to-look-at><h2>To look at</h2><ul>{items}</ul>{more}</section>"
-
-
-def _curves(found: Sequence[Arm]) -> str:
+def _curves(found: Sequence[Arm]) -> dict[str, Any]:
     """Return the panels of all metrics, each once: those of `MAIN`, then folded those of the machine and all others."""
     names = list(dict.fromkeys(name for arm in found for name in arm.columns if not name.startswith(ELSEWHERE)))
     validation = [name for name in names if name.startswith(VALIDATION) and not name.endswith(NO_SCORE)]
@@ -207,13 +195,12 @@ def _curves(found: Sequence[Arm]) -> str:
     titles |= {name: _title(name, titles) for name in names}
     main = _merged(found, main, titles)
     rest = [name for name in _merged(found, [*main, *rest], titles) if name not in {*main, *constant}]
-    same = "".join(f"<li>{_text(name)} = {number(value)}" for name, value in constant.items())
-    never = f"<p>Never changed:</p><ul>{same}</ul>" if same else ""
-    return "".join([
-        _section("Curves", _panels(found, main, titles)),
-        _folded("Diagnostics", _panels(found, rest, titles) + never),
-        _folded("Machine", _panels(found, machine, titles)),
-    ])  # fmt: skip
+    return {
+        "main": _panels(found, main, titles),
+        "rest": _panels(found, rest, titles),
+        "constant": [(name, number(value)) for name, value in constant.items()],
+        "machine": _panels(found, machine, titles),
+    }
 
 
 def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -> list[str]:
@@ -232,7 +219,7 @@ def _title(name: str, titles: Mapping[str, str]) -> str:
     return titles.get(name) or name.replace("_", " ").replace("/", ": ")
 
 
-def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> str:
+def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a panel of each metric; runs that measured it in another way have a panel of their own."""
     panels = []
     counted = [points[end][0] for arm in found for points in arm.columns.values() for end in (0, -1)]
@@ -247,98 +234,52 @@ def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str
                 Series(found[place].name, found[place].columns[name], place, found[place].band(name)) for place in group
             ]
             chart = line_chart(series, f"{title} over the steps", steps, unit)
-            last = f" <b>{number(series[0].points[-1][1])}</b>" if len(found) == 1 else ""
-            panels.append(f"<figure><figcaption>{_text(title)}{last}</figcaption>{chart}</figure>")
-    return f"<div class=panels>{''.join(panels)}</div>" if panels else ""
+            last = number(series[0].points[-1][1]) if len(found) == 1 else ""
+            panels.append({"title": title, "last": last, "chart": Markup(chart)})
+    return panels
 
 
-def _times(run: ReportedRun) -> str:
+def _times(run: ReportedRun) -> dict[str, Any] | None:
     parts = [phase.value for phase in Phase if any(value for _, value in run.points(f"seconds/{phase.value}"))]
     steps = [(line["step"], line["seconds"]) for line in run.lines if line.get("seconds")]
     if not steps or not parts:
-        return ""
-    legend = "".join(f"<li><i class=c{index % COLORS}></i>{part}" for index, part in enumerate(parts))
+        return None
     total = sum(seconds["total"] for _, seconds in steps) or 1.0
     rows = []
     for part in parts:
         seconds = sum(value for _, value in run.points(f"seconds/{part}"))
         rows.append([part, f"{seconds:.1f}", f"{seconds / len(steps):.2f}", f"{seconds / total:.1%}"])
     chart = bar_chart(steps, parts, "seconds of each step by phase")
-    table = _table(["phase", "seconds", "a step", "share"], rows)
-    return (
-        f"<ul class=legend>{legend}</ul><div class=beside>"
-        f"<figure><figcaption>seconds a step</figcaption>{chart}</figure>{table}</div>"
-    )
+    return {"phases": parts, "rows": rows, "chart": Markup(chart)}
 
 
-def _forecasts(forecasts: Sequence[Forecast]) -> str:
-    if not forecasts:
-        return ""
+def _forecasts(forecasts: Sequence[Forecast]) -> list[list[str]]:
     rows = []
     for one in forecasts:
         ratio = f"{one.measured / one.predicted:.2f}" if one.predicted else "-"
         rows.append([one.name, f"{one.predicted:.2f} {one.unit}", f"{one.measured:.2f} {one.unit}", ratio])
-    told = "<p>Seconds of a step are medians, and memory is the most of any process. Where the last column is above 1, "
-    told += "more was taken than planned.</p>"
-    return told + _table(["", "planned", "measured", "measured / planned"], rows)
+    return rows
 
 
-def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], heading: str) -> str:
-    found = []
-    for step, rows in samples:
-        found.append(f"<h3>{heading.format(step) if step else 'Before step 1'}</h3>")
-        found += map(_sample, rows)
-    return "".join(found)
+def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    return [(step, [_sample(row) for row in rows]) for step, rows in samples]
 
 
-def _sample(row: Mapping[str, Any]) -> str:
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     reward, *said, completion = row.get("reward"), *conversation(row)
     terms = [f"{name} {number(value)}" for name, value in (row.get("terms") or {}).items() if value is not None]
     told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
     told[0] += f" ({', '.join(terms)})" if len(terms) > 1 else ""
     told += [f"answer {as_text(row['answer'])}"] if row.get("answer") is not None else []
     told += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
-    messages = "".join(
-        f"<div class={kind}><b>{_text(role)}</b><pre>{_text(_cut(text))}</pre></div>"
-        for kind, (role, text) in [*(("said", one) for one in said), ("completion", completion)]
-    )
+    messages = [*(("said", *one) for one in said), ("completion", *completion)]
     rendered = row.get("rendered")
-    seen = f"<pre>{_text(_cut(rendered))}</pre>" if isinstance(rendered, str) and rendered else ""
-    seen = f"<details><summary>The prompt as the model saw it</summary>{seen}</details>" if seen else ""
-    return f"<article>{messages}<p>{_text('; '.join(told))}</p>{seen}</article>"
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    rows = "".join(f"<tr><th scope=row>{_text(label)}</th><td>{_text(value)}</td></tr>" for label, value in facts)
-    return f"<table class=facts>{rows}</table>" if facts else ""
-
-
-def _messages(run: ReportedRun) -> str:
-    if not run.messages:
-        return ""
-    return _folded("Messages of the run", f"<pre>{_text(chr(10).join(run.messages[-MOST_MESSAGES:]))}</pre>")
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    heads = "".join(f"<th scope=col>{_text(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class=wide tabindex=0><table><tr>{heads}</tr>{body}</table></div>"
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section id={_id(title)}><h2>{_text(title)}</h2>{content}</section>" if content else ""
-
-
-def _folded(title: str, content: str) -> str:
-    return f"<details id={_id(title)}><summary>{_text(title)}</summary>{content}</details>" if content else ""
-
-
-def _id(title: str) -> str:
-    return title.lower().replace(" ", "-")
+    return {
+        "messages": [(kind, role, _cut(text)) for kind, role, text in messages],
+        "outcome": "; ".join(told),
+        "rendered": _cut(rendered) if isinstance(rendered, str) else "",
+    }
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
-
-
-_text: Callable[[str], str] = html.escape

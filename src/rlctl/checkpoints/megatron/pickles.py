@@ -1,5 +1,6 @@
 """Reading the pickles of torch_dist checkpoints (`.metadata`, `common.pt`) without running the code they may carry.
 
+torch's `FileSystemReader` unpickles `.metadata` without restriction, so a checkpoint from a stranger could run code.
 A pickle names functions for the reader to call. Only the names listed here are admitted. Enumerations and settings of
 Megatron become inert `Opaque` values: nothing of theirs is imported or called.
 """
