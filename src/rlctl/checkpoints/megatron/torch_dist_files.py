@@ -1,8 +1,10 @@
 """Files of Megatron's torch_dist checkpoints: written and read block by block, without Megatron and its processes.
 
 The format is that of torch.distributed.checkpoint (items made by torch.save at offsets of `__R_N.distcp`, a pickled
-`.metadata`) with Megatron's `metadata.json` and `common.pt` next to it (megatron/core/dist_checkpointing/strategies). torch's own planners want a state dict of the whole model in
-memory on one process, and its reader unpickles `.metadata` without restriction; a conversion streams blocks.
+`.metadata`) with Megatron's `metadata.json` and `common.pt` next to it (megatron/core/dist_checkpointing/strategies).
+
+torch's own planners want a state dict of the whole model in the
+memory of one process, and its reader unpickles `.metadata` without restriction; a conversion streams blocks.
 """
 
 from __future__ import annotations
