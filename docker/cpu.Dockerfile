@@ -11,6 +11,7 @@ COPY pyproject.toml README.md LICENSE constraints-cpu.txt overrides-cpu.txt ./
 COPY src/rlctl/__init__.py src/rlctl/__init__.py
 COPY presets presets
 RUN uv pip install --system --no-cache --compile-bytecode --torch-backend cpu -c constraints-cpu.txt --overrides overrides-cpu.txt '.[cpu,demo]'
+RUN uv pip install --system --no-cache --compile-bytecode --torch-backend cpu --no-deps "$(grep ^torchvision== constraints-cpu.txt)"
 COPY . .
 RUN uv pip install --system --no-cache --compile-bytecode --no-deps --reinstall-package rlctl .
 WORKDIR /work
