@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlctl.config.load import resolve
-from rlctl.config.nemo_rl.mapping_rules import of_images
-from rlctl.config.nemo_rl.recipe import is_nemo_rl, leaves_of, read_recipe
 from rlctl.errors import RlctlError
 from rlctl.jobs.open_model import published_facts, published_teacher
 from rlctl.jobs.prepare import check_plan, checked_method
+from rlctl.recipes.nemo_rl import NemoRl
+from rlctl.recipes.nemo_rl.mapping_rules import of_images
+from rlctl.recipes.nemo_rl.recipe import leaves_of, read_recipe
 
 KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
 """Sections that say what a recipe is for, the most particular first."""
@@ -35,7 +36,7 @@ APART = (IMAGES, GYM, "eval")
 def recipes(root: Path) -> Iterator[Path]:
     """Yield the recipes below a checkout of NeMo-RL."""
     for path in sorted(root.rglob("*.yaml")):
-        if "quant_configs" not in path.parts and is_nemo_rl(read_recipe(path)):
+        if "quant_configs" not in path.parts and NemoRl().recognizes(path, read_recipe(path)):
             yield path
 
 

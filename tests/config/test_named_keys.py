@@ -9,11 +9,12 @@ from pathlib import Path
 
 import rlctl
 from rlctl.config.keys import field, known_keys
-from rlctl.config.nemo_rl.recipe import Override, import_recipe
 from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
 from rlctl.config.sources import OWN_VARIABLES
 from rlctl.methods.rl.config import RlConfig
+from rlctl.recipes.hydra import Override
+from rlctl.recipes.nemo_rl.recipe import import_recipe
 
 SOURCE = Path(rlctl.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
@@ -29,7 +30,7 @@ FILES_AND_MODULES = (
 def texts() -> Iterator[tuple[str, str]]:
     """Each text of the sources that has more than one word, with its place; f-strings as a whole."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if "nemo_rl" in path.parts:  # these name the keys of other trainers
+        if "recipes" in path.parts:  # these name the keys of other trainers
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

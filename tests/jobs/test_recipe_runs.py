@@ -12,7 +12,7 @@ from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.training.agreement import LIMITS
 from support.runs import REWARD, TASK, results
 
-RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
+RECIPES = Path(__file__).parents[1] / "recipes" / "nemo_rl"
 
 
 def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

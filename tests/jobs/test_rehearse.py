@@ -28,7 +28,7 @@ from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 from support.commands import Run, rlctl
 
-RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
+RECIPES = Path(__file__).parents[1] / "recipes" / "nemo_rl"
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

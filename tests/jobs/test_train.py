@@ -245,7 +245,7 @@ def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):
 @pytest.mark.guard
 def test_a_nemo_rl_recipe_trains_as_it_is_written(here, tiny_llama, tmp_path):
     """But for machine and model: TP 2 with sequence parallelism, recomputation, bfloat16 and an engine on two ranks."""
-    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    recipe = Path(__file__).parents[1] / "recipes" / "nemo_rl" / "llama_megatron.yaml"
     (tmp_path / "reward.py").write_text(REWARD)
     done = here([
         str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--config", str(recipe), *TASK,

@@ -99,7 +99,7 @@ def test_every_preset_has_a_plan_for_a_model_of_its_size(capsys: pytest.CaptureF
 
 
 def test_a_nemo_rl_recipe_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    recipe = Path(__file__).parents[1] / "recipes" / "nemo_rl" / "llama_megatron.yaml"
     code, out, err = rlctl(capsys, "plan", "--config", str(recipe), "--gpu", "h100", "--json")
     assert code == 0, err
     data = json.loads(out)
@@ -107,7 +107,7 @@ def test_a_nemo_rl_recipe_is_planned(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_recipe_that_cannot_run_says_so_in_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    base, recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "base.yaml", tmp_path / "other.yaml"
+    base, recipe = Path(__file__).parents[1] / "recipes" / "nemo_rl" / "base.yaml", tmp_path / "other.yaml"
     recipe.write_text(f"defaults: {base}\npolicy: {{generation: {{backend: llamacpp}}}}\n")
     code, out, err = rlctl(capsys, "plan", "--config", str(recipe), "--gpu", "h100", "--json")
     assert code == 0, err
@@ -348,7 +348,7 @@ def test_nodes_that_no_layout_divides_are_told_of_fewer(capsys: pytest.CaptureFi
 
 def test_what_import_writes_is_planned_as_the_recipe_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Recipes of dense models carry fields of experts, which are refused in a file of rlctl's own."""
-    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    recipe = Path(__file__).parents[1] / "recipes" / "nemo_rl" / "llama_megatron.yaml"
     code, out, _ = rlctl(capsys, "config", "import", str(recipe))
     assert code == 0
     assert "# megatron.moe_router_dtype" in out

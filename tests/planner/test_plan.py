@@ -76,7 +76,7 @@ def rule_of(made: Plan, key: str = "training.backend") -> str:
 @pytest.mark.parametrize(
     ("pins", "backend", "why"),
     [
-        ({}, "megatron", "Megatron-Core trained faster (NeMo-RL 0.3"),
+        ({}, "megatron", "Megatron-Core trained faster (one trainer on H100s"),
         ({"training.pp": 2}, "megatron", "dtensor cannot: FSDP2 has no pipeline stages"),
         ({"training.replicate": 2}, "dtensor", "megatron cannot: training.replicate = 2: copies of sharded weights"),
         ({"training.backend": "dtensor"}, "dtensor", "It is pinned: training.backend=dtensor"),

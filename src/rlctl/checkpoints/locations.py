@@ -32,9 +32,9 @@ def converted_directory() -> Path:
     return named_directory() or hub_directory() / "rlctl"
 
 
-def nemo_rl_conversion(name: str) -> Path | None:
-    """Return the directory of the conversion that NeMo-RL made of the model `name`, if there is one: below
-    NRL_MEGATRON_CHECKPOINT_DIR, else folder `nemo_rl` in the `hub_directory`."""
+def foreign_conversion(name: str) -> Path | None:
+    """Return the directory of the conversion that another trainer made of the model `name`, if there is one: below
+    NRL_MEGATRON_CHECKPOINT_DIR, else that variable's default in the `hub_directory`."""
     given = os.environ.get(NAMED[1])
     folder = user_path(given) if given and given.strip() else hub_directory() / "nemo_rl"
     place = folder / (f"model_{name.replace('/', '_')}" if os.path.exists(name) else name)

@@ -15,10 +15,12 @@ from rlctl.commands.output import examples, message, print_json
 from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
 from rlctl.config.kinds import DEFAULT_METHOD, command_of, config_class, config_classes, defaults_of
+from rlctl.config.recipes import trainers
+from rlctl.errors import listed
 from rlctl.telemetry.terminal import Severity, colored
 
 if TYPE_CHECKING:
-    from rlctl.config.nemo_rl.mapping_rules import Import, Status
+    from rlctl.config.recipes import Import, Status
     from rlctl.config.section import Section
     from rlctl.settings.config import RlctlConfig
 
@@ -160,41 +162,37 @@ def show(
 
 @app.command(
     "import",
+    help=f"""Write another trainer's recipe ({listed(trainers())}) as rlctl configuration; stderr says what differs.
+
+    The other commands read such a recipe directly with `--config FILE`.""",
     epilog=examples(
         "rlctl config import grpo_math_8B_megatron.yaml > mine.yaml", "rlctl config import recipe.yaml --all"
     ),
 )
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A NeMo-RL recipe.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe.")],
     report: Annotated[bool, typer.Option("--report", help="Report what differs instead.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="Report what became of every key instead.")] = False,
     json_: options.Json = False,
 ) -> None:
-    """Write a NeMo-RL recipe as rlctl configuration; stderr says what differs.
-
-    The other commands read such a recipe directly with `--config FILE`.
-    """
     from rlctl.config.keys import is_section
     from rlctl.config.load import resolve
-    from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl
-    from rlctl.config.sources import PRESET_KEYS
-    from rlctl.config.yaml_values import read_mapping
-    from rlctl.errors import ConfigError, listed
+    from rlctl.config.recipes import PRESET_KEYS, is_own, read_file
+    from rlctl.errors import ConfigError
 
-    values = read_mapping(file, "NeMo-RL recipe")
-    if not values:
-        raise ConfigError(f"{file} is empty: it holds no keys.", "Name a NeMo-RL recipe.")
-    if not is_nemo_rl(values):
+    values, importer = read_file(file, "recipe")
+    if importer is None and not values:
+        raise ConfigError(f"{file} is empty: it holds no keys.", f"Name a recipe of {' or '.join(trainers())}.")
+    if importer is None and is_own(values):
+        raise ConfigError(f"{file} is no recipe, but rlctl's own YAML.", "Use it as it is with --config.")
+    if importer is None:
         others = [str(key) for key in values if not is_section(str(key).partition(".")[0]) and key not in PRESET_KEYS]
-        if not others:
-            raise ConfigError(
-                f"{file} is not a NeMo-RL recipe, but rlctl's own YAML.", "Use it as it is with --config."
-            )
         raise ConfigError(
-            f"{file} is neither a NeMo-RL recipe nor rlctl's YAML: rlctl has no section {listed(others)}.",
-            "docs/coming_from.md has rlctl's keys for those of verl and TRL.",
+            f"{file} is neither a recipe of {' or '.join(trainers())} nor rlctl's YAML: rlctl has no section "
+            f"{listed(others)}.",
+            "docs/coming_from.md has rlctl's keys for those of other trainers.",
         )
-    recipe = import_recipe(file)
+    recipe = importer.read(file, (), None)
     resolved = resolve(files=[file], environment={})
     if json_:
         entries = [{name: vars(entry)[name] for name in ("key", "value", "status", "note")} for entry in recipe.entries]
@@ -228,7 +226,7 @@ REST = ("mapped", "not applicable")
 
 def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = False) -> Iterator[str]:
     """Yield the report on a recipe for `stream`: counts, then what differs by section, then, if asked for, the rest."""
-    from rlctl.config.nemo_rl.mapping_rules import grouped
+    from rlctl.config.recipes import grouped
     from rlctl.errors import MOST_LINES
 
     counts = ", ".join(f"{len(recipe.of(status))} {status}" for status in HEADINGS if recipe.of(status))

@@ -45,7 +45,7 @@ class Flag(NamedTuple):
 
 
 FLAGS = {
-    "overrides": Flag(list[str], None, "Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME).", "KEY=VALUE"),
+    "overrides": Flag(list[str], None, "Keys to set: rlctl's own, or those of another trainer's recipe.", "KEY=VALUE"),
     "preset": Flag(str, None, "Preset to start from; `rlctl presets ls` lists them.", "NAME|FILE", "--preset -p"),
     "model": Flag(str, "model.name", "Hub name or local Hugging Face directory.", "NAME|DIR", "--model -m"),
     "tokenizer": Flag(str, "model.tokenizer", "Tokenizer in place of the model's own.", "NAME|DIR"),
@@ -132,7 +132,7 @@ FLAGS = {
     "config": Flag(
         list[str],
         None,
-        "YAML file or NeMo-RL recipe, over the preset. Repeat it: the last wins.",
+        "YAML file, or another trainer's recipe, over the preset. Repeat it: the last wins.",
         "FILE",
         "--config -c",
     ),

@@ -1,6 +1,6 @@
 """How command lines are read: flags of every command, other trainers' names for ours, and errors that list what exists.
 
-Users of TRL, NeMo-RL and verl type the names that they know. A name with the same meaning works and is not in the
+Users of other trainers type the names that they know. A name with the same meaning works and is not in the
 help; one with a similar meaning is refused with the flag or the key to use.
 """
 

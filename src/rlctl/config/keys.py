@@ -40,7 +40,7 @@ LAYOUT = (
 one of them changes, the planner decides the others again."""
 
 
-RECIPE_LAYOUT = (
+LAYOUT_OF_A_RECIPE = (
     "training.packing",
     "training.dynamic_batching",
     *(
@@ -49,7 +49,8 @@ RECIPE_LAYOUT = (
         if not key.startswith("cluster.") and key not in ("generation.colocated", "generation.devices")
     ),
 )
-"""Keys of a NeMo-RL recipe's layout, which is for its own machine, model and engines."""
+"""Keys of a layout that is given up where no plan has it, when an imported recipe brings it: it was chosen for another
+machine, model and engines."""
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -127,9 +127,9 @@ def resolve(
     """Merge all sources and validate the result.
 
     `flags` maps dotted keys to values or `Flag`s, `sets` holds `section.key=value` texts, `environment` is by default
-    the process's own, `overrides` are like `sets` and may also have NeMo-RL's keys. Where a run is resumed, `stored`
-    returns the values that its user has set, given the `run.dir` of the sources: they are weaker than all but the
-    method's. `config`: the configuration class; None: that of the method which `run.algorithm` names.
+    the process's own, `overrides` are like `sets` and may also have keys of another trainer. Where a run is resumed,
+    `stored` returns the values that its user has set, given the `run.dir` of the sources: they are weaker than all but
+    the method's. `config`: the configuration class; None: that of the method which `run.algorithm` names.
 
     Raises ConfigError with each wrong key or value, where it came from, and the nearest known key.
     """

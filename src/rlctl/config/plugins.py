@@ -10,12 +10,15 @@ Names are read from the packages' metadata. The code behind a name is imported w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Literal
 
 from rlctl.errors import InputError
 
-Group = Literal["rlctl.algorithms", "rlctl.methods", "rlctl.backends", "rlctl.rewards", "rlctl.environments"]
+Group = Literal[
+    "rlctl.algorithms", "rlctl.methods", "rlctl.backends", "rlctl.rewards", "rlctl.environments", "rlctl.recipes"
+]
 
 
 def plugin_names(group: Group) -> tuple[str, ...]:
@@ -35,6 +38,17 @@ def find_plugin(group: Group, name: str) -> metadata.EntryPoint | None:
             "Uninstall all but one of them.",
         )
     return found[0] if found else None
+
+
+def load_named(group: Group, name: str, built_in: Mapping[str, str]) -> Any:
+    """Import what a name stands for: `built_in` has it as `module:attribute`, as entry points have theirs. Raises
+    InputError for a name that neither has."""
+    if name in built_in:
+        return metadata.EntryPoint(name, built_in[name], group).load()
+    entry = find_plugin(group, name)
+    if entry is None:
+        raise InputError(f"No installed package brings {name!r} in {group}.", "Install its package on every node.")
+    return load_plugin(entry)
 
 
 def load_plugin(entry: metadata.EntryPoint) -> Any:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.keys import (
-    RECIPE_LAYOUT,
+    LAYOUT_OF_A_RECIPE,
     field,
     holds_keys,
     is_section,
@@ -32,17 +32,12 @@ from rlctl.config.keys import (
     why_unknown,
 )
 from rlctl.config.kinds import defaults_of
-from rlctl.config.nemo_rl.mapping_rules import LOGGERS
-from rlctl.config.nemo_rl.mapping_table import RULES
-from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
+from rlctl.config.recipes import PRESET_KEYS, Import, claimed, override_key, read_file
 from rlctl.config.section import Section
-from rlctl.config.yaml_values import parse_value, read_mapping
+from rlctl.config.yaml_values import parse_value
 from rlctl.errors import MOST_LINES, ConfigError
-
-PRESET_KEYS = {"extends", "description"}
-"""Keys of a preset file that are no configuration; a --config file may have them too."""
 
 ALGORITHM = "algorithm "
 """Beginning of the origin of a value that the algorithm sets."""
@@ -336,12 +331,13 @@ def sources_in_order(
     overrides: Sequence[str] = (),
 ) -> list[Source]:
     """Return every source, the weakest first. `overrides` are `key=value` texts in Hydra's form: rlctl's own keys are
-    set, and NeMo-RL's change the last recipe of `files`. Raises ConfigError for a file or preset that cannot be read.
-    """
+    set, and those of another trainer change its last recipe in `files`. Raises ConfigError for a file or preset that
+    cannot be read."""
     sources: list[Source] = []
-    own = [text for text in overrides if field(text.lstrip("+").partition("=")[0].strip()) is not None]
-    # References of a recipe lead also to the keys that it has under rlctl's own names (`cluster.gpus_per_node`).
-    for_recipe = [text for text in overrides if text not in own or text.lstrip("+").partition("=")[0].strip() in RULES]
+    given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
+    method = given["run.algorithm"].value if "run.algorithm" in given else None
+    own = [text for text in overrides if field(override_key(text)) is not None]
+    other = [text for text in overrides if text not in own]
     overridden: list[Source] = []
 
     def add_presets(chain: Iterable[Preset]) -> None:
@@ -352,11 +348,13 @@ def sources_in_order(
             sources.append(PresetSource(part, named))
 
     add_presets(preset_chain(preset) if preset is not None else ())
-    contents = [(Path(path), read_mapping(Path(path), "--config")) for path in files]
-    recipes = [path for path, values in contents if is_nemo_rl(values)]
-    for path, values in contents:
-        if is_nemo_rl(values):
-            source, above = recipe_sources(path, for_recipe if path is recipes[-1] else ())
+    contents = [(Path(path), *read_file(Path(path), "--config")) for path in files]
+    recipes = [path for path, _, importer in contents if importer]
+    for path, values, importer in contents:
+        if importer:
+            # References of a recipe lead also to the keys that it has under rlctl's own names.
+            texts = [text for text in overrides if text in other or importer.has(override_key(text))]
+            source, above = recipe_sources(importer.read(path, texts if path is recipes[-1] else (), method))
             sources.append(source)
             overridden.append(above)
             continue
@@ -365,27 +363,26 @@ def sources_in_order(
             add_presets(below)
             values = last.values
         sources.append(Source(flatten(values, f"file {path}")))
-    if not recipes and (alone := [text for text in for_recipe if text not in own]):
-        overridden += recipe_sources(None, alone)
+    for importer, texts in claimed(other if not recipes else ()).values():
+        overridden += recipe_sources(importer.read(None, texts, method))
     stated = [set_source(text.lstrip("+")) for text in own]
-    given = [(key, flag if isinstance(flag, Flag) else Flag(key, flag)) for key, flag in flags.items()]
-    named = ((key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name) for key, flag in given)
+    named = (
+        (key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name)
+        for key, flag in given.items()
+    )
     of_flags = Source((Value(*one) for one in named), typed=True)
     return [*sources, environment_source(environment), of_flags, *overridden, *map(set_source, sets), *stated]
 
 
-def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source, Source]:
-    """Return the source of a NeMo-RL recipe, and the stronger one of what the command line overrides in it."""
-    recipe = import_recipe(path, [Override.parse(text) for text in overrides])
+def recipe_sources(recipe: Import) -> tuple[Source, Source]:
+    """Return the source of a recipe, and the stronger one of what the command line overrides in it."""
     given = recipe.overridden
     values: dict[bool, list[Value]] = {True: [], False: []}
     refusals: dict[bool, list[Refusal]] = {True: [], False: []}
     for key, value in recipe.values.items():
         source = recipe.source[key]
-        origin = f"override {source}" if source in given else f"file {path}, {source}"
-        # Recipes of dense models carry fields of experts, and most name loggers that need not be installed here.
-        optional = key.startswith(("megatron.", "ddp.")) or (key == "run.loggers" and not given & LOGGERS.keys())
-        optional = optional or (key in RECIPE_LAYOUT and source not in given)
+        origin = f"override {source}" if source in given else f"file {recipe.path}, {source}"
+        optional = key in recipe.optional or (key in LAYOUT_OF_A_RECIPE and source not in given)
         values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
         refusal = Refusal(line, settled_by, final=recipe.foreign is not None)

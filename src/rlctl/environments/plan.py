@@ -8,13 +8,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from types import MethodType
 from typing import Any
 
-from rlctl.config.plugins import find_plugin, load_plugin, plugin_names
+from rlctl.config.plugins import load_named, plugin_names
 from rlctl.data.prompt_rows import PromptRow, checked_messages
 from rlctl.data.rollouts import REWARD_PART
+from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN
 from rlctl.environments.interface import Ask, Environment, Message, Step
 from rlctl.environments.tools import Call, as_text, read_calls, refusal, schema_of, typed
@@ -22,6 +22,7 @@ from rlctl.errors import InputError, first_line, suggest
 from rlctl.isolation.user_function import LARGEST_REWARD, UserCode, is_reference
 from rlctl.settings.rewards import EnvironmentConfig
 
+SHIPPED = BUILT_IN | ADAPTERS
 NOT_TOOLS = ("reset", "step", "close", "prepare", "get_reward")
 
 
@@ -59,13 +60,8 @@ class EnvironmentPlan:
             return Environment
         if self.code is not None:
             found = self.code.load()
-        elif self.name in BUILT_IN:
-            module, _, name = BUILT_IN[self.name].partition(":")
-            found = getattr(import_module(module), name)
-        else:
-            entry = find_plugin("rlctl.environments", self.name)
-            assert entry is not None  # `plan_environment` has found it
-            found = load_plugin(entry)
+        else:  # `plan_environment` has found the name
+            found = load_named("rlctl.environments", self.name, SHIPPED)
         if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
             raise InputError(
                 f"Environment {self.label!r} is not a class with a method `reset`.",
@@ -351,8 +347,8 @@ def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
     name, code = config.name or "", None
     if is_reference(name):
         code = UserCode.read(name, "Environment")
-    elif name and name not in BUILT_IN and name not in plugin_names("rlctl.environments"):
-        known = (*BUILT_IN, *plugin_names("rlctl.environments"))
+    elif name and name not in SHIPPED and name not in plugin_names("rlctl.environments"):
+        known = (*sorted(SHIPPED), *plugin_names("rlctl.environments"))
         hint = suggest(name, known) or f"Environments are {', '.join(known)} and path/to/file.py:Class."
         raise InputError(f"Unknown environment {name!r} (--env).", hint)
     tools = tuple(UserCode.read(one, "Tool") for one in config.tools)

@@ -20,7 +20,7 @@ from rlctl.backends.lookup import engine_backend, require_backends
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import commit_of, installed_versions
-from rlctl.config.keys import RECIPE_LAYOUT
+from rlctl.config.keys import LAYOUT_OF_A_RECIPE
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
@@ -316,7 +316,8 @@ def checked_method(resolved: Resolved, tell: Tell = lambda _: None) -> Method:
 
 
 def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
-    """Return the loggers of a run. A NeMo-RL recipe's own are left out where they are not installed."""
+    """Return the loggers of a run. Those that are optional are left out where they are not
+    installed."""
     return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)
 
 
@@ -331,12 +332,12 @@ def check_plan(
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too.
 
-    A NeMo-RL recipe's own layout is given up where no plan has it, which the notes of the configuration say."""
+    An optional layout is given up where no plan has it, which the notes of the configuration say."""
     try:
         return resolved, _checked_plan(resolved, facts, method, assume, teacher)
     except (ConfigError, NoPlanError) as error:
         for sections in GIVEN_UP:
-            given_up = [key for key in RECIPE_LAYOUT if key in resolved.optional and key.startswith(sections)]
+            given_up = [key for key in LAYOUT_OF_A_RECIPE if key in resolved.optional and key.startswith(sections)]
             if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
                 given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
             origin = resolved.origin[given_up[0]] if given_up else ""

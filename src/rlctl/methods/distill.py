@@ -10,7 +10,7 @@ more. `distillation.sft_weight` adds the negative log-likelihood of the texts.
 With `teacher.own_tokenizer` the two read a text as other tokens. They are compared in each chunk, a shortest part of
 the text that ends with a token of both (`data/cross_tokens.py`), over the K tokens of the teacher with the highest
 logit anywhere in the text. For a chunk c of tokens s of the policy and t of the teacher, with M the projection of the
-policy's vocabulary to the teacher's (P-KL of NVIDIA NeMo RL, "Cross-Tokenizer (X-Token) Off-Policy Distillation"):
+policy's vocabulary to the teacher's (P-KL, "Cross-Tokenizer (X-Token) Off-Policy Distillation" of NVIDIA):
 
     log T(c) = mean over t of log softmax(teacher's logits of the K tokens)
     P(c)     = mean over s of M pi, divided by its sum over the K tokens

@@ -19,7 +19,7 @@ from rlctl.telemetry.phases import Phase
 OTHER = "dtensor"
 """The backend that trains where the usual one cannot, and none is asked for."""
 PUBLISHED = (
-    "Where both were published for one model and machine, Megatron-Core trained faster (NeMo-RL 0.3 on H100s: 8B on 8 "
+    "Where both were published for one model and machine, Megatron-Core trained faster (one trainer on H100s: 8B on 8 "
     "of them 28 s a step against 38 s, 70B on 64 of them 28 s against 97 s)."
 )
 ON_CPUS = "On a CPU, one rank of either backend takes about as long."

@@ -150,7 +150,7 @@ class MathVerify:
         return _expressions(self._math_verify.parse(_boxed(text)))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
-        r"""Return the reference as an expression, by LaTeX alone as NeMo-RL reads it: a number in one that LaTeX cannot
+        r"""Return the reference as an expression, by LaTeX alone: a number in one that LaTeX cannot
         read (`11` of `11.\overline{36}`) is another answer. A worked solution has its answer in a box."""
         return self._by_latex(extract(answer, "boxed") or answer)
 
@@ -179,8 +179,8 @@ class DapoMath:
 
 class Tagged:
     """1 where the text of the last `<answer>` is the reference to the letter (`answer`), where it is digits alone
-    (`integer`), or where the completion is thoughts and one answer in their tags (`format`): the three rewards that
-    NeMo-RL trains on with GDPO. Without a tag the whole completion is the answer."""
+    (`integer`), or where the completion is thoughts and one answer in their tags (`format`): three rewards that
+    GDPO compares one by one. Without a tag the whole completion is the answer."""
 
     def __init__(self, what: Literal["answer", "integer", "format"]) -> None:
         self._what = what

@@ -1,7 +1,7 @@
 """Faults of a turn of the model: thoughts where its answer stands, and a call of a tool that is none.
 
 A turn is a thought and an answer, which `</think>` divides. Where it never ends, it is the thought alone if the prompt
-or the turn begins one, else the answer. NeMo-RL judges the turns of NeMo Gym by the same rules.
+or the turn begins one, else the answer.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RewardConfig(SourceReward):
     batches fail."""
     shift: float = 0.0
     """Number that is added to the reward of each rollout before `truncated_factor` and the cost of its length. It is
-    learned from, and is not in `reward_mean`. NeMo-RL's `reward_scaling` is this and the weight of a term."""
+    learned from, and is not in `reward_mean`."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
     penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`. The longest turn

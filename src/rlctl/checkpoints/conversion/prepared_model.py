@@ -72,11 +72,11 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
         tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
         return source
     else:
-        if (other := locations.nemo_rl_conversion(source.label)) is not None:
+        if (other := locations.foreign_conversion(source.label)) is not None:
             tell(
-                f"{other} holds NeMo-RL's conversion of this model, which is not used: no record says which weights it "
-                f"was made from (--model {shlex.quote(str(other))} starts from it, with config.json and tokenizer in "
-                "its folder huggingface/)"
+                f"{other} holds another trainer's conversion of this model, which is not used: no record says which "
+                f"weights it was made from (--model {shlex.quote(str(other))} starts from it, with config.json and "
+                "tokenizer in its folder huggingface/)"
             )
         tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
         try:

@@ -1,6 +1,6 @@
 """A sliding puzzle: numbered tiles and one gap, to be put in order by moves such as `<action>up</action>`.
 
-The rules are those of NeMo-RL's recipe `grpo_sliding_puzzle.yaml`, with `environment.append: raw`.
+With `environment.append: raw` an imported recipe of the puzzle trains on the same texts.
 """
 
 from __future__ import annotations

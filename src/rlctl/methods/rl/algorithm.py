@@ -54,8 +54,8 @@ MEASURED_OF_ROLLOUTS = (
     Metric("importance/effective", "effective"),
 )
 """The difference d of log-probs is between engine and trainer under the weights that sampled, so that it is arithmetic
-and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), which NeMo-RL calls the
-multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
+and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), the
+multiplicative error of a token's probability. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
 DROPPED = Metric("dropped_groups", "sum", column="dropped", form=".0f")
 ROUNDS = Metric("sampling_rounds", "sum", column="rounds", form=".0f")

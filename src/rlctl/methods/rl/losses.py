@@ -197,8 +197,7 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
     - `sequence_mask`: 0 where the geometric mean of w over the rollout is out of bounds (Liu, Li et al., "When speed
       kills stability: demystifying RL collapse from the training-inference mismatch", 2025). Unlike the product, the
       mean does not grow with the length of a rollout.
-    - `error_mask`: 0 where the mean of exp|log w| over the rollout's tokens is above the limit (NeMo-RL's
-      `seq_logprob_error_threshold`).
+    - `error_mask`: 0 where the mean of exp|log w| over the rollout's tokens is above the limit.
     - `off_policy_mask`: 0 where the advantage is negative and the rollout's mean of log(mu / pi) is above the limit,
       with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556).
     """

@@ -20,7 +20,7 @@ class AdvantageConfig(Section):
     """Divide advantages by the standard deviation of their group."""
     std_of: Literal["group", "others"] = "group"
     """Rewards of that standard deviation: those of the whole group, or those of its other rollouts, where advantages
-    stay as they are if these are all equal. NeMo-RL has `others` with its leave-one-out baseline."""
+    stay as they are if these are all equal."""
     per_term: bool = False
     """Compute the advantages of each reward term by itself and add them up by the weights of the terms (GDPO)."""
     whiten: bool = False
@@ -84,8 +84,7 @@ class LossConfig(Section):
     kl_weight: Literal["off", "policy", "importance"] = "off"
     """With `kl_in=loss`, the weight of each token's penalty, which has a gradient: the probability of the token under
     the policy, divided by itself without gradient (`policy`: the value stays, and the token is held to account for its
-    own penalty), or by that under the engine (`importance`). NeMo-RL has `policy`, and with
-    `use_on_policy_kl_approximation` `importance`."""
+    own penalty), or by that under the engine (`importance`)."""
     kl_score_term: bool = False
     """With `kl_in=loss`, also hold each token to account for the penalty of the tokens that follow it: the gradient of
     the estimator alone leaves that out, and is not the gradient of the KL divergence."""
@@ -117,7 +116,7 @@ class LossConfig(Section):
     beyond it is not learned from. Unset: off."""
     positive_nll_weight: NonNegativeNumber = 0.0
     """Weight of the negative log-likelihood of rollouts with a positive reward, which is added: its mean over all their
-    tokens (VAPO). NeMo-RL has it as `positive_example_nll_weight`."""
+    tokens (VAPO)."""
 
     @model_validator(mode="after")
     def validate_bounds_of_importance(self) -> LossConfig:

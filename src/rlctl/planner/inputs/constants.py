@@ -40,8 +40,8 @@ class Constants:
     data_overlap: float = 0.5
     """Share of gradient reduction and parameter gathering hidden behind the backward and forward pass."""
     gather_overlap: float = 0.5
-    """Share of FSDP2's gathering of weights hidden behind a forward pass (NeMo-RL 0.3's published log-probs of 8B and
-    70B models by DTensor)."""
+    """Share of FSDP2's gathering of weights hidden behind a forward pass (published log-probs of 8B and 70B models
+    by DTensor, in `benchmarks/data/published_recipes.csv`)."""
     backward_overlap: float = 0.0
     """Share of FSDP2's gathering of weights and summing of gradients hidden behind a backward pass (the same runs'
     training: 38 s and 97 s of steps whose computation takes 28 s)."""
@@ -113,7 +113,7 @@ class Constants:
     """Share of the memory that the allocator hands out and takes back in a phase."""
     engine_asleep_bytes: float = 7 * GIB
     """Bytes that a sleeping vLLM engine keeps: context, CUDA graphs, NCCL (6.8 to 7.2 GiB with graphs and tensor
-    parallelism, in vLLM's issue 47654 and NeMo-RL's 223; less than 1 GiB with neither)."""
+    parallelism, in published measurements, vLLM's issue 47654 among them; less than 1 GiB with neither)."""
     cpu_process_bytes: float = 1.1 * GIB
     """Resident size of a Python process with torch and Megatron or vLLM loaded."""
     logit_copy_bytes: float = 4.0

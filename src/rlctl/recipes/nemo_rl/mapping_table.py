@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.nemo_rl import mapping_rules as rules
-from rlctl.config.nemo_rl.mapping_rules import (
+from rlctl.config.recipes import Import
+from rlctl.recipes.nemo_rl import mapping_rules as rules
+from rlctl.recipes.nemo_rl.mapping_rules import (
     DDP,
     DTENSOR,
     MEGATRON,
     VLLM,
-    Import,
-    Rule,
-    differs,
-    if_on,
-    logs,
-    only,
     passes,
-    to,
     validated,
-    when,
     without,
 )
-from rlctl.config.nemo_rl.quantization import quantized_engines, quantized_training
+from rlctl.recipes.nemo_rl.quantization import quantized_engines, quantized_training
+from rlctl.recipes.rules import Rule, differs, if_on, logs, only, to, when
 
 RENAMED = {
     "policy.dtensor_config": DTENSOR,

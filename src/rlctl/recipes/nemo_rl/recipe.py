@@ -19,19 +19,20 @@ import yaml
 from pydantic import ValidationError
 
 from rlctl.config.files import read_text
-from rlctl.config.keys import is_section, keys_of, nearest, nest, section_names
+from rlctl.config.keys import is_section, keys_of, nearest, nest
 from rlctl.config.kinds import DEFAULT_METHOD, config_class
-from rlctl.config.nemo_rl.mapping_rules import (
-    ALGORITHMS,
+from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
+from rlctl.config.passthrough import TARGETS
+from rlctl.config.recipes import Entry, Import, Status
+from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
+from rlctl.errors import ConfigError, InputError
+from rlctl.recipes.hydra import Override, sentence
+from rlctl.recipes.nemo_rl.mapping_rules import (
     FOREIGN,
     HANDED_ON,
+    LOGGERS,
     OF_THE_ALGORITHM,
     ONE_TEACHER,
-    Entry,
-    Found,
-    Import,
-    Rule,
-    Status,
     carry_over,
     critic_values,
     disagreement,
@@ -42,20 +43,13 @@ from rlctl.config.nemo_rl.mapping_rules import (
     not_read,
     of_other_backend,
 )
-from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
-from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
-from rlctl.config.passthrough import TARGETS
-from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
-from rlctl.errors import ConfigError, InputError, first_line
+from rlctl.recipes.nemo_rl.mapping_table import RENAMED, RULES, finish
+from rlctl.recipes.rules import Found, Rule
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
-OWN = frozenset(section_names())
-MARKS = ("policy", "defaults", "grpo", "ppo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
-"""Top-level keys that a NeMo-RL file has and an rlctl file never does (which has a section `distillation` too)."""
-
-
+TRAINER = "NeMo-RL"
 ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.", "env.nemo_gym.")
 """Sections that a run goes on without where they refer to what is not there."""
 
@@ -92,37 +86,6 @@ BOOLEAN_TEXTS = ("true", "false", "yes", "no", "on", "off")
 
 
 @dataclass(frozen=True)
-class Override:
-    """A `key=value` of the command line in Hydra's form: `+` and `++` may stand in front, and `~key` removes a key."""
-
-    key: str
-    value: Any
-    remove: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Override:
-        """Raises ConfigError for what is not of the form, and for several values to try, which are no override."""
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-        from hydra.errors import HydraException
-
-        if not text.startswith("~") and "=" not in text:
-            raise ConfigError(f"{text}: there is no value.", "Write key=value, for example policy.model_name=NAME.")
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            hint = "Put a text with special characters in quotes within quotes: 'key=\"a, b\"'."
-            raise ConfigError(f"{text} is not an override: {_said(error)}.", hint) from error
-        if parsed.is_sweep_override():
-            raise ConfigError(f"{text}: a value cannot be several values.", "Write a list in brackets: key=[1,2].")
-        return cls(parsed.key_or_group, parsed.value(), parsed.is_delete())
-
-    def leaves(self) -> list[str]:
-        """Return the keys that are given a value: those inside of a mapping one by one."""
-        inside = isinstance(self.value, Mapping) and self.value
-        return [key for key, _ in leaves_of(self.value, f"{self.key}.")] if inside else [self.key]
-
-
-@dataclass(frozen=True)
 class Unresolved:
     """A value that refers to what is not there."""
 
@@ -131,11 +94,6 @@ class Unresolved:
 
     def __str__(self) -> str:
         return str(self.text)
-
-
-def is_nemo_rl(values: Mapping[str, Any]) -> bool:
-    """Return whether the top level of a YAML file is that of a NeMo-RL recipe."""
-    return any(mark in values for mark in MARKS)
 
 
 @functools.cache
@@ -195,11 +153,11 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     Raises ConfigError for a file that cannot be read, and for an override of a key that neither the recipe nor rlctl
     knows. A key of the file that nobody knows is an entry of the result.
     """
-    result = Import(path or Path("recipe.yaml"))
+    result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     before = read_recipe(path) if overrides else {}
     result.before = {renamed(key): value for key, value in leaves_of(before)}
     found = _with_one_teacher(dict(leaves_of(read_recipe(path, overrides, result.files))))
-    given = {key for override in overrides for key in override.leaves()}
+    given = {key for override in overrides for key in given_keys(override)}
     result.overridden = frozenset(map(renamed, given))
     for key in found:
         if (now := renamed(key)) != key and not key.startswith("ppo."):
@@ -245,6 +203,10 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         result.source = {key: _in_list(source) for key, source in result.source.items()}
         order = {key: index for index, key in enumerate(found)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
+    # Recipes of dense models carry fields of experts, and most name loggers that need not be installed here.
+    result.optional = {key for key in result.values if key.startswith(("megatron.", "ddp."))}
+    if not result.overridden & LOGGERS.keys():
+        result.optional.add("run.loggers")
     if is_ppo:
         result.entries = [replace(entry, key=_of_ppo(entry.key)) for entry in result.entries]
         result.source = {key: _of_ppo(source) for key, source in result.source.items()}
@@ -383,6 +345,12 @@ def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield key, value
 
 
+def given_keys(override: Override) -> list[str]:
+    """Return the keys that an override gives a value: those inside of a mapping one by one."""
+    inside = isinstance(override.value, Mapping) and override.value
+    return [key for key, _ in leaves_of(override.value, f"{override.key}.")] if inside else [override.key]
+
+
 def _paths(values: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of sections, values and places in lists."""
     items = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
@@ -424,7 +392,7 @@ def read_recipe(
     config = OmegaConf.create({}) if path is None else _with_defaults(path, (), [] if files is None else files)
     present = list(_paths(OmegaConf.to_container(config, resolve=False)))
     for override in overrides:
-        for key in override.leaves():
+        for key in given_keys(override):
             if key not in present and not knows(key):
                 why = "rlctl has no such key, and NeMo-RL has none"
                 raise _unknown(key, present, *([why] if path is None else []))
@@ -436,7 +404,7 @@ def read_recipe(
                 holder = OmegaConf.select(config, section) if section else config
                 del holder[int(name) if OmegaConf.is_list(holder) else name]
         except (OmegaConfBaseException, ValueError, IndexError) as error:
-            raise ConfigError(f"the override of `{override.key}` cannot be applied: {_said(error)}.") from error
+            raise ConfigError(f"the override of `{override.key}` cannot be applied: {sentence(error)}.") from error
     return {str(key): _resolved(config, key) for key in config}
 
 
@@ -453,13 +421,9 @@ def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
     except MissingMandatoryValue:
         return "???"
     except OmegaConfBaseException as error:
-        why = _said(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
+        why = sentence(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
         written: Any = OmegaConf.to_container(holder, resolve=False)
         return Unresolved(written[key], why)
-
-
-def _said(error: Exception) -> str:
-    return first_line(error).removesuffix(".")
 
 
 def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> DictConfig:
@@ -491,7 +455,7 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
     except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {_said(error)}.") from error
+        raise ConfigError(f"{what} {path} cannot be read: {sentence(error)}.") from error
 
 
 def _merged(under: DictConfig, over: DictConfig) -> Any:

@@ -18,9 +18,7 @@ from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.keys import nest
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
-from rlctl.config.nemo_rl.mapping_rules import MEGATRON, Found, Import
-from rlctl.config.nemo_rl.mapping_table import RULES
-from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, read_recipe
+from rlctl.config.recipes import Import
 from rlctl.config.sources import Source
 from rlctl.data.prompts import open_prompts
 from rlctl.data.templates import PromptTemplate
@@ -31,6 +29,12 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.advantages import overlong_penalty
 from rlctl.methods.rl.algorithm import refuse_async
 from rlctl.models.catalog import lookup
+from rlctl.recipes.hydra import Override
+from rlctl.recipes.nemo_rl import NemoRl
+from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON
+from rlctl.recipes.nemo_rl.mapping_table import RULES
+from rlctl.recipes.nemo_rl.recipe import import_recipe, read_recipe
+from rlctl.recipes.rules import Found
 from rlctl.rewards.rewards import prepare_rewards
 from support.plans import plan_of
 
@@ -493,8 +497,8 @@ def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatc
           "data.validation.dataset_name": "AIME2024"}  # fmt: skip
     # To read thousands of recipes, and to look for what unknown keys may mean, takes long.
     given: dict[str, Any] = {}
-    monkeypatch.setattr("rlctl.config.nemo_rl.recipe.read_recipe", lambda *_: given)
-    monkeypatch.setattr("rlctl.config.nemo_rl.recipe.closest", lambda *_: None)
+    monkeypatch.setattr("rlctl.recipes.nemo_rl.recipe.read_recipe", lambda *_: given)
+    monkeypatch.setattr("rlctl.recipes.nemo_rl.recipe.closest", lambda *_: None)
     for key in RULES:
         if not key.endswith("*"):
             around = {name: on[name] for name in on if not name.startswith(f"{key}.")}
@@ -1199,7 +1203,7 @@ def test_a_file_is_read_as_nemo_rl_reads_it(text: str, values: dict[str, Any], t
     path.write_text(text)
     found = dict(resolve(files=[path], environment={}).leaves())
     assert {key: found[key] for key in values} == values
-    assert is_nemo_rl(yaml.safe_load(text)) == ("run:" not in text)
+    assert NemoRl().recognizes(tmp_path, yaml.safe_load(text)) == ("run:" not in text)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from rlctl.config.files import read_text
-from rlctl.config.nemo_rl.mapping_rules import Found, folders_of
+from rlctl.recipes.nemo_rl.mapping_rules import folders_of
+from rlctl.recipes.rules import Found
 
 OWN_NAMES = {
     "W4A16_NVFP4_CFG": (("*",), 16),

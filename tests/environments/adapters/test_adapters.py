@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlctl.environments.builtin.other_libraries import NemoRL, OpenEnv, SkyRLGym, TextArena, Verifiers
+from rlctl.environments.adapters.nemo_rl import NemoRL
+from rlctl.environments.adapters.openenv import OpenEnv
+from rlctl.environments.adapters.skyrl_gym import SkyRLGym
+from rlctl.environments.adapters.textarena import TextArena
+from rlctl.environments.adapters.verifiers import Verifiers
 from rlctl.errors import InputError
 
 

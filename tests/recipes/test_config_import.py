@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.nemo_rl.recipe import import_recipe
+from rlctl.recipes.nemo_rl.recipe import import_recipe
 from support.commands import rlctl
 
-RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
+RECIPES = Path(__file__).parents[1] / "recipes" / "nemo_rl"
 FORM = str(RECIPES / "megatron_form.yaml")
 
 

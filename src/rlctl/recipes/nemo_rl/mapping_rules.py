@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlctl.config.files import read_text
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
+from rlctl.config.recipes import Import, short
+from rlctl.recipes.rules import Found, Rule, differs, logs, only, to, when
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
@@ -51,9 +52,6 @@ PAIR_DATASETS = {
 """Data sets of SFT and DPO, as in `DATASETS`; None: the rows have the fields that rlctl looks for."""
 END_OF_TEXT = "{% if messages[-1]['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
 
-LONGEST_VALUE = 60
-"""Characters of a value in a line of the report."""
-
 JOINED_MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The chat template of a recipe that has null for one: what the messages say, and nothing between."""
 
@@ -62,145 +60,6 @@ NO_CAP = 1e9
 
 ADAPTED = {"linear_qkv": "attention", "linear_proj": "attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
 """Layers that Megatron-Bridge's adapters are named after, and the group of `training.lora.targets` they are in."""
-
-Status = Literal["not yet", "not known", "changed", "logging", "mapped", "not applicable"]
-"""`not yet` would change the numbers and stops a run, unless it is allowed; `not known` is a key that nobody knows;
-`changed` runs, but not exactly as written; `logging` concerns logs and validation alone."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The outcome of one key of the recipe."""
-
-    key: str
-    value: Any
-    status: Status
-    note: str
-    """The rlctl key, or the reason."""
-    settled_by: str | None = None
-    """The rlctl key that settles a `not yet`, wherever the user sets it."""
-
-
-def grouped(entries: Iterable[Entry]) -> list[tuple[str, Entry]]:
-    """Return a line for the entries of a section that have the same outcome and reason, with the first of them."""
-    groups: dict[tuple[str, ...], list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault((entry.status, entry.key.partition(".")[0], entry.note), []).append(entry)
-    return [
-        (f"{first.key} and {len(others)} more: {first.note}" if others else
-         f"{first.key} = {_short(first.value)}: {first.note}", first)
-        for first, *others in groups.values()
-    ]  # fmt: skip
-
-
-def _short(value: Any) -> str:
-    """Return a value on one line."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-@dataclass
-class Import:
-    """A recipe in rlctl's words."""
-
-    path: Path
-    files: list[Path] = dataclasses.field(default_factory=list)
-    """The recipe and the files that it builds on."""
-    foreign: str | None = None
-    """The sentence on a recipe of another kind than rlctl runs: another algorithm, images, an evaluation."""
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Values by rlctl's dotted keys."""
-    entries: list[Entry] = dataclasses.field(default_factory=list)
-    source: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The recipe's key of each value."""
-    overridden: frozenset[str] = frozenset()
-    """Keys that the command line gives a value."""
-    before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values of the recipe without what the command line gives."""
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """Lines on which of two values that the recipe has for the same thing holds."""
-
-    @property
-    def refusals(self) -> list[tuple[str, str | None]]:
-        """Lines on what rlctl cannot run yet, each with the rlctl key that settles it where it is set; the one sentence
-        where rlctl cannot run the recipe at all."""
-        if self.foreign is not None:
-            return [(self.foreign, None)]
-        return [(line, first.settled_by) for line, first in grouped(self.of("not yet"))]
-
-    @property
-    def unsupported(self) -> list[str]:
-        """The lines of `refusals`."""
-        return [line for line, _ in self.refusals]
-
-    def lines(self, status: Status) -> list[str]:
-        """Return lines on the keys with one outcome."""
-        return [line for line, _ in grouped(self.of(status))]
-
-    def of(self, status: Status) -> list[Entry]:
-        return [entry for entry in self.entries if entry.status == status]
-
-    def set(self, key: str, value: Any, source: str) -> None:
-        self.values[key], self.source[key] = value, source
-
-
-@dataclass(frozen=True)
-class Found:
-    """A key of the recipe that is being mapped, with all leaves of the recipe and what has been imported so far."""
-
-    result: Import
-    name: str
-    value: Any
-    leaves: Mapping[str, Any]
-
-    def get(self, name: str, *places: str) -> Any:
-        """Return the value of another key of the recipe, in the first of `places` that has it."""
-        values = (self.leaves.get(f"{place}{name}") for place in places or ("",))
-        return next((value for value in values if value is not None), None)
-
-    def set(self, key: str, value: Any) -> None:
-        """Give rlctl's `key` a value that this key is the source of."""
-        self.result.set(key, value, self.name)
-
-    def say(self, status: Status, note: str, settled_by: str | None = None) -> None:
-        """Record the outcome of this key."""
-        self.result.entries.append(Entry(self.name, self.value, status, note, settled_by))
-
-    def skip(self, reason: str) -> None:
-        """Record why this key becomes nothing."""
-        self.say("not applicable", reason)
-
-    def map(self, key: str, value: Any) -> None:
-        """Give rlctl's `key` the value and record it; None leaves the key at its default."""
-        if value is None:
-            self.skip(f"{key} stays at its default")
-        else:
-            self.set(key, value)
-            self.say("mapped", f"{key}: {_short(value)}")
-
-    def map_all(self, values: Mapping[str, Any], but: str | None = None) -> None:
-        """Give keys of rlctl their values and record them; `but` says in which way they differ from the recipe."""
-        for key, value in values.items():
-            self.set(key, value)
-        note = ", ".join(f"{key}: {_short(value)}" for key, value in values.items())
-        self.say("changed" if but else "mapped", f"{note}; {but}" if but else note)
-
-
-Rule = Callable[[Found], None]
-
-
-def to(key: str, convert: Mapping[Any, Any] | None = None, *, null: Any = None) -> Rule:
-    """Return the rule that gives `key` the value, or `null` for None; with `convert`, what that has for the value."""
-
-    def rule(found: Found) -> None:
-        if convert is None:
-            found.map(key, null if found.value is None else found.value)
-        elif found.value in convert:
-            found.map(key, convert[found.value])
-        else:
-            found.say("not yet", f"rlctl knows {', '.join(map(str, convert))}", key)
-
-    return rule
 
 
 def without(reason: str) -> Rule:
@@ -215,48 +74,6 @@ def without(reason: str) -> Rule:
             found.skip(reason)
 
     return rule
-
-
-def logs(reason: str) -> Rule:
-    """Return the rule of a key that concerns logs or validation alone, which rlctl does otherwise for `reason`."""
-    return lambda found: found.say("logging", reason)
-
-
-def only(*accepted: Any, why: str, settled_by: str | None = None, otherwise: Status = "not yet") -> Rule:
-    """Return the rule of a key that runs with one of `accepted` and cannot run otherwise yet."""
-
-    def rule(found: Found) -> None:
-        if found.value in accepted or (None in accepted and found.value in ({}, [])):
-            found.skip("what rlctl does")
-        else:
-            found.say(otherwise, why, settled_by)
-
-    return rule
-
-
-def differs(*same: Any, why: str) -> Rule:
-    """Return the rule of a key that runs in any case, but exactly as written only with one of `same`."""
-    return only(*same, why=why, otherwise="changed")
-
-
-def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str | Rule) -> Rule:
-    """Return a rule that applies `rule` to recipes in which the key `on` is on, or for which `on` returns true, and
-    `otherwise`, or skips the key for that reason, to others."""
-
-    def applied(found: Found) -> None:
-        if found.get(on) if isinstance(on, str) else on(found):
-            rule(found)
-        elif isinstance(otherwise, str):
-            found.skip(otherwise)
-        else:
-            otherwise(found)
-
-    return applied
-
-
-def if_on(rule: Rule) -> Rule:
-    """Return the rule of a switch that does something where it is on."""
-    return when(lambda found: found.value, rule, "it is off")
 
 
 SWITCHES = {
@@ -854,7 +671,7 @@ def epochs(found: Found) -> None:
         found.skip("run.steps ends the run; prompts come round again")
         return
     prompts = found.get("num_prompts_per_step", *STEPS) or "batch.prompts"
-    enough = f"{_short(found.value)} x rows of the data / {_short(prompts)} prompts of a step"
+    enough = f"{short(found.value)} x rows of the data / {short(prompts)} prompts of a step"
     found.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
 
 
@@ -1047,7 +864,7 @@ def torch_schedulers(found: Found) -> None:
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
     next_at = milestones[0] if warmup is not None and steps and milestones else warmup_steps
     if not isinstance(rate, int | float):
-        found.say("not yet", f"{name} is {_short(repr(rate))}, which is not a number")
+        found.say("not yet", f"{name} is {short(repr(rate))}, which is not a number")
     elif unknown:
         found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
     elif len(steps) > 1 or not known:

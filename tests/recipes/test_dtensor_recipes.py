@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from rlctl.config.load import Resolved, resolve
-from rlctl.config.nemo_rl.mapping_rules import Import
-from rlctl.config.nemo_rl.recipe import import_recipe
+from rlctl.config.recipes import Import
 from rlctl.models.catalog import lookup
+from rlctl.recipes.nemo_rl.recipe import import_recipe
 from support.plans import plan_of, workload_of
 
 RECIPES = Path(__file__).parent / "nemo_rl"

@@ -1,0 +1,182 @@
+"""Recipes: configurations of other trainers, and the importers that read them as rlctl's keys.
+
+An importer is found by its entry point in the group `rlctl.recipes`, as methods and backends are. It is imported when a
+file has keys that rlctl does not have, or the command line names such a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rlctl.config.keys import nearest, section_names
+from rlctl.config.yaml_values import read_mapping
+from rlctl.errors import ConfigError
+
+REGISTRY = "rlctl.recipes.available"
+"""The module that lists the importers, which are above this room."""
+PRESET_KEYS = {"extends", "description"}
+"""Keys of a preset file that are no configuration; a --config file may have them too."""
+YAML = (".yaml", ".yml")
+
+LONGEST_VALUE = 60
+"""Characters of a value in a line of the report."""
+
+Status = Literal["not yet", "not known", "changed", "logging", "mapped", "not applicable"]
+"""`not yet` would change the numbers and stops a run, unless it is allowed; `not known` is a key that nobody knows;
+`changed` runs, but not exactly as written; `logging` concerns logs and validation alone."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The outcome of one key of a recipe."""
+
+    key: str
+    value: Any
+    status: Status
+    note: str
+    """The rlctl key, or the reason."""
+    settled_by: str | None = None
+    """The rlctl key that settles a `not yet`, wherever the user sets it."""
+
+
+def grouped(entries: Iterable[Entry]) -> list[tuple[str, Entry]]:
+    """Return a line for the entries of a section that have the same outcome and reason, with the first of them."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.status, entry.key.partition(".")[0], entry.note), []).append(entry)
+    return [
+        (f"{first.key} and {len(others)} more: {first.note}" if others else
+         f"{first.key} = {short(first.value)}: {first.note}", first)
+        for first, *others in groups.values()
+    ]  # fmt: skip
+
+
+def short(value: Any) -> str:
+    """Return a value on one line."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+@dataclass
+class Import:
+    """A recipe in rlctl's words."""
+
+    path: Path
+    files: list[Path] = dataclasses.field(default_factory=list)
+    """The recipe and the files that it builds on."""
+    trainer: str = ""
+    """The trainer whose recipe it is, as a message names it."""
+    foreign: str | None = None
+    """The sentence on a recipe of another kind than rlctl runs: another algorithm, an evaluation."""
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Values by rlctl's dotted keys."""
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    source: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The recipe's key of each value."""
+    overridden: frozenset[str] = frozenset()
+    """Keys that the command line gives a value."""
+    before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values of the recipe without what the command line gives."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Lines on which of two values that the recipe has for the same thing holds."""
+    optional: set[str] = dataclasses.field(default_factory=set)
+    """rlctl's keys that are accepted even where the model, or this machine, lacks what they are for."""
+
+    @property
+    def refusals(self) -> list[tuple[str, str | None]]:
+        """Lines on what rlctl cannot run yet, each with the rlctl key that settles it where it is set; the one sentence
+        where rlctl cannot run the recipe at all."""
+        if self.foreign is not None:
+            return [(self.foreign, None)]
+        return [(line, first.settled_by) for line, first in grouped(self.of("not yet"))]
+
+    @property
+    def unsupported(self) -> list[str]:
+        """The lines of `refusals`."""
+        return [line for line, _ in self.refusals]
+
+    def lines(self, status: Status) -> list[str]:
+        """Return lines on the keys with one outcome."""
+        return [line for line, _ in grouped(self.of(status))]
+
+    def of(self, status: Status) -> list[Entry]:
+        return [entry for entry in self.entries if entry.status == status]
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        self.values[key], self.source[key] = value, source
+
+
+class Importer(Protocol):
+    """What an entry point of the group `rlctl.recipes` names: an object that reads one trainer's recipes."""
+
+    trainer: str
+    """The trainer's name in messages."""
+
+    def recognizes(self, path: Path, values: Mapping[str, Any]) -> bool:
+        """Return whether a file is a recipe of this trainer. `values`: its top level, empty where it is not YAML."""
+        ...
+
+    def sections(self) -> Collection[str]:
+        """Return the names of the top-level sections of this trainer's configuration."""
+        ...
+
+    def has(self, key: str) -> bool:
+        """Return whether this trainer has a dotted key of this name."""
+        ...
+
+    def read(self, path: Path | None, overrides: Sequence[str], method: str | None) -> Import:
+        """Read a recipe with `key=value` overrides of the command line, or these alone. `method`: what the command
+        trains with, where it says so. Raises ConfigError for what cannot be read, naming the file or the key."""
+        ...
+
+
+def importers() -> Iterable[Importer]:
+    """Return the importers, in the order in which they are asked."""
+    return importlib.import_module(REGISTRY).importers()
+
+
+def trainers() -> tuple[str, ...]:
+    """Return the names of the trainers whose recipes are read; no importer is imported."""
+    return importlib.import_module(REGISTRY).names()
+
+
+def is_own(values: Mapping[str, Any]) -> bool:
+    """Return whether the top level of a YAML file has rlctl's sections alone."""
+    own = {*section_names(), *PRESET_KEYS}
+    return all(str(key).partition(".")[0] in own for key in values)
+
+
+def read_file(path: Path, what: str) -> tuple[dict[str, Any], Importer | None]:
+    """Return the sections of a file, and the importer that reads it where it is another trainer's recipe; a recipe that
+    is not YAML has no sections. Raises ConfigError for a file that cannot be read."""
+    values = read_mapping(path, what) if path.suffix in YAML or not path.is_file() else {}
+    if path.suffix in YAML and is_own(values):
+        return values, None
+    found = next((one for one in importers() if one.recognizes(path, values)), None)
+    return (values, found) if found or path.suffix in YAML else (read_mapping(path, what), None)
+
+
+def claimed(texts: Iterable[str]) -> dict[str, tuple[Importer, list[str]]]:
+    """Return overrides of the command line by the trainer that has their key, or at least its section. Raises
+    ConfigError for one that is neither rlctl's nor any trainer's."""
+    found: dict[str, tuple[Importer, list[str]]] = {}
+    for text in texts:
+        key = override_key(text)
+        having = next((one for one in importers() if one.has(key)), None)
+        importer = having or next((one for one in importers() if key.partition(".")[0] in one.sections()), None)
+        if importer is None:
+            meant = nearest(key)
+            hint = f"Did you mean `{meant}`?" if meant else "`rlctl config schema` lists every key."
+            raise ConfigError(f"unknown key `{key}`: neither rlctl nor a trainer whose recipes it reads has it.", hint)
+        found.setdefault(importer.trainer, (importer, []))[1].append(text)
+    return found
+
+
+def override_key(text: str) -> str:
+    """Return the key of an override in Hydra's form."""
+    return text.lstrip("+~").partition("=")[0].strip()

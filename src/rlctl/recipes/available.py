@@ -1,0 +1,40 @@
+"""The importers of recipes: built in, and of installed packages by the entry-point group `rlctl.recipes`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from rlctl.config.plugins import load_named, plugin_names
+from rlctl.config.recipes import Importer
+from rlctl.errors import InputError
+
+GROUP = "rlctl.recipes"
+BUILT_IN = {
+    "NeMo-RL": "rlctl.recipes.nemo_rl:NemoRl",
+}
+"""`module:Class` of each, by the name of the trainer."""
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all trainers whose recipes are read."""
+    return tuple(dict.fromkeys((*BUILT_IN, *plugin_names(GROUP))))
+
+
+def importers() -> Iterator[Importer]:
+    """Yield an importer for each trainer, the built-in ones first. Raises InputError for a package's that cannot be
+    imported or is none."""
+    return map(importer, names())
+
+
+@functools.cache
+def importer(name: str) -> Importer:
+    """Return the importer of a trainer's recipes."""
+    found = load_named(GROUP, name, BUILT_IN)
+    made = found() if isinstance(found, type) else found
+    if missing := [one for one in ("recognizes", "sections", "has", "read") if not callable(getattr(made, one, None))]:
+        raise InputError(
+            f"The importer of recipes {name!r} has no method {missing[0]!r}.",
+            "Update or uninstall its package; docs/coming_from.md has the form of an importer.",
+        )
+    return made
