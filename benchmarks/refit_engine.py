@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.backends.base import EngineWorker, EpisodeWorker
+from rlctl.backends.base import EpisodeWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.args import engine_spec
 from rlctl.cluster.placement import Placement
@@ -24,7 +24,7 @@ from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.jobs.run_workers import ENGINE_WORKER
+from rlctl.jobs.run_workers import ENGINE_PROCESS
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.synthetic import SyntheticSender
@@ -75,13 +75,13 @@ def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) 
     source = WorkerSpec(policy, (placement.bundles[0],), {"OMP_NUM_THREADS": str(threads)})
     groups: list[WorkerGroup] = []
     try:
-        for name, kind, worker in (("policy", SOURCE, source), ("engine", ENGINE_WORKER, engine)):
+        for name, kind, worker in (("policy", SOURCE, source), ("engine", ENGINE_PROCESS, engine)):
             groups.append(WorkerGroup(name, kind, [worker], placement, logs, start_timeout_s=LIMIT_S,
                                       call_timeout_s=LIMIT_S, wait=False, concurrency=2))  # fmt: skip
         for group in groups:
             group.ready()
         groups[0].call(SyntheticSender.setup)
-        groups[1].call(EngineWorker.start)
+        groups[1].call(EpisodeWorker.start)
         yield groups[0], groups[1]
     finally:
         for group in groups:
@@ -110,7 +110,8 @@ def measure(
     """
     flags = {"refit.staging_mb": staging_mb, "refit.sparse": changed is not None, "refit.mover": mover}
     settings = resolve(None, [], flags, []).config.refit
-    session = RefitSession(policy, engine, facts, settings=settings, dtype="bfloat16", receive=receive)
+    receivers = engine.held(EpisodeWorker.engine)
+    session = RefitSession(policy, receivers, facts, settings=settings, dtype="bfloat16", receive=receive)
     session.open()
     reports = [session.refit(1, verify=True)]
     for version in range(2, repeats + 2):

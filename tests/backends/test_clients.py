@@ -40,7 +40,7 @@ class Ranks:
         return SimpleNamespace(results=lambda: None), handles
 
 
-def client(group: Ranks, parallel: ParallelSpec) -> PolicyClient[Any]:
+def client(group: Ranks, parallel: ParallelSpec) -> PolicyClient:
     spec = PolicySpec(tiny_facts(tied=False), parallel)
     return PolicyClient(cast(Any, group), spec, TrainingConfig(), micro_batch_tokens=32)
 

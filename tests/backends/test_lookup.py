@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.backends import lookup
-from rlctl.backends.base import EngineSpec, PolicySpec
+from rlctl.backends.base import EngineSpec, PolicySpec, WeightSource
 from rlctl.backends.lookup import (
     EngineBackend,
     PolicyBackend,
@@ -26,15 +26,14 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.make_plan import refuse_unrunnable
-from rlctl.refit.policy_side import RefitSender
-from rlctl.refit.weight_sender import policy_worker
+from rlctl.refit.weight_sender import policy_process
 from rlctl.weights import hf
 from rlctl.weights.transfer_plan import SingleWorld
 from support.engines import tiny_facts
 from support.plans import plan_of
 
 
-class ToyWorker:
+class ToyWorker(WeightSource):
     """A policy rank that holds nothing."""
 
     def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
@@ -106,14 +105,14 @@ def test_a_backend_from_outside_refuses_for_itself(toy: PolicyBackend) -> None:
         planned("training.tp=2")
 
 
-def test_any_worker_becomes_one_that_sends(toy: PolicyBackend) -> None:
+def test_the_process_of_any_worker_holds_a_sender_of_its_weights(toy: PolicyBackend) -> None:
     assert imported(toy.worker) is ToyWorker
     spec = PolicySpec(tiny_facts(tied=False))
-    rank = policy_worker(toy.worker, rank=0, world_size=1, master_addr="127.0.0.1", spec=spec)
+    process = policy_process(toy.worker, rank=0, world_size=1, master_addr="127.0.0.1", spec=spec)
+    rank = process.rank()
     assert isinstance(rank, ToyWorker)
-    assert isinstance(rank, RefitSender)
-    assert rank.layouts().layout(0).params.keys() == toy.layouts(spec).layout(0).params.keys()
-    rank.close()
+    assert process.sender().refit_fingerprints.__self__.source is rank
+    process.close()
     assert rank.closed
 
 

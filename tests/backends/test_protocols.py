@@ -17,7 +17,7 @@ from rlctl.rollouts.episodes import EpisodeRunner
 PAIRS = [
     *((policy_backend(name).worker, PolicyWorker) for name in POLICIES),
     *((engine_backend(name).worker, EngineWorker) for name in ENGINES),
-    *((type("Playing", (EpisodeRunner, imported(engine_backend(name).worker)), {}), EpisodeWorker) for name in ENGINES),
+    (EpisodeRunner, EpisodeWorker),
     (SyntheticEngine, WeightReceiver),
     (SyntheticSender, WeightSender),
     (RefitSender, WeightSender),
@@ -35,6 +35,6 @@ def test_a_worker_is_what_its_protocol_says(worker: type | str, protocol: type) 
     assert asked
     for name in sorted(asked):
         mine, theirs = getattr(worker, name), getattr(protocol, name)
-        assert isinstance(mine, property) == isinstance(theirs, property), name
-        if not isinstance(mine, property):
+        assert callable(mine) == callable(theirs), name
+        if callable(theirs):
             assert parameters(mine) == parameters(theirs), name

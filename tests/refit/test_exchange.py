@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore
 
+from rlctl.backends.base import WeightSource
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts, MoeFacts
 from rlctl.planner.choice import TrainingChoice
@@ -37,9 +38,10 @@ EXPERTS = ModelFacts("qwen3_moe", **SIZES, qk_norm=True, moe=MoeFacts(8, 2, 1024
 STAGING = 1 << 18
 
 
-class Rank(RefitSender):
+class Rank(RefitSender, WeightSource):
     def __init__(self, rank: int, world: World) -> None:
         self.rank, self._world = rank, world
+        super().__init__(self)
         self._held = {
             name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype))
             for name, one in world.layout(rank).params.items()

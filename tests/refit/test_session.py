@@ -81,7 +81,7 @@ def open_session(
     tied = "tied" in engine.model.name
     session = RefitSession(
         source,
-        engine.group,
+        engine.receivers,
         tiny_facts(tied=tied),
         settings=RefitConfig(**{"timeout_s": 60, **settings}),
         dtype="float32",
@@ -182,7 +182,7 @@ def test_a_comparison_that_breaks_off_leaves_the_engine_as_the_refit_did(
     monkeypatch.setattr(session, "compare", lost)
     with pytest.raises(WorkerDiedError):
         session.refit(3)
-    assert engine.group.call(EngineWorker.weight_version) == [3]
+    assert engine.call(EngineWorker.weight_version) == 3
     session.close()
 
 
@@ -240,7 +240,7 @@ def weight_sync(source: WorkerGroup, engine: HostedEngine, **options: Any) -> We
     facts = tiny_facts(tied=False)
     policy = PolicyClient(source, PolicySpec(facts), TrainingConfig(), micro_batch_tokens=256)
     return WeightSync(
-        policy, EngineClient(engine.group), facts, settings=RefitConfig(timeout_s=60), dtype="float32",
+        policy, source, EngineClient(engine.group), facts, settings=RefitConfig(timeout_s=60), dtype="float32",
         offload=False, engines_sleep=False, **options,
     )  # fmt: skip
 

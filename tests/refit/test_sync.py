@@ -30,6 +30,9 @@ class Party:
     def __init__(self, name: str) -> None:
         self.name, self.asked, self.broken = name, list[tuple[int, str]](), False
 
+    def engine(self) -> Party:
+        return self
+
     def sleep(self, keep_weights: bool = False) -> int:
         self.asked.append((time.monotonic_ns(), f"{self.name} sleeps" + (", weights kept" if keep_weights else "")))
         return 7

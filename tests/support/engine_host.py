@@ -14,6 +14,7 @@ from typing import Any
 from rlctl.cluster.workers import PendingCall
 from rlctl.rollouts.episodes import ONE_TURN
 from support.engine_policies import WholeTensorPolicy
+from support.engines import plays_episodes
 
 VLLM = "rlctl.backends.vllm.engine:VllmEngine"
 TESTS = Path(__file__).parents[1]
@@ -26,15 +27,17 @@ class SwappingEngine:
     def __init__(self, places: Any = None) -> None:
         """`places` are for the second replica of an engine that has one."""
         self.engine: Any = None
+        self.runner: Any = None
         self.places = places
 
     def swap(self, spec: Any, episode: str = ONE_TURN) -> None:
         """End the engine and start another, which plays that kind of episode."""
-        from rlctl.rollouts.episodes import engine_worker
+        from rlctl.rollouts.episodes import engine_process
 
         self.close()
-        self.engine = engine_worker(VLLM, episode, spec=spec, places=self.places if spec.replicas > 1 else None)
-        self.engine.start()
+        self.runner = engine_process(VLLM, episode, spec=spec, places=self.places if spec.replicas > 1 else None)
+        self.engine = self.runner.engine()
+        self.runner.start()
 
     def play(self, spec: Any, episode: Any) -> None:
         """As `swap`, but an engine that would be the same goes on, with the other kind of episode."""
@@ -45,14 +48,15 @@ class SwappingEngine:
         if engine is None or engine.spec != spec or engine.version:
             self.swap(spec, episode)
             return
-        if isinstance(engine._made, PlaySpec):
-            engine._play.close()
-        engine._made = imported(episode) if isinstance(episode, str) else episode
-        engine._play = engine._made.started() if isinstance(engine._made, PlaySpec) else engine._made
+        runner = self.runner
+        if isinstance(runner._made, PlaySpec):
+            runner._play.close()
+        runner._made = imported(episode) if isinstance(episode, str) else episode
+        runner._play = runner._made.started() if isinstance(runner._made, PlaySpec) else runner._made
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the engine."""
-        return getattr(self.engine, method.__name__)(*args)
+        """Call a method of the engine, or of what plays episodes against it."""
+        return getattr(self.runner if plays_episodes(method) else self.engine, method.__name__)(*args)
 
     def when_in_flight(self, tokens: int, method: Callable[..., Any], *args: Any, limit_s: float = 100.0) -> Any:
         """Call `method` once more than `tokens` are in flight. Waited for here, and not in the test's process: what
@@ -174,9 +178,9 @@ class SwappingEngine:
         return self.on_model(names)[0]
 
     def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = self.engine = None
             gc.collect()
 
 

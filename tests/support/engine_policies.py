@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlctl.backends.base import EngineWorker, EpisodeWorker
+from rlctl.backends.base import EngineWorker, EpisodeWorker, WeightSource
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.refit.channels import plan_channels
@@ -23,8 +23,10 @@ from rlctl.weights.transfer_plan import SingleWorld, World
 PROMPTS = [tuple(3 + (37 * i + 11 * j) % 500 for j in range(20 + 7 * i)) for i in range(4)]
 
 
-class WholeTensorPolicy(RefitSender):
+class WholeTensorPolicy(RefitSender, WeightSource):
     """A transformers model on one rank, which this process is, as the sending side of refits."""
+
+    rank = 0
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -33,7 +35,8 @@ class WholeTensorPolicy(RefitSender):
         self._place(self.tensors())
 
     def _place(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.rank, self.attempts = 0, 0
+        super().__init__(self)
+        self.attempts = 0
         self.table = tuple(
             TableRow(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in tensors.items()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.backends.base import EngineWorker
+from rlctl.backends.base import EpisodeWorker
 from rlctl.cluster.workers import PendingCall
-from rlctl.jobs.run_workers import ENGINE_WORKER
+from rlctl.jobs.run_workers import ENGINE_PROCESS
 
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
@@ -24,11 +24,21 @@ class HostedEngine:
     group: Any
     model: Path
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.group.call(method, *args, **kwargs)[0]
+    @property
+    def receivers(self) -> Any:
+        return self.group.held(EpisodeWorker.engine)
 
-    def submit(self, method: Callable[..., Any], *args: Any) -> PendingCall[Any]:
-        return self.group.submit(method, *args)
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.submit(method, *args, **kwargs).results()[0]
+
+    def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> PendingCall[Any]:
+        group = self.group if plays_episodes(method) else self.receivers
+        return group.submit(method, *args, **kwargs)
+
+
+def plays_episodes(method: Callable[..., Any]) -> bool:
+    """Whether a method is one of the process that plays episodes, or of the engine that it holds."""
+    return method.__qualname__.startswith(EpisodeWorker.__name__)
 
 
 @pytest.fixture(scope="session")
@@ -71,9 +81,9 @@ def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: 
     spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=tp)
     worker = WorkerSpec({"worker": VLLM, "spec": spec}, (placement.bundles[0],), spec.environment)
     group = WorkerGroup(
-        name, ENGINE_WORKER, [worker], placement, logs, start_timeout_s=START_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
+        name, ENGINE_PROCESS, [worker], placement, logs, start_timeout_s=START_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
     )
-    group.within(START_TIMEOUT_S).call(EngineWorker.start)
+    group.within(START_TIMEOUT_S).call(EpisodeWorker.start)
     return HostedEngine(group, model)
 
 

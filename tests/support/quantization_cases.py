@@ -20,7 +20,7 @@ Boxes = list[tuple[str, tuple, Tensor]]
 
 def sent(worker: Any, directory: Path) -> Boxes:
     """This rank's share of what a refit sends."""
-    held = worker.sent_parameters() if hasattr(worker, "sent_parameters") else worker.parameters()
+    held = worker.sent_parameters()
     plan = receive_plan(worker.layouts(), open_hf_model(directory).layout, only=worker.rank)
     return [
         (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlctl.backends.base import WeightSource
 from rlctl.backends.batch import BatchShard, Fetch, LogprobStats
 from rlctl.backends.messages import Sampling
 from rlctl.refit.policy_side import RefitSender
@@ -65,13 +66,14 @@ class ShardedWorld:
         ]
 
 
-class ShardedSource(RefitSender):
+class ShardedSource(RefitSender, WeightSource):
     """One rank of such a policy. `fault` breaks it on purpose."""
 
     def __init__(self, rank: int, tp: int, dp: int, directory: Path, fault: str = "", transpose: str = "") -> None:
         from safetensors.torch import load_file
 
         self.rank, self.fault, self.transpose, self.directory = rank, fault, transpose, directory
+        super().__init__(self)
         whole_tensors = load_file(directory / "model.safetensors")
         self.world = ShardedWorld({name: tuple(t.shape) for name, t in sorted(whole_tensors.items())}, tp, dp)
         self.held = {

@@ -28,7 +28,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
+from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig, Rounding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +184,32 @@ class EngineSpec:
         return self.arguments["max_model_len"]
 
 
-class PolicyWorker(Protocol):
+class WeightSource(Protocol):
+    """What a refit reads on one rank of a policy."""
+
+    rank: int
+    rounding: Rounding = "unbiased"
+    """Rounding of weights to a narrower dtype of an engine."""
+    stored_alone: frozenset[str] = frozenset()
+    """Names in `parameters()` of tensors that no training changes."""
+    sends_copies: bool = False
+    """`sent_parameters` makes copies, which a refit drops at its end."""
+
+    def layouts(self) -> World:
+        """The layouts of all ranks of the policy; not collective. Refits plan from them."""
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parameters by the names of its layout, up to date, to be read by refit and export. May be
+        collective (an all-gather that overlaps is completed): to be called on all ranks."""
+        ...
+
+    def sent_parameters(self) -> Mapping[str, torch.Tensor]:
+        """The parameters as engines get them: the live ones, unless `sends_copies`."""
+        return self.parameters()
+
+
+class PolicyWorker(WeightSource, Protocol):
     """One process of a policy. All methods are collective over the policy's ranks unless they say otherwise.
 
     Methods that return results return them on `ParallelSpec.result_rank` and None elsewhere.
@@ -196,10 +221,6 @@ class PolicyWorker(Protocol):
 
     def setup(self, port: int) -> None:
         """Join the process group at that port; build model and optimizer with random weights."""
-
-    def layouts(self) -> World:
-        """The layouts of all ranks of the policy; not collective. Refits plan from them."""
-        ...
 
     def load_model(self, directory: Path | str) -> None:
         """Fill the weights from a Hugging Face directory, a converted model, or what `save_begin` and `save_finish`
@@ -253,11 +274,6 @@ class PolicyWorker(Protocol):
 
     def wake(self) -> None:
         """Bring back what `sleep` moved; not collective."""
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters by the names of its layout, up to date, to be read by refit and export. May be
-        collective (an all-gather that overlaps is completed): to be called on all ranks."""
-        ...
 
     def device_used(self) -> tuple[int, int] | None:
         """Bytes of this rank's GPU that are in use, by whatever process, and all that it has; None on a CPU. Not
@@ -417,8 +433,18 @@ class EngineWorker(WeightReceiver, Protocol):
         """Let go of the model."""
 
 
-class EpisodeWorker(EngineWorker, Protocol):
-    """An engine that plays episodes (`rollouts/episodes.py`): the process that the driver asks."""
+class EpisodeWorker(Protocol):
+    """One process that plays episodes (`rollouts/episodes.py`) against the engine that it holds."""
+
+    def engine(self) -> EngineWorker:
+        """The engine, started and closed by this worker."""
+        ...
+
+    def start(self) -> None:
+        """Load the engine's model and begin to decode. Raises what `EngineWorker.start` raises."""
+
+    def close(self) -> None:
+        """Stop decoding, and let go of the model."""
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
         """Return one result a request, in their order. Raises InputError for a prompt that does not fit,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from rlctl.backends.base import EpisodeWorker, PolicySpec, PolicyWorker
+from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec, PolicyWorker
 from rlctl.backends.batch import (
     AdvantageEstimate,
     BatchShard,
@@ -28,19 +28,17 @@ from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.settings.training import TrainingConfig
 
 R = TypeVar("R")
-W_co = TypeVar("W_co", bound=PolicyWorker, covariant=True)
-"""The workers of a policy; those of `SendingPolicy` can also send their weights."""
 # The driver waits longer than an engine's own limit, so that the engine's error, which knows more, comes first.
 MARGIN_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
 
 
-class PolicyClient(Generic[W_co]):
+class PolicyClient:
     """Asks all ranks of a policy, as `PolicyWorker` says, and returns when all have answered."""
 
     def __init__(
         self,
-        group: WorkerGroup[W_co],
+        group: WorkerGroup[PolicyWorker],
         spec: PolicySpec,
         training: TrainingConfig,
         *,
@@ -173,7 +171,7 @@ class Teacher:
     """A second policy or a reward model, never trained, on the devices of the first. It has them while it computes, and
     where it is to wait in host memory it waits there else."""
 
-    policy: PolicyClient[PolicyWorker]
+    policy: PolicyClient
     offload: bool
     _busy: Lock = field(default_factory=Lock)
     """A validation and rollouts that are made meanwhile may ask at once."""
@@ -233,6 +231,11 @@ class EngineClient:
     def __len__(self) -> int:
         return len(self.group)
 
+    @property
+    def receivers(self) -> WorkerGroup[EngineWorker]:
+        """The engines that there are now, as what loads weights and has memory."""
+        return self.group.held(EpisodeWorker.engine)
+
     def generate(
         self, shares: Sequence[Sequence[GroupRequest]], sampling: Sampling, timeout_s: float
     ) -> list[list[GroupResult] | WorkerError | WaitTimeoutError]:
@@ -280,19 +283,19 @@ class EngineClient:
 
     def forget_prompts(self) -> None:
         """Let the engines drop what they cached of earlier prompts. One whose process is gone has no cache."""
-        _require_of_the_living(self.group.submit(EpisodeWorker.forget_prompts))
+        _require_of_the_living(self.receivers.submit(EngineWorker.forget_prompts))
 
     def sleep(self) -> None:
         """Let the engines give their devices' memory back. One whose process is gone holds none, and is passed over."""
-        _require_of_the_living(self.group.submit(EpisodeWorker.sleep))
+        _require_of_the_living(self.receivers.submit(EngineWorker.sleep))
 
     def wake(self) -> None:
         """Let the engines take their memory again. One whose process is gone is missed when it is to answer."""
-        _require_of_the_living(self.group.submit(EpisodeWorker.wake))
+        _require_of_the_living(self.receivers.submit(EngineWorker.wake))
 
     def lost(self) -> list[int]:
         """The ranks of engines of which a process is gone or does not answer."""
-        outcomes = self.group.within(ANSWER_TIMEOUT_S).submit(EpisodeWorker.require_alive).outcomes()
+        outcomes = self.receivers.within(ANSWER_TIMEOUT_S).submit(EngineWorker.require_alive).outcomes()
         return [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
 
     def replace(self, ranks: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
-from rlctl.backends.base import PolicySpec
+from rlctl.backends.base import PolicySpec, WeightSource
 from rlctl.backends.batch import (
     AdvantageEstimate,
     BatchShard,
@@ -102,7 +102,7 @@ class Save(ABC):
         return digests
 
 
-class PolicyRank(ABC):
+class PolicyRank(WeightSource, ABC):
     """The base of policy workers; methods as in `PolicyWorker` and `CriticWorker`."""
 
     saves_modules: ClassVar[bool]

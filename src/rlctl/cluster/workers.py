@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
 from rlctl.cluster import progress
 from rlctl.cluster.placement import Bundle, Placement, node_address
@@ -129,12 +129,16 @@ class _Host:
         self.worker = self._logged(lambda: made(**kwargs))
         return os.getpid()
 
-    def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        return self._logged(lambda: getattr(self.worker, method)(*args, **kwargs))
+    def call(self, path: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call the last method of `path` on the object that the methods before it lead to (`WorkerGroup.held`)."""
+        target = self.worker
+        for holder in path[:-1]:
+            target = getattr(target, holder)()
+        return self._logged(lambda: getattr(target, path[-1])(*args, **kwargs))
 
-    def call_by_handle(self, method: str, args: tuple) -> Any:
+    def call_by_handle(self, path: tuple[str, ...], args: tuple) -> Any:
         """Call a method that returns (result, values); each of the values becomes an object of its own."""
-        result, values = self.call(method, args, {})
+        result, values = self.call(path, args, {})
         return (result, *values) if values else result
 
     def peak_memory(self) -> dict[str, int]:
@@ -256,6 +260,7 @@ class WorkerGroup(Generic[W_co]):
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
+        self._path: tuple[str, ...] = ()
         self._worker_class, self._placement, self._concurrency = worker_class, placement, concurrency
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
         self.hosts = [self._host(rank) for rank in range(len(self.specs))]
@@ -384,6 +389,12 @@ class WorkerGroup(Generic[W_co]):
         group.call_timeout_s = timeout_s
         return group
 
+    def held(self, holder: Callable[[W_co], S]) -> WorkerGroup[S]:
+        """The objects that the workers of a ready group hold: calls go to what their method `holder` returns."""
+        group = cast(WorkerGroup[Any], copy.copy(self))
+        group._path = (*self._path, holder.__name__)
+        return group
+
     def part(self, ranks: Sequence[int], name: str | None = None) -> WorkerGroup[W_co]:
         """The workers `ranks` of a group that is ready, as a group of their own, numbered from 0 in that order."""
         group = copy.copy(self)
@@ -417,7 +428,8 @@ class WorkerGroup(Generic[W_co]):
     def _submit(self, name: str, args_by_rank: Sequence[tuple], kwargs: Mapping[str, Any]) -> PendingCall[Any]:
         with self._turn:
             pairs = zip(self.hosts, args_by_rank, strict=True)
-            return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host, args in pairs])
+            path = (*self._path, name)
+            return PendingCall(self, name, [host.call.remote(path, args, kwargs) for host, args in pairs])
 
     def submit_by_handle(
         self,
@@ -434,7 +446,7 @@ class WorkerGroup(Generic[W_co]):
         submitted: list[Any] = []
         handles: list[list[Any]] = []
         for host, args, count in zip(self.hosts, args_by_rank, values, strict=True):
-            refs = host.call_by_handle.options(num_returns=1 + count).remote(name, args)
+            refs = host.call_by_handle.options(num_returns=1 + count).remote((*self._path, name), args)
             result, *rest = refs if count else [refs]
             submitted.append(result)
             handles.append(rest)

@@ -282,7 +282,7 @@ def _cause(sync: WeightSync, name: str, before: int | None) -> str:
     if before is not None and before in now:
         return "stale: still the weights from before the refit"
     by_holder: dict[str, list] = {}
-    for holder, start, values in sync.engines.group.call(EngineWorker.values, name)[0]:
+    for holder, start, values in sync.engines.receivers.call(EngineWorker.values, name)[0]:
         box = [(first, count, 1) for first, count in zip(start, values.shape, strict=True)]
         by_holder.setdefault(holder, []).append((box, values))
     for holder, boxes in by_holder.items():

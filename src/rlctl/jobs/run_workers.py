@@ -34,7 +34,7 @@ from rlctl.models.quantized import quantized_matrices
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.make_plan import Refusal
 from rlctl.planner.result import Plan
-from rlctl.refit.weight_sender import SendingPolicy
+from rlctl.refit.weight_sender import PolicyProcess, WeightSender
 from rlctl.rewards.reward_worker import RewardWorker
 from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.episodes import ONE_TURN, PlaySpec
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from rlctl.refit.sync import WeightSync
 
 
-POLICY_WORKER = "rlctl.refit.weight_sender:policy_worker"
-ENGINE_WORKER = "rlctl.rollouts.episodes:engine_worker"
+POLICY_PROCESS = "rlctl.refit.weight_sender:policy_process"
+ENGINE_PROCESS = "rlctl.rollouts.episodes:engine_process"
 REWARD_WORKER = "rlctl.rewards.reward_worker:RewardWorker"
 # Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
 # refit, and one that looks.
@@ -112,12 +112,14 @@ class RunWorkers:
     """The running processes."""
 
     spec: RunWorkersSpec
-    policy: PolicyClient[SendingPolicy]
+    policy: PolicyClient
+    senders: WorkerGroup[WeightSender]
+    """The senders of the policy's weights, one a rank."""
     engines: EngineClient | None
     reward: WorkerGroup[RewardWorker] | None
     validation: WorkerGroup[RewardWorker] | None = None
     """The scorer of validation."""
-    teacher: PolicyClient[PolicyWorker] | None = None
+    teacher: PolicyClient | None = None
     """The teacher or the reward model."""
 
     @property
@@ -163,7 +165,7 @@ class RunWorkers:
             options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs)
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
         options["offload"] = engine.sleeps if offload is None else offload
-        return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)
+        return WeightSync(self.policy, self.senders, self.engines, policy.facts, settings=settings, **options)
 
 
 @contextlib.contextmanager
@@ -178,21 +180,22 @@ def start_run_workers(
         start.of_policy = start.reserve(max(spec.policy_devices, engine_devices if shared else 0))
         away_from = start.of_policy.bundles if spec.own_nodes else ()
         start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
-        ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
+        processes = start.policy(spec)
         teacher_ranks = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
         engines = start.engines(spec.engines) if spec.engines is not None else None
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
         doing("starting processes")
         start.ready()
+        ranks, senders = processes.held(PolicyProcess.rank), processes.held(PolicyProcess.sender)
         start_s = spec.limits.start_timeout_s
         engines_sleep = spec.engines is not None and spec.engines.engine.sleeps
-        loading = engines.within(start_s).submit(EngineWorker.start) if engines is not None else None
+        loading = engines.within(start_s).submit(EpisodeWorker.start) if engines is not None else None
         if engines is not None and loading is not None and engines_sleep:
             # vLLM measures what is free on the device: alone, and gives it back before others come
             doing("starting engines")
             loading.results()
-            engines.call(EngineWorker.sleep)
+            engines.held(EpisodeWorker.engine).call(EngineWorker.sleep)
             loading = None
         doing("starting policy")
         ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(ranks))
@@ -211,7 +214,7 @@ def start_run_workers(
         if teacher_ranks is not None and spec.teacher is not None:
             teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
         client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
-        yield RunWorkers(spec, policy, client, reward, validation, teacher)
+        yield RunWorkers(spec, policy, senders, client, reward, validation, teacher)
 
 
 @contextlib.contextmanager
@@ -221,7 +224,7 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
         start.of_engines = start.reserve(spec.devices)
         engines = start.engines(spec)
         start.ready()
-        engines.within(limits.start_timeout_s).call(EngineWorker.start)
+        engines.within(limits.start_timeout_s).call(EpisodeWorker.start)
         yield EngineClient(engines)
 
 
@@ -267,9 +270,9 @@ class _Start:
         for group in self.groups:
             group.ready()
 
-    def policy(self, spec: RunWorkersSpec) -> WorkerGroup[SendingPolicy]:
+    def policy(self, spec: RunWorkersSpec) -> WorkerGroup[PolicyProcess]:
         return self._group(
-            "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": spec.backend.worker}), self.of_policy
+            "policy", POLICY_PROCESS, self._ranks(spec, spec.policy, {"worker": spec.backend.worker}), self.of_policy
         )
 
     def teacher(self, spec: RunWorkersSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
@@ -292,7 +295,7 @@ class _Start:
             for index, (first, others) in enumerate(places)
         ]
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
-        return self._group("engine", ENGINE_WORKER, engines, self.of_engines, concurrency=calls)
+        return self._group("engine", ENGINE_PROCESS, engines, self.of_engines, concurrency=calls)
 
     def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.

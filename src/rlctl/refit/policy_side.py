@@ -11,20 +11,19 @@ import os
 import socket
 import time
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
 
+from rlctl.backends.base import WeightSource
 from rlctl.checkpoints.plan_execution import transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
-from rlctl.settings.training import Rounding
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
 from rlctl.transport.collective import CollectiveSender, ServedStore
@@ -69,30 +68,13 @@ class SenderState:
     """This rank's share of each published tensor, which it compares with the engines'."""
 
 
-class RefitSender(ABC):
-    """Mixed into a policy worker, which has `rank`, `parameters()` and `layouts()`."""
+class RefitSender:
+    """Sends the weights of one policy rank; methods as in `WeightSender`."""
 
-    rank: int
-    stored_alone: frozenset[str] = frozenset()
-    """Names in `parameters()` of tensors that no training changes."""
-    rounding: Rounding = "unbiased"
-    """How weights become narrower ones of an engine."""
-    sends_copies: bool = False
-    """`sent` makes copies, which are let go of after a refit."""
-    _refit: SenderState | None = None
-    _refit_device: torch.device | None = None
-
-    @abstractmethod
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters by name; views of the live weights."""
-
-    def sent_parameters(self) -> Mapping[str, torch.Tensor]:
-        """The parameters as engines get them: the live ones, unless `sends_copies`."""
-        return self.parameters()
-
-    @abstractmethod
-    def layouts(self) -> World:
-        """The layouts of all ranks of the policy."""
+    def __init__(self, source: WeightSource) -> None:
+        self.source, self.rank = source, source.rank
+        self._refit: SenderState | None = None
+        self._refit_device: torch.device | None = None
 
     def refit_place(self) -> SenderPlace:
         address = os.environ.get("RLCTL_ADDRESS") or node_address() or socket.gethostname()
@@ -102,7 +84,7 @@ class RefitSender(ABC):
         """The device of the weights. All ranks look it up once, in `refit_place`: `parameters` may be collective, and
         later calls of this method do not come equally often on all ranks."""
         if self._refit_device is None:
-            self._refit_device = next(iter(self.parameters().values())).device
+            self._refit_device = next(iter(self.source.parameters().values())).device
         return self._refit_device
 
     def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
@@ -111,7 +93,7 @@ class RefitSender(ABC):
         made = {channel.index: staging for channel in own if (staging := make_staging(channel, self._device()))}
         link = channels[0].connection
         store = ServedStore(host, link.timeout_s) if link.mover == "collective" and self.rank == 0 else None
-        state = self._refit = SenderState(RememberingWorld(self.layouts()), made, store)
+        state = self._refit = SenderState(RememberingWorld(self.source.layouts()), made, store)
         with many_objects():
             state.plans = {channel.index: _plan(state.world, channel, channels, places) for channel in channels}
         addresses = {index: one.segment.address for index, one in made.items()}
@@ -141,7 +123,7 @@ class RefitSender(ABC):
         if not own and not inside:
             return plan.problems()
         messages = MOVERS[link.mover].messages
-        packer = Packer(rounds, own, message=messages or not inside, rounding=self.rounding)
+        packer = Packer(rounds, own, message=messages or not inside, rounding=self.source.rounding)
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             staging = state.staging.get(channel.index)
@@ -165,7 +147,7 @@ class RefitSender(ABC):
             state.store.stop_listening()
 
     def refit_send(self, version: int, attempt: int) -> Sent:
-        state, parameters = self._state(), self.sent_parameters()
+        state, parameters = self._state(), self.source.sent_parameters()
         packing = exchanging = 0.0
         count = 0
         with contextlib.ExitStack() as stack, torch.no_grad():
@@ -206,7 +188,7 @@ class RefitSender(ABC):
         return seconds
 
     def refit_find_changes(self) -> list[Changes]:
-        parameters, found = self.sent_parameters(), []
+        parameters, found = self.source.sent_parameters(), []
         with torch.no_grad():
             for end in self._state().ends.values():
                 end.packer.look(parameters)
@@ -235,7 +217,7 @@ class RefitSender(ABC):
         return Sent(packing, count)
 
     def _forget(self, end: ChannelEnd) -> None:
-        if self.sends_copies:
+        if self.source.sends_copies:
             end.packer.look({})
 
     def refit_publish(self, version: int) -> None:
@@ -253,15 +235,15 @@ class RefitSender(ABC):
         for copy, values in self._boxes(wanted):
             row = rows[copy.tensor]
             starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
-            values = transformed(values, copy, rounding=self.rounding).to(getattr(torch, row.dtype))
+            values = transformed(values, copy, rounding=self.source.rounding).to(getattr(torch, row.dtype))
             value = fingerprint(values, row.shape, starts, steps)
             sums[copy.tensor] = combine([sums.get(copy.tensor, 0), value])
         return sums
 
     def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
-        held = {p.param: f"{p.tensor}{p.tensor_box}" for p in self.layouts().layout(self.rank).pieces}
-        for name, parameter in self.parameters().items():
-            if name in self.stored_alone:
+        held = {p.param: f"{p.tensor}{p.tensor_box}" for p in self.source.layouts().layout(self.rank).pieces}
+        for name, parameter in self.source.parameters().items():
+            if name in self.source.stored_alone:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{held.get(name, name)}".encode()))
             noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -274,7 +256,7 @@ class RefitSender(ABC):
         return [
             (
                 [(s.start, s.count, s.step) for s in copy.tensor_box],
-                transformed(values, copy, rounding=self.rounding).float().cpu().numpy(),
+                transformed(values, copy, rounding=self.source.rounding).float().cpu().numpy(),
             )
             for copy, values in self._boxes({tensor})
         ]
@@ -304,7 +286,7 @@ class RefitSender(ABC):
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
         """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
-        state, parameters = self._state(), self.sent_parameters()
+        state, parameters = self._state(), self.source.sent_parameters()
         if state.whole_copies is None:
             with many_objects():
                 layout = whole_tensors(state.setup.table)

@@ -145,8 +145,8 @@ class RefitSession:
 
     def reform(self, engines: WorkerGroup[WeightReceiver]) -> None:
         """Go on with other engines, which hold these weights after the next refit; the policy's processes stay."""
-        self.close()
         self.engines = engines
+        self.close()
         self.open()
 
     def _prepared(

@@ -19,12 +19,13 @@ from enum import Enum
 from pathlib import Path
 
 from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.cluster.workers import WorkerGroup
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.decoding import DecodeCheck
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import Receive, RefitSession
-from rlctl.refit.weight_sender import SendingPolicy
+from rlctl.refit.weight_sender import WeightSender
 from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
 
@@ -99,7 +100,8 @@ class WeightSync:
 
     def __init__(
         self,
-        policy: PolicyClient[SendingPolicy],
+        policy: PolicyClient,
+        senders: WorkerGroup[WeightSender],
         engines: EngineClient,
         facts: ModelFacts,
         *,
@@ -119,8 +121,8 @@ class WeightSync:
         engines that are lost are replaced; `tell` reports every loss and what became of it."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
         self.session = RefitSession(
-            policy.group,
-            engines.group,
+            senders,
+            engines.receivers,
             facts,
             settings=settings,
             dtype=dtype,
@@ -182,7 +184,7 @@ class WeightSync:
             self._tell(f"engines whose host was lost are not looked for: {error.message}")
             return False
         self._tell(f"a lost host is back: going on with {len(self.engines)} engine(s)")
-        self.session.reform(self.engines.group)
+        self.session.reform(self.engines.receivers)
         return True
 
     def _decoded(self, report: RefitReport) -> RefitReport:
@@ -221,7 +223,7 @@ class WeightSync:
                 self._replace(lost)
                 self.turns.to_policy()
                 self.turns.to_weights()
-                self.session.reform(self.engines.group)
+                self.session.reform(self.engines.receivers)
                 report = self._decoded(self.session.refit(version, verify=True))
                 if generating:
                     self.turns.to_engines()

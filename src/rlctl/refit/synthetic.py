@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlctl.backends.base import WeightSource
 from rlctl.backends.vllm.weights.write import DirectWriter, ReceivingEnd, Target
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
@@ -60,25 +61,32 @@ def reduced(facts: ModelFacts, hidden: int = 64) -> ModelFacts:
     )
 
 
-class SyntheticSender(RefitSender):
+class SyntheticSource(WeightSource):
     """One rank's parameters in the layout of a policy backend."""
 
-    def __init__(self, rank: int, world: World, threads: int | None = None, device: str = "cpu") -> None:
-        if threads:
-            torch.set_num_threads(threads)
+    def __init__(self, rank: int, world: World, device: str = "cpu") -> None:
         self.rank, self._world = rank, world
         self._params = _zeros(self._world.layout(rank), torch.device(device))
-
-    def setup(self) -> int:
-        """Give every element a value that replicas share; returns the number of parameters."""
-        self.refit_perturb(0, 1.0)
-        return len(self._params)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._params
 
     def layouts(self) -> World:
         return self._world
+
+
+class SyntheticSender(RefitSender):
+    """Sends such parameters."""
+
+    def __init__(self, rank: int, world: World, threads: int | None = None, device: str = "cpu") -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        super().__init__(SyntheticSource(rank, world, device))
+
+    def setup(self) -> int:
+        """Give every element a value that replicas share; returns the number of parameters."""
+        self.refit_perturb(0, 1.0)
+        return len(self.source.parameters())
 
     def close(self) -> None:
         self.refit_close()

@@ -1,8 +1,8 @@
-"""The calls that a policy rank answers in a refit, and how any policy worker becomes one that answers them."""
+"""The calls that a policy rank answers in a refit, and the process that holds a rank and the sender of its weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.backends.base import PolicyWorker
 from rlctl.cluster.workers import imported
@@ -71,24 +71,27 @@ class WeightSender(Protocol):
         """Let go of the staging memory and of every connection."""
 
 
-class SendingPolicy(PolicyWorker, WeightSender, Protocol):
-    """One rank of a policy that can refit engines."""
+class PolicyProcess:
+    """One process of a policy that can refit engines: its rank, and the sender of the rank's weights."""
+
+    def __init__(self, rank: PolicyWorker, sender: WeightSender) -> None:
+        self._rank, self._sender = rank, sender
+
+    def rank(self) -> PolicyWorker:
+        return self._rank
+
+    def sender(self) -> WeightSender:
+        return self._sender
+
+    def close(self) -> None:
+        """Let go of staging memory and leave the process group."""
+        self._sender.refit_close()
+        self._rank.close()
 
 
-def policy_worker(worker: str, **kwargs: Any) -> SendingPolicy:
-    """One rank of a policy: the worker of a backend (`PolicyBackend.worker`) with the sending side of refits."""
+def policy_process(worker: str, **kwargs: Any) -> PolicyProcess:
+    """Start one rank of a policy: the worker of a backend (`PolicyBackend.worker`), built from `kwargs`."""
     from rlctl.refit.policy_side import RefitSender
 
-    class Sending(imported(worker), RefitSender):
-        def close(self) -> None:
-            """Let go of staging memory and leave the process group."""
-            self.refit_close()
-            super().close()
-
-    return cast(Any, Sending)(**kwargs)  # the worker has what RefitSender leaves abstract
-
-
-if TYPE_CHECKING:
-    from rlctl.refit.policy_side import RefitSender
-
-    SENDER: type[WeightSender] = RefitSender
+    rank: PolicyWorker = imported(worker)(**kwargs)
+    return PolicyProcess(rank, RefitSender(rank))

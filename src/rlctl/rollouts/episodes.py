@@ -1,8 +1,8 @@
 """Episodes: rollouts in the making, next to the engine that answers them.
 
 An episode is a coroutine. It asks the engine to go on from its tokens, appends what others write, and ends when it
-returns. Sampling one completion is the shortest episode, `one_turn`. `engine_worker` makes the worker of an engine
-backend an `EpisodeWorker`, which takes groups of episodes and gives back their columns.
+returns. Sampling one completion is the shortest episode, `one_turn`. `EpisodeRunner` is an
+`EpisodeWorker`: it holds an engine, takes groups of episodes and gives back their columns.
 
 Two threads work besides the calls of the driver: one decodes, the other runs the episodes. All episodes of a call ask
 for their first sample together, so that what is decoded together does not depend on the time that this takes.
@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 
-from rlctl.backends.base import EngineWorker, EpisodeWorker
+from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import (
     VALUES_A_GROUP,
     GroupRequest,
@@ -57,8 +57,8 @@ LOOK_S = 0.5
 class Episode:
     """One rollout in the making: token ids that are only ever appended to, and who wrote them."""
 
-    def __init__(self, engine: EpisodeRunner, key: str, request: GroupRequest, seed: int, sampling: Sampling) -> None:
-        self._engine, self._key, self._seed = engine, key, seed
+    def __init__(self, runner: EpisodeRunner, key: str, request: GroupRequest, seed: int, sampling: Sampling) -> None:
+        self._runner, self._key, self._seed = runner, key, seed
         self.request, self.sampling = request, sampling
         self.ended = False
         """Whether it is over, well or not."""
@@ -132,7 +132,7 @@ class Episode:
         begin = self.starts[-1]
         media = tuple(replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
         request = SampleRequest(self._key, tuple(self.context), seed, sampling, media)
-        found = await self._engine.sampled(request)
+        found = await self._runner.sampled(request)
         self.answers.append((len(self.tokens), found))
         self.tokens += found.tokens_R.tolist()
         return found
@@ -156,12 +156,11 @@ async def one_turn(episode: Episode) -> None:
     await episode.answer()
 
 
-class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
-    """Plays episodes against the engine that comes after this class in the order of bases."""
+class EpisodeRunner:
+    """Plays episodes against the engine that it holds; methods as in `EpisodeWorker`."""
 
-    def __init__(self, play: Play | PlaySpec, **engine: Any) -> None:
-        super().__init__(**engine)
-        self._made, self._loop = play, asyncio.new_event_loop()
+    def __init__(self, engine: EngineWorker, play: Play | PlaySpec) -> None:
+        self._engine, self._made, self._loop = engine, play, asyncio.new_event_loop()
         self._calls = count(1)
         self._begun = self._over = 0
         """Episodes that were begun since none was under way, and those of them that have ended."""
@@ -175,6 +174,9 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         """Those that have ended, the first to end first."""
         self._threads: list[threading.Thread] = []
 
+    def engine(self) -> EngineWorker:
+        return self._engine
+
     def start(self) -> None:
         # Before the cores of this process are the engine's: what it starts has all of them.
         self._play: Play = self._made.started() if isinstance(self._made, PlaySpec) else self._made
@@ -182,7 +184,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
 
         def load_and_decode() -> None:  # on a CPU the engine's cores are those of the thread that loads it
             try:
-                super(EpisodeRunner, self).start()
+                self._engine.start()
             except BaseException as error:  # noqa: BLE001 - it is raised where the engine is started
                 loaded.set_exception(error)
                 return
@@ -203,13 +205,13 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
             thread.join()
         if threads and isinstance(self._made, PlaySpec):
             cast(Any, self._play).close()
-        super().close()
+        self._engine.close()
 
     # Calls of the driver
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
         deadline = time.monotonic() + timeout_s
-        self.require_ready(timeout_s)
+        self._engine.require_ready(timeout_s)
         groups = self._episodes(requests, sampling)
         call = self._run(together(self._group(*one) for one in zip(requests, groups, strict=True)))
         try:
@@ -217,10 +219,10 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         except TimeoutError as error:
             if call.done():  # an episode raised it
                 raise
-            self.require_ready(0.0)
+            self._engine.require_ready(0.0)
             ended = [episode.ended for episodes in groups for episode in episodes]
             raise WaitTimeoutError(
-                f"{self.label} completed {sum(ended)} of {len(ended)} samples in {timeout_s:.0f} s.",
+                f"{self._engine.label} completed {sum(ended)} of {len(ended)} samples in {timeout_s:.0f} s.",
                 "Raise cluster.step_timeout_s, or ask for fewer or shorter completions.",
             ) from error
         finally:
@@ -232,7 +234,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         return detached(self.generate(requests, sampling, timeout_s))
 
     def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
-        self.require_ready(0.0)
+        self._engine.require_ready(0.0)
 
         async def finish(request: GroupRequest, episodes: list[Episode]) -> None:
             try:
@@ -252,15 +254,15 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
     def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            if self.asleep:  # whoever asks again is not to ask without a pause
+            if self._engine.asleep:  # whoever asks again is not to ask without a pause
                 self._changed.wait(LOOK_S)
             while not self._finished:
-                if self.asleep:
+                if self._engine.asleep:
                     return [], [None] * VALUES_A_GROUP
                 if time.monotonic() > deadline:
-                    self.require_ready(0.0)
+                    self._engine.require_ready(0.0)
                     what = "finished none of its groups" if self._submitted else "was given nothing to sample"
-                    raise WaitTimeoutError(f"{self.label} {what} in {timeout_s:.0f} s.")
+                    raise WaitTimeoutError(f"{self._engine.label} {what} in {timeout_s:.0f} s.")
                 self._changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
             found = self._finished.pop(0)
             self._submitted -= 1
@@ -298,7 +300,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
                     self._over = self._begun = 0
 
         await together(map(played, episodes))
-        return result_of(request, episodes, self.version)
+        return result_of(request, episodes, self._engine.version)
 
     # Samples
 
@@ -311,7 +313,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         try:
             return await answer
         except asyncio.CancelledError:
-            self.drop_samples([request.key])
+            self._engine.drop_samples([request.key])
             raise
         finally:
             self._awaited.pop(request.key, None)
@@ -320,7 +322,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         """Ask the engine for all that the episodes of this turn of the event loop want."""
         asked, self._asked = [one for one in self._asked if one.key in self._awaited], []
         try:
-            self.add_samples(asked)
+            self._engine.add_samples(asked)
         except Exception as error:  # noqa: BLE001 - it is raised where the samples are awaited
             self._fail(error, [one.key for one in asked])
 
@@ -328,7 +330,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
         """Decode until the engine is closed, and hand on what is finished. Errors end all episodes."""
         while self._threads:
             try:
-                found = self.finished_samples(LOOK_S)
+                found = self._engine.finished_samples(LOOK_S)
             except Exception as error:  # noqa: BLE001 - it is raised where samples are awaited
                 self._loop.call_soon_threadsafe(self._fail, error)
             else:
@@ -344,7 +346,7 @@ class EpisodeRunner(EngineWorker if TYPE_CHECKING else object):
     def _fail(self, error: Exception, keys: Sequence[str] | None = None) -> None:
         """Raise an error where the samples called `keys` are awaited; None: where any is."""
         failed = [key for key in (self._awaited if keys is None else keys) if not self._awaited[key].done()]
-        self.drop_samples(failed)
+        self._engine.drop_samples(failed)
         for key in failed:
             self._awaited[key].set_exception(error)
 
@@ -451,12 +453,7 @@ def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
     return {ROUTED_EXPERTS: np.concatenate(column)}
 
 
-def engine_worker(worker: str, episode: str | PlaySpec = ONE_TURN, **kwargs: Any) -> EpisodeWorker:
-    """Return an engine of a backend (`EngineBackend.worker`) that plays episodes, each by the function `episode`, which
-    may be named as `module:function`."""
-
-    class Playing(EpisodeRunner, imported(worker)):
-        pass
-
-    play = imported(episode) if isinstance(episode, str) else episode
-    return cast(Any, Playing)(play, **kwargs)  # the engine has what EpisodeRunner leaves abstract
+def engine_process(worker: str, episode: str | PlaySpec = ONE_TURN, **kwargs: Any) -> EpisodeRunner:
+    """Return what plays episodes, each by the function `episode` (or `module:function`), against an engine of a backend
+    (`EngineBackend.worker`), built from `kwargs`."""
+    return EpisodeRunner(imported(worker)(**kwargs), imported(episode) if isinstance(episode, str) else episode)

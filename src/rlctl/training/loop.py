@@ -230,7 +230,7 @@ class Loop:
         return {**metrics, "tokens_per_s": metrics["tokens"] / working, "seconds": seconds}
 
 
-def estimate_first(policy: PolicyClient[Any], method: Method, batch: TrainBatch) -> None:
+def estimate_first(policy: PolicyClient, method: Method, batch: TrainBatch) -> None:
     """Compute what an algorithm wants to know before it trains on a batch."""
     asked = method.before_training(batch)
     if asked is None:

@@ -87,7 +87,7 @@ class SourceParts:
 class ValidationParts:
     """The running parts that a validation can use."""
 
-    policy: PolicyClient[Any]
+    policy: PolicyClient
     scorers: Scorers | None = None
     """None: nothing is scored."""
     sync: WeightSync | None = None
@@ -188,7 +188,7 @@ class Method(ABC):
         """Return the limits for the difference of log-probs between engines and trainer; None: nothing is compared."""
         return None
 
-    def open_critic(self, policy: PolicyClient[Any]) -> Critic | None:
+    def open_critic(self, policy: PolicyClient) -> Critic | None:
         """Return the value model next to the policy; None: there is none."""
         return None
 

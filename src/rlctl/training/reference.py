@@ -22,7 +22,7 @@ KEPT_EVERY = 100
 
 def precompute_reference(
     path: Path,
-    policy: PolicyClient[Any],
+    policy: PolicyClient,
     method: Method,
     parts: Iterable[tuple[str, TextStream, list[PromptRow], dict[str, Any]]],
     rows_at_once: int,
@@ -46,7 +46,7 @@ def precompute_reference(
     write_json(path, stored)
 
 
-def _computed(policy: PolicyClient[Any], method: Method, stream: TextStream, rows: list[PromptRow]) -> ReferenceLogps:
+def _computed(policy: PolicyClient, method: Method, stream: TextStream, rows: list[PromptRow]) -> ReferenceLogps:
     groups = groups_of(stream, dict(enumerate(rows)))
     if not groups:
         return {}

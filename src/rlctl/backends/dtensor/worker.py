@@ -38,7 +38,6 @@ class DTensorWorker(PolicyRank):
 
     saves_modules = True
 
-    sends_copies = False
     _states_away: Offloaded | None = None
     """With `training.optimizer_offload`: the optimizer's states, but for its steps and the saves."""
 

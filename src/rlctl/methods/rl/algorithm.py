@@ -117,7 +117,7 @@ class Algorithm(Method):
     def agreement(self, dtype: str) -> Agreement:
         return Agreement.from_config(self.config, precision_of(self.config, dtype), self.needs)
 
-    def open_critic(self, policy: PolicyClient[Any]) -> Critic | None:
+    def open_critic(self, policy: PolicyClient) -> Critic | None:
         from rlctl.methods.rl.critic import Critic
 
         return Critic(self.config, policy) if self.config.has_critic else None

@@ -41,7 +41,7 @@ METRICS = (
 class Critic:
     """The value model of a run: trained on each batch before the policy is."""
 
-    def __init__(self, config: RlConfig, policy: PolicyClient[Any]) -> None:
+    def __init__(self, config: RlConfig, policy: PolicyClient) -> None:
         """`policy`: its ranks have the critic next to it."""
         self._config, self._policy, self._ranks = config, policy, cast(WorkerGroup[CriticWorker], policy.group)
 
