@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.environments.plan import Answer, Reply, plan_environment
+from rlctl.environments.plan import RunningEpisode, plan_environment
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
@@ -28,24 +28,27 @@ def hosting(name: str | None, **settings: Any) -> Iterator[EnvironmentHost]:
     plan = plan_environment(EnvironmentConfig(name=name and f"{TOYS}:{name}", **settings))
     with closing(EnvironmentHost(plan)) as host:
         host.start()
-        schemas = asyncio.run(asked(host, ("schemas",)))[0].schemas
-        host.plan = replace(plan, schemas=dict(schemas))
+        schemas, _ = asyncio.run(asked(host, ("schemas",)))[0]
+        host.plan = replace(plan, schemas=schemas)
         if schemas:  # the process is told of them with its plan
             host.close()
             host.start()
         yield host
 
 
-async def asked(host: EnvironmentHost, *requests: tuple[Any, ...], timeout_s: float = 20.0) -> list[Reply]:
+async def asked(host: EnvironmentHost, *requests: tuple[Any, ...], timeout_s: float = 20.0) -> list[Any]:
     session = host.begin()
     try:
-        return [await session.ask(*request, timeout_s=timeout_s) for request in requests]
+        return [
+            await session.ask(getattr(RunningEpisode, method), *arguments, timeout_s=timeout_s)
+            for method, *arguments in requests
+        ]
     finally:
         session.close()
 
 
 def episode(*texts: str, seed: int = 1) -> list[tuple[Any, ...]]:
-    return [("reset", ROW, seed), *(("step", Answer(text)) for text in texts), ("close",)]
+    return [("reset", ROW, seed), *(("step", {"role": "assistant", "content": text}) for text in texts), ("close",)]
 
 
 def test_an_episode_goes_from_reset_to_close() -> None:

@@ -13,7 +13,7 @@ import pytest
 from rlctl.backends.messages import SampleRequest, SampleResult, Sampling
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.environments.plan import Reply
+from rlctl.environments.plan import Reply, RunningEpisode
 from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
@@ -58,10 +58,10 @@ class Session:
     def __init__(self, *broken: int, reward: float = 0.0) -> None:
         self.broken, self.reward = list(broken), reward
 
-    async def ask(self, what: str, *arguments: Any, timeout_s: float) -> Reply:
-        if what == "reset":
+    async def ask(self, what: Any, *arguments: Any, timeout_s: float) -> Reply:
+        if what is RunningEpisode.reset:
             return Reply(({"role": "user", "content": "?"},))
-        return Reply((), self.reward, broken=self.broken.pop(0) if what == "step" else 0)
+        return Reply(reward=self.reward, broken=self.broken.pop(0) if what is RunningEpisode.step else 0)
 
 
 class Saying:
@@ -89,7 +89,7 @@ def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:
     episode = Episode(Saying(encoder.tokenizer, *texts), "0", request, 1, Sampling(64))  # type: ignore[arg-type]
     episode.read(encoder.encode_messages([{"role": "user", "content": "?"}], "row"))
     for _ in texts:
-        asyncio.run(player._turn(episode, session, Reply(())))  # type: ignore[arg-type]
+        asyncio.run(player._turn(episode, session, Reply()))  # type: ignore[arg-type]
     result = result_of(request, [episode], 0)
     columns = result.columns
     bits = [set(columns.extra_T["turn_faults"][columns.extra_T["turn"] == turn].tolist()) for turn in range(4)]

@@ -6,8 +6,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -105,52 +107,44 @@ class LoadedEnvironment:
 
     def begin(self) -> RunningEpisode:
         """Return a new episode."""
-        return RunningEpisode(self, self._kind(**self.plan.params), self._functions)
+        return RunningEpisode(self, partial(self._kind, **self.plan.params), self._functions)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A turn of the model, as the process of its environment gets it."""
+class Reply(Step):
+    """The answer of an environment's process to one message: a `Step` as plain data, with what became of calls."""
 
-    text: str
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    prompt_tokens: Sequence[int] = ()
-    stop_reason: str = "stop"
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer of an environment's process to one message: a `Step`, with what became of calls."""
-
-    messages: tuple[Message, ...]
-    reward: float = 0.0
-    done: bool = False
+    messages: tuple[Message, ...] = ()
     stop: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    ask: Ask | None = None
     calls: int = 0
     """Calls of tools that were made."""
     broken: int = 0
     """Calls that could not be read or were refused."""
-    schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """The JSON schema of each tool, by its name, where these were asked for."""
-    note: str = ""
-    """A line that a run shows about the environment, with the schemas."""
 
 
 class RunningEpisode:
     """One episode, in the process that it has to itself. Errors of the user's code go through."""
 
-    def __init__(self, loaded: LoadedEnvironment, made: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self._loaded, self._made = loaded, made
-        self._tools = {name: getattr(made, name) for name in loaded._own} | dict(functions)
+    def __init__(
+        self, loaded: LoadedEnvironment, make: Callable[[], Any], functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self._loaded, self._make, self._functions = loaded, make, functions
         self._schemas = {name: one["function"] for name, one in loaded.plan.schemas.items()}
-        self._stop = _stops(getattr(made, "stop", ()))
         self._asked: Ask | None = None
+        self._made: Any = None
+
+    def _begin(self) -> None:
+        """Make an instance of the user's class, once."""
+        if self._made is not None:
+            return
+        self._made = self._make()
+        self._tools = {name: getattr(self._made, name) for name in self._loaded._own} | dict(self._functions)
+        self._stop = _stops(getattr(self._made, "stop", ()))
 
     async def reset(self, row: PromptRow, seed: int) -> Reply:
         """Begin. The messages are those behind the row's prompt."""
+        random.seed(seed)
+        self._begin()
         columns = {**row.fields, "prompt": row.prompt, "answer": row.answer}
         parameters = inspect.signature(self._made.reset).parameters
         if {"seed", "options"} <= parameters.keys():  # as Gymnasium calls it
@@ -161,9 +155,9 @@ class RunningEpisode:
             found = await _called(self._made.reset, columns, *([seed] if len(parameters) > 1 else []))
         return self._reply(_begun(found))
 
-    async def step(self, answer: Answer) -> Reply:
-        """Answer what the model wrote."""
-        text = answer.text
+    async def step(self, message: Message) -> Reply:
+        """Answer a message of the model (`Environment.step`)."""
+        text: str = message["content"]
         written = read_calls(text, self._loaded.plan.form) if self._tools else []
         if calls := [typed(call, self._schemas) for call in written]:
             answers, broken = [], 0
@@ -178,13 +172,11 @@ class RunningEpisode:
                     answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
             return self._told(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])
         if not self._loaded.steps:
-            return Reply((), done=True)
+            return Reply(done=True)
         if next(iter(inspect.signature(self._made.step).parameters), "") != "message":
             return self._reply(_step(await _called(self._made.step, text)))
-        message: dict[str, Any] = {"role": "assistant", "content": text, **vars(answer)}
-        del message["text"]
         if self._asked is not None and self._asked.tools:
-            message["tool_calls"] = [
+            calls = [
                 {
                     "id": f"call{number:05}",
                     "type": "function",
@@ -192,11 +184,12 @@ class RunningEpisode:
                 }
                 for number, one in enumerate(readable_calls(text, self._loaded.plan.form, self._asked.tools))
             ]
+            message = {**message, "tool_calls": calls}
         return self._reply(_step(await _called(self._made.step, message)))
 
-    async def schemas(self) -> Reply:
-        """Return the JSON schema of each tool, and what a run says of the environment."""
-        return Reply((), schemas=self._loaded.schemas(), note=self._loaded.note)
+    async def schemas(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """Return the JSON schema of each tool by its name, and a line that a run shows about the environment."""
+        return self._loaded.schemas(), self._loaded.note
 
     async def close(self) -> Reply:
         """End the episode, and return what `get_reward` says of it."""
@@ -206,7 +199,7 @@ class RunningEpisode:
         parts = {f"{REWARD_PART}{name}": part for name, part in getattr(self._made, "reward_parts", {}).items()}
         if hasattr(self._made, "close"):
             await _called(self._made.close)
-        return Reply((), reward, done=True, metrics=_numbers(parts))
+        return Reply(reward=reward, done=True, metrics=_numbers(parts))
 
     def _told(self, answers: Sequence[str], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
         role = self._loaded.plan.tool_role

@@ -14,24 +14,26 @@ import contextlib
 import ctypes
 import os
 import pickle
-import random
 import resource
 import signal
 import socket
 import struct
 import sys
+from collections.abc import Awaitable, Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import psutil
 
-from rlctl.environments.plan import EnvironmentPlan, LoadedEnvironment, Reply
+from rlctl.environments.plan import EnvironmentPlan, LoadedEnvironment, RunningEpisode
 from rlctl.errors import RlctlError, first_line
 from rlctl.isolation.child_process import ChildProcess, begun
 from rlctl.isolation.supervisor import PR_SET_CHILD_SUBREAPER
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 LOOK_S = 0.5
 """Seconds between two looks for processes that have ended."""
 LENGTH = struct.Struct("!Q")
@@ -60,26 +62,24 @@ class EnvironmentHost:
         self._begun += 1
         with theirs:
             try:
-                self._tell("begin", theirs)
+                self._fork(theirs)
             except ConnectionError:  # the process died, and all episodes with it: they begin again
                 self._child.close()
                 self.start()
-                self._tell("begin", theirs)
+                self._fork(theirs)
         ours.setblocking(False)
         return Session(self, self._begun, ours)
 
-    def _tell(self, command: str, handle: socket.socket | None = None, episode: int | None = None) -> None:
-        connection = self._child.connection
-        if connection is None:
-            return
-        connection.send((command, episode or self._begun))
-        if handle is not None:
-            reduction.send_handle(connection, handle.fileno(), None)
+    def _fork(self, theirs: socket.socket) -> None:
+        if (connection := self._child.connection) is not None:
+            connection.send((EpisodeProcesses.begin, self._begun))
+            reduction.send_handle(connection, theirs.fileno(), None)
 
     def end(self, episode: int) -> None:
         """End the process of an episode, and what it has started."""
-        with contextlib.suppress(ConnectionError):
-            self._tell("end", episode=episode)
+        if (connection := self._child.connection) is not None:
+            with contextlib.suppress(ConnectionError):
+                connection.send((EpisodeProcesses.end, episode))
 
     def close(self) -> None:
         """End all processes."""
@@ -92,22 +92,22 @@ class Session:
     def __init__(self, host: EnvironmentHost, number: int, connection: socket.socket) -> None:
         self._host, self._number, self._socket = host, number, connection
 
-    async def ask(self, command: str, *arguments: Any, timeout_s: float) -> Reply:
-        """Return the reply to `reset`, `step` or `close`."""
+    async def ask(self, method: Callable[[RunningEpisode, *Ts], Awaitable[R]], *arguments: *Ts, timeout_s: float) -> R:
+        """Return what a method of the episode returns in its process, such as `RunningEpisode.step`."""
         try:
-            return await asyncio.wait_for(self._asked((command, arguments)), timeout_s)
+            return await asyncio.wait_for(self._asked((method, arguments)), timeout_s)
         except TimeoutError:
-            raise EpisodeFailedError(f"{command} took longer than {timeout_s:g} s") from None
+            raise EpisodeFailedError(f"{method.__name__} took longer than {timeout_s:g} s") from None
         except (EOFError, ConnectionError):
-            raise EpisodeFailedError(f"its process died in {command}") from None
+            raise EpisodeFailedError(f"its process died in {method.__name__}") from None
 
-    async def _asked(self, request: Any) -> Reply:
+    async def _asked(self, request: Any) -> Any:
         loop, data = asyncio.get_running_loop(), pickle.dumps(request)
         await loop.sock_sendall(self._socket, LENGTH.pack(len(data)) + data)
         (length,) = LENGTH.unpack(await self._received(LENGTH.size))
         found = pickle.loads(await self._received(length))
-        if isinstance(found, str):
-            raise EpisodeFailedError(found)
+        if isinstance(found, EpisodeFailedError):
+            raise found
         return found
 
     async def _received(self, length: int) -> bytes:
@@ -130,45 +130,54 @@ def main() -> None:
     """The process that episodes are forked from. It ends with the connection to the engine's worker."""
     connection, _, loaded = begun(EnvironmentPlan.load)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    episodes: dict[int, int] = {}
-    """Number of an episode -> its process."""
-    kept = {one.pid for one in psutil.Process().children()}  # what `prepare` of the environment has started
+    processes = EpisodeProcesses(loaded, connection)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             if connection.poll(LOOK_S):
-                command, number = connection.recv()
-                if command == "begin":
-                    handle = reduction.recv_handle(connection)
-                    sys.stdout.flush()
-                    if (process := os.fork()) == 0:
-                        connection.close()
-                        _play(loaded, Connection(handle))
-                    os.close(handle)
-                    episodes[number] = process
-                else:
-                    _end(episodes.pop(number, None))
-            _clear_up(episodes, kept)
+                method, number = connection.recv()
+                method(processes, number)
+            processes.clear_up()
 
 
-def _end(process: int | None) -> None:
-    if process is None:
-        return
+class EpisodeProcesses:
+    """The processes of single episodes, by the number of the episode."""
+
+    def __init__(self, loaded: LoadedEnvironment, connection: Connection) -> None:
+        self._loaded, self._connection = loaded, connection
+        self._pids: dict[int, int] = {}
+        self._kept = {one.pid for one in psutil.Process().children()}  # what `prepare` of the environment has started
+
+    def begin(self, number: int) -> None:
+        """Fork the process of an episode; the handle of its connection follows."""
+        handle = reduction.recv_handle(self._connection)
+        sys.stdout.flush()
+        if (pid := os.fork()) == 0:
+            self._connection.close()
+            _play(self._loaded, Connection(handle))
+        os.close(handle)
+        self._pids[number] = pid
+
+    def end(self, number: int) -> None:
+        """End the process of an episode, and what it has started."""
+        if (pid := self._pids.pop(number, None)) is not None:
+            _kill_tree(pid)
+
+    def clear_up(self) -> None:
+        """Reap what has ended, and end what episodes have left behind, which comes to this process when they end."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._pids = {number: pid for number, pid in self._pids.items() if pid != ended[0]}
+                for left in psutil.Process().children():
+                    if left.pid not in self._kept.union(self._pids.values()):
+                        _kill_tree(left.pid)
+
+
+def _kill_tree(pid: int) -> None:
     with contextlib.suppress(psutil.Error):
-        found = psutil.Process(process)
+        found = psutil.Process(pid)
         for one in (found, *found.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 one.kill()
-
-
-def _clear_up(episodes: dict[int, int], kept: set[int]) -> None:
-    """Reap what has ended, and end what episodes have left behind, which comes to this process when they end."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            for number in [one for one, process in episodes.items() if process == ended[0]]:
-                del episodes[number]
-            for left in psutil.Process().children():
-                if left.pid not in kept.union(episodes.values()):
-                    _end(left.pid)
 
 
 def _play(loaded: LoadedEnvironment, connection: Connection) -> None:
@@ -190,37 +199,33 @@ def _play(loaded: LoadedEnvironment, connection: Connection) -> None:
 
 
 async def _serve(loaded: LoadedEnvironment, connection: Connection) -> None:
-    episode = None
-    process = os.getpid()
+    episode, process = loaded.begin(), os.getpid()
     while True:
         try:
-            command, arguments = pickle.loads(await asyncio.to_thread(_read, connection.fileno()))
+            method, arguments = pickle.loads(await asyncio.to_thread(_read, connection.fileno()))
         except EOFError:
             return
         try:
-            if command == "reset":
-                random.seed(arguments[-1])
-            episode = episode or loaded.begin()
-            found = await getattr(episode, command)(*arguments)
+            found = await method(episode, *arguments)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
                 raise
-            found = _told(loaded.plan, error, command)
+            found = EpisodeFailedError(_told(loaded.plan, error, method.__name__))
         if os.getpid() != process:
             os._exit(0)  # a method has forked, and its copy has come back from it too
         data = pickle.dumps(found)
         _write(connection.fileno(), LENGTH.pack(len(data)) + data)
-        if command == "close":
+        if method is RunningEpisode.close:
             return
 
 
-def _told(plan: EnvironmentPlan, error: BaseException, command: str) -> str:
+def _told(plan: EnvironmentPlan, error: BaseException, method: str) -> str:
     """Return what to say of an error in a method of the environment."""
     if isinstance(error, RlctlError):
         return error.message
     codes = [*plan.tools, *([plan.code] if plan.code else [])]
     place = next((f"; {place}" for code in codes if (place := code.place(error))), "")
-    told = f"{command} raised {type(error).__name__}: {first_line(error)}{place}"
+    told = f"{method} raised {type(error).__name__}: {first_line(error)}{place}"
     return told.encode(errors="replace").decode()
 
 

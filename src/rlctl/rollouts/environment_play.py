@@ -19,7 +19,7 @@ from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.environments.interface import Ask, Message
-from rlctl.environments.plan import Answer, EnvironmentPlan, Reply, plan_environment, readable_calls
+from rlctl.environments.plan import EnvironmentPlan, Reply, RunningEpisode, plan_environment, readable_calls
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
@@ -76,9 +76,9 @@ class EnvironmentPlay:
         cls, host: EnvironmentHost, limits: EnvironmentConfig, encoder: PromptEncoder, row: PromptRow, seed: int
     ) -> EnvironmentPlay:
         session = host.begin()
-        described = await session.ask("schemas", timeout_s=limits.turn_timeout_s)
-        reply = await session.ask("reset", row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
-        schemas = dict(described.schemas)
+        schemas_of_tools, note = await session.ask(RunningEpisode.schemas, timeout_s=limits.turn_timeout_s)
+        reply = await session.ask(RunningEpisode.reset, row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
+        schemas = dict(schemas_of_tools)
         if reply.ask is not None:
             schemas |= {one["function"]["name"]: dict(one) for one in reply.ask.tools}
         shown, knows = showing(encoder, list(schemas.values()))
@@ -91,8 +91,8 @@ class EnvironmentPlay:
         form = limits.tool_format
         if form == "auto":
             form = form_of(shown) if schemas and knows else "hermes"
-        plan = replace(host.plan, schemas=dict(described.schemas), form=form, tool_role=turns.tool_role)
-        notes = list(filter(None, [described.note, turns.note]))
+        plan = replace(host.plan, schemas=schemas_of_tools, form=form, tool_role=turns.tool_role)
+        notes = list(filter(None, [note, turns.note]))
         if schemas:
             told = "" if knows else "; the chat template has no place for them: the system prompt says how to call them"
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
@@ -213,7 +213,9 @@ class Player:
 
     async def _played(self, episode: Episode, session: Session) -> None:
         play, limits = self._play, self._limits
-        reply = await session.ask("reset", episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s)
+        reply = await session.ask(
+            RunningEpisode.reset, episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s
+        )
         prompt, said = play.beginning(episode.request.messages, reply, episode.row)
         if len(prompt) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(prompt)} tokens of at most {play.max_length}")
@@ -231,7 +233,7 @@ class Player:
             if reason is None and not self._reads(episode, story, reply):
                 reason = "context"
         episode.stop_reason = reason
-        last = await session.ask("close", timeout_s=limits.turn_timeout_s)
+        last = await session.ask(RunningEpisode.close, timeout_s=limits.turn_timeout_s)
         episode.rewarded(last.reward)
         episode.count(last.metrics)
         if self._loses_its_reward(episode):
@@ -286,9 +288,12 @@ class Player:
         episode.transcript.append(Turn("assistant", text, len(tokens), 0.0))
         if found.stop_reason in ENDS_TURN:
             episode.stop_reason = found.stop_reason
-            return Reply(())
-        answer = Answer(text, tokens, found.logprobs_R.tolist(), read, found.stop_reason)
-        reply = await session.ask("step", answer, timeout_s=self._limits.turn_timeout_s)
+            return Reply()
+        message = {
+            "role": "assistant", "content": text, "tokens": tokens, "logprobs": found.logprobs_R.tolist(),
+            "prompt_tokens": read, "stop_reason": found.stop_reason,
+        }  # fmt: skip
+        reply = await session.ask(RunningEpisode.step, message, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
         opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
         called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form, asked.tools))

@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.builtin.search import Search, same
-from rlctl.environments.plan import Answer, plan_environment
+from rlctl.environments.plan import plan_environment
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
 
@@ -30,7 +30,7 @@ def test_the_model_searches_a_collection_and_answers(tmp_path: Path) -> None:
     assert search("norway", k=1) == "[1] Oslo: The capital of Norway."
     assert search("submarine") == "Nothing was found."
     right, wrong = (
-        asyncio.run(episode.step(Answer(text)))
+        asyncio.run(episode.step({"role": "assistant", "content": text}))
         for text in ("It is in the north.\noslo.", "<answer>Lyon</answer>\nOslo")
     )
     assert (right.reward, right.done, wrong.reward) == (1.0, True, 0.0)
