@@ -15,6 +15,7 @@ from rlctl.config.files import user_path
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments, differences
+from rlctl.jobs.cpu_format import format_notes, with_cpu_format
 from rlctl.jobs.generate import CompletionJob
 from rlctl.jobs.open_model import NamedModel, find_model, published_facts, published_teacher
 from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, runnable_plan
@@ -60,7 +61,7 @@ class DryRun:
     @classmethod
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
         """The dry run of a prepared job; `told` is what was said while it was prepared."""
-        notes = (*about(job), *_machine(job.resolved, job.plan), *told)
+        notes = (*about(job), *_machine(job.resolved, job.plan), *format_notes(job.resolved), *told)
         return cls(job.resolved, job.plan, BackendArguments.of(job.workers_spec()), notes, FirstLook.of(job))
 
     def to_json(self) -> dict[str, Any]:
@@ -205,6 +206,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         if not model.name or lookup_entry(model.name) is None or not _model_is_absent(model):
             raise
         facts, teacher = published_facts(model), published_teacher(resolved.config)
+        resolved = with_cpu_format(resolved, facts, ASSUMED_GPU)
         resolved, plan = check_plan(resolved, facts, method, ASSUMED_GPU, teacher=teacher)
         resolved = resolved.with_values(plan.config_values())
         checks = check_without_model(resolved.config, completion)
@@ -212,7 +214,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None, method)
         if teacher is not None:
             workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan, method))
-        notes = (*told, *checks.passed, *_assumed(resolved, plan))
+        notes = (*told, *format_notes(resolved), *checks.passed, *_assumed(resolved, plan))
         arguments = BackendArguments.of(workers)
         return DryRun(resolved, plan, arguments, notes, unchecked=unchecked, trials=checks.trials)
     return DryRun.of(job, told)

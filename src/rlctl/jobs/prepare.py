@@ -28,6 +28,7 @@ from rlctl.data.cross_tokens import Projection, require_aligning
 from rlctl.data.mixing import source_settings
 from rlctl.environments.plan import plan_environment
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
+from rlctl.jobs.cpu_format import format_notes, with_cpu_format
 from rlctl.jobs.open_model import (
     NamedModel,
     find_model,
@@ -246,6 +247,9 @@ def prepare_job(
     method, config = checked_method(resolved, tell), resolved.config
     named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
     facts = open_model(config.model, weights=False).facts
+    resolved = with_cpu_format(resolved, facts, assume)
+    for note in format_notes(resolved):
+        tell(note)
     resolved, early = check_plan(resolved, facts, method, assume, teacher=named.facts if named else None)
     config = resolved.config
     if starts:
@@ -421,6 +425,9 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     method = method_from_config(config, tries_loss=False)
     facts = published_facts(config.model, tell)
     refuse_without_effect(resolved, facts)
+    resolved = with_cpu_format(resolved, facts, ASSUMED_GPU)
+    for note in format_notes(resolved):
+        tell(note)
     teacher = published_teacher(config, tell)
     prompts = _prompts_here(resolved, method, tell)
     planned, length = _with_max_length(resolved, facts, method, prompts)

@@ -137,7 +137,9 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
     yield "training.optimizer_offload", t.optimizer_offload, offload
     if t.reference_offload:
         yield "reference", "host memory", "Its weights change places with the policy's for its log-probs."
-    precision = "A CPU trains in float32." if cluster.is_cpu else "It follows from model.dtype."
+    precision = "It follows from model.dtype."
+    if cluster.is_cpu and t.precision == "float32":
+        precision = "A CPU trains in float32 unless a probe shows bfloat16 products to be 1.5 times as fast."
     if t.precision == "fp8":
         precision = "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
     yield "precision", t.precision, precision
