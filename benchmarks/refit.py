@@ -26,7 +26,6 @@ import refit_engine
 import torch
 from refit_executor import executor_main, ring_of, tensor_at
 
-from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.config.parallel import ParallelSpec
 from rlctl.jobs.refit_synthetic import MODELS
 from rlctl.models.facts import ModelFacts
@@ -36,6 +35,7 @@ from rlctl.transport.rounds import chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Ring, Segment, ring_bytes
 from rlctl.weights import hf
 from rlctl.weights.megatron import MegatronWorld
+from rlctl.weights.plan_execution import dtype_of, strided, transformed
 from rlctl.weights.transfer_plan import RememberingWorld, many_objects, receive_plan
 
 EXECUTORS = 2

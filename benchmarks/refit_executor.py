@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from rlctl.backends.vllm.weights.write import DirectWriter
-from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.synthetic import SyntheticEngine
 from rlctl.transport.movers import TimedReceiver
 from rlctl.transport.round_buffers import chunk_view
 from rlctl.transport.rounds import cut_rounds, rows_of
 from rlctl.transport.shared_memory import Ring, Segment
+from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.vllm import VllmParallel
 
 

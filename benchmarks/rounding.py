@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from rlctl.checkpoints.rounding import narrow_into
+from rlctl.weights.rounding import narrow_into
 
 LIMIT = 3.0
 ROUNDS = 9

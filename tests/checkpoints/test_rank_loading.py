@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.checkpoints.hf.hf_model import read_config
-from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
@@ -19,6 +18,7 @@ from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
 from rlctl.weights.megatron import MegatronWorld
+from rlctl.weights.plan_execution import dtype_of
 
 BLOCK = (48, 80)  # divides neither the matrices nor a rank's part of them
 

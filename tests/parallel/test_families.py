@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.plan_execution import dtype_of, execute
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights.dtensor import module_layout
 from rlctl.weights.megatron import MegatronWorld
+from rlctl.weights.plan_execution import dtype_of, execute
 from rlctl.weights.transfer_plan import receive_plan
 from support.families import FAMILIES, ROUTERS, VOCAB, hf_model
 from support.parallel_cases import assemble

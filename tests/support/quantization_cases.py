@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from rlctl.checkpoints.hf.hf_model import open_hf_model
-from rlctl.checkpoints.plan_execution import strided, transformed
 from rlctl.models.facts import ModelFacts
+from rlctl.weights.plan_execution import strided, transformed
 from rlctl.weights.transfer_plan import receive_plan
 from support.parallel_cases import Batch, Case, Loss, column_by_rollout, load_batch, make_worker
 from support.reference import Optim

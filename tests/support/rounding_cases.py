@@ -15,9 +15,9 @@ from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.plan_execution import execute
-from rlctl.checkpoints.rounding import bfloat16_bits, float16_bits
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages
+from rlctl.weights.plan_execution import execute
+from rlctl.weights.rounding import bfloat16_bits, float16_bits
 from rlctl.weights.transfer_plan import receive_plan
 from support.critic_cases import CLIP, CONFIG, make_critic, rewarded
 from support.parallel_cases import (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.batch import Rounded
-from rlctl.checkpoints.rounding import narrowed
 from rlctl.settings.training import Rounding
+from rlctl.weights.rounding import narrowed
 
 SAMPLE = 1024
 """Elements of a weight that are looked at, or a few more."""

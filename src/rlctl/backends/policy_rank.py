@@ -51,15 +51,15 @@ from rlctl.backends.rows import (
 )
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
-from rlctl.checkpoints.plan_execution import with_adapter
 from rlctl.checkpoints.rank_loading import require_policy
-from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.cluster.progress import report
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import MediaPart
 from rlctl.settings.training import Rounding
 from rlctl.transport.collective import ServedStore
 from rlctl.weights.layout import Layout
+from rlctl.weights.plan_execution import with_adapter
+from rlctl.weights.rounding import narrow_into, narrowed
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
 """(row, output of the model) -> (loss, what is collected of the row)."""

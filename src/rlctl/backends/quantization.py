@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
 from rlctl.checkpoints.nvfp4 import rounded
-from rlctl.checkpoints.plan_execution import strided
 from rlctl.errors import ConfigError
 from rlctl.models.quantized import quantized_matrices, scale_groups
 from rlctl.weights.layout import Layout, Piece, View, view_of
+from rlctl.weights.plan_execution import strided
 
 
 class WeightGrid:

@@ -39,7 +39,7 @@ def load_rank(
     Raises InputError for a damaged directory or one of another model, and for a param of the layout that the policy
     does not have, or has in another shape.
     """
-    from rlctl.checkpoints.plan_execution import execute, fill
+    from rlctl.weights.plan_execution import execute, fill
 
     stored, opened, order = _open(directory, facts, valued, masters)
     found = find(directory)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from rlctl.backends.base import WeightSource
-from rlctl.checkpoints.plan_execution import transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
@@ -32,6 +31,7 @@ from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Staging, this_node
+from rlctl.weights.plan_execution import transformed
 from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, many_objects, receive_plan
 

@@ -14,7 +14,6 @@ import torch
 
 from rlctl.backends.base import WeightSource
 from rlctl.backends.vllm.weights.write import DirectWriter, ReceivingEnd, Target
-from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
@@ -25,6 +24,7 @@ from rlctl.transport.movers import Received
 from rlctl.transport.rounds import Connection, Need, Route
 from rlctl.transport.shared_memory import this_node
 from rlctl.weights.layout import Layout
+from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.readings import Reading
 from rlctl.weights.transfer_plan import World
 from rlctl.weights.vllm import VllmParallel, VllmWorld

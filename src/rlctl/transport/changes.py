@@ -16,10 +16,10 @@ from math import prod
 import numpy as np
 import torch
 
-from rlctl.checkpoints.plan_execution import dtype_of, transformed
 from rlctl.transport.round_buffers import Packer, chunk_number
 from rlctl.transport.rounds import EMPTY_BYTES, Changes, Channel, Chunk
 from rlctl.weights.layout import ParamSpec, view_of
+from rlctl.weights.plan_execution import dtype_of, transformed
 from rlctl.weights.transfer_plan import Copy
 
 HEADER = 2  # int64 words: the parameter, the number of elements

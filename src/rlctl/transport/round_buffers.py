@@ -12,10 +12,10 @@ from itertools import accumulate
 
 import torch
 
-from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.settings.training import Rounding
 from rlctl.transport.rounds import ALIGNMENT, Chunk, MessagePart, Rounds, message_bytes
 from rlctl.weights.layout import ITEM_BYTES
+from rlctl.weights.plan_execution import dtype_of, strided, transformed
 from rlctl.weights.transfer_plan import Copy
 from rlctl.weights.transforms import Cast
 

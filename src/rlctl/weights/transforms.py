@@ -1,4 +1,4 @@
-"""Changes of value between a tensor and the param that holds it; `checkpoints.plan_execution` executes them.
+"""Changes of value between a tensor and the param that holds it; `weights.plan_execution` executes them.
 
 Each declares which other tensors it reads, to which blocks a box must be aligned, and its inverse where it has one.
 """

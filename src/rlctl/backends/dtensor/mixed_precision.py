@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from rlctl.backends.quantization import WeightGrid
-from rlctl.checkpoints.rounding import narrowed
 from rlctl.errors import MachineError
 from rlctl.settings.training import Rounding
+from rlctl.weights.rounding import narrowed
 
 
 @dataclass(frozen=True)

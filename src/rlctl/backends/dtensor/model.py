@@ -26,13 +26,13 @@ from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
-from rlctl.checkpoints.rounding import narrowed
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.settings.training import Rounding
 from rlctl.weights.dtensor import DTensorWorld
+from rlctl.weights.rounding import narrowed
 
 ATTENTION = "rlctl_rows"
 """The name under which transformers finds `row_attention`. It has no mask function there, so no mask is made."""

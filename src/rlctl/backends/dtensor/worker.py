@@ -20,11 +20,11 @@ from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
-from rlctl.checkpoints.rounding import narrowed
 from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.vector_math import warm_up
 from rlctl.weights.dtensor import DTensorWorld, param_names
+from rlctl.weights.rounding import narrowed
 
 if TYPE_CHECKING:
     from rlctl.backends.dtensor.model import Groups

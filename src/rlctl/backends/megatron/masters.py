@@ -10,9 +10,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlctl.backends.movement import Movement
-from rlctl.checkpoints.rounding import narrow_into
 from rlctl.errors import ConfigError
 from rlctl.settings.training import OptimizerConfig, Rounding
+from rlctl.weights.rounding import narrow_into
 
 
 class RoundingOptimizer(DistributedOptimizer):

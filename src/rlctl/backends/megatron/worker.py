@@ -21,8 +21,8 @@ from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.adapters import fill_layer
 from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
-from rlctl.checkpoints.rounding import narrow_into
 from rlctl.weights.megatron import MegatronWorld
+from rlctl.weights.rounding import narrow_into
 
 if TYPE_CHECKING:
     from rlctl.backends.megatron.balance import Balance

@@ -36,7 +36,6 @@ from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, REL
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
 from rlctl.checkpoints.model_source import Tell
-from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, listed
@@ -45,6 +44,7 @@ from rlctl.settings.training import Rounding
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import Layout, ParamSpec, Shape
+from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 BLOCK_BYTES = 64 << 20

@@ -14,10 +14,10 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
-from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.errors import InputError, VerificationError
 from rlctl.weights.dtensor import param_names
+from rlctl.weights.plan_execution import dtype_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

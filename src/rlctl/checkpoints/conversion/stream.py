@@ -15,14 +15,14 @@ from typing import Protocol
 
 import torch
 
-from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transformed
-from rlctl.checkpoints.rounding import narrow_into
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.settings.training import Rounding
 from rlctl.vector_math import warm_up
 from rlctl.weights.layout import Fill, ParamSpec, Shape
+from rlctl.weights.plan_execution import dtype_of, fill, strided, transformed
 from rlctl.weights.readings import combine
+from rlctl.weights.rounding import narrow_into
 from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]

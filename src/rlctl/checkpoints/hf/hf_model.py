@@ -249,7 +249,7 @@ class PublishedFiles:
     def read(self, param: str) -> torch.Tensor:
         import torch
 
-        from rlctl.checkpoints.plan_execution import unpack_mxfp4
+        from rlctl.weights.plan_execution import unpack_mxfp4
 
         if param in self.files.tensors:
             stored = self.files.read(param)

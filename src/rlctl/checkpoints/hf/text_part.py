@@ -216,7 +216,7 @@ class TextPart:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, contiguous."""
-        from rlctl.checkpoints.plan_execution import strided
+        from rlctl.weights.plan_execution import strided
 
         piece = self.pieces[name]
         values = strided(self.files.read(piece.param), view_of(self.stored[piece.param], piece.param_box))

@@ -68,8 +68,8 @@ class Adapters:
 
     def computed_in(self, dtype: str, rounding: Rounding) -> Adapters:
         """These adapters as a model that computes in `dtype` multiplies by them."""
-        from rlctl.checkpoints.plan_execution import dtype_of
-        from rlctl.checkpoints.rounding import narrowed
+        from rlctl.weights.plan_execution import dtype_of
+        from rlctl.weights.rounding import narrowed
 
         narrow = {
             tensor: (narrowed(a, dtype_of(dtype), rounding), narrowed(b, dtype_of(dtype), rounding))

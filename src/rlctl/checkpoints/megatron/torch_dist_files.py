@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from rlctl.checkpoints.hf.hf_files import read_object
 from rlctl.checkpoints.megatron.pickles import load_common, load_metadata, load_saved
-from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import open_to_write
 from rlctl.errors import InputError
 from rlctl.weights.layout import ParamSpec, Span
+from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.torch_dist import Chunk
 
 BACKEND = {

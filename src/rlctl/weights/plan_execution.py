@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from rlctl.checkpoints.rounding import narrow_into, narrowed
 from rlctl.settings.training import Rounding
 from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
+from rlctl.weights.rounding import narrow_into, narrowed
 from rlctl.weights.transfer_plan import Copy
 from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlctl.checkpoints import rounding
-from rlctl.checkpoints.rounding import narrow_into, narrowed
+from rlctl.weights.rounding import narrow_into, narrowed
 
 BITS = {torch.bfloat16: rounding.bfloat16_bits, torch.float16: rounding.float16_bits}
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in BITS]
