@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from rlctl.data.images import ImageLimits, ImageProcessor, ImageSource, image_source
+from rlctl.data.image_sources import ImageLimits, ImageSource, image_source
+from rlctl.data.images import ImageProcessor
 from rlctl.errors import InputError
 from support.vision_models import FAMILIES, square, write_vision_model
 

@@ -148,8 +148,8 @@ def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
         (["[", '  {"prompt": "a"}', "]"], ["line 1", "not JSON", "jq -c '.[]'"]),
         (['{"prompt": [{"from": "human", "value": "q"}]}'], ["chat messages", "this one has from, value"]),
         (['{"prompt": [{"role": "assistant", "content": "a"}]}'], ["line 1", "ends with a message of the assistant"]),
-        (['{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}'], ["type 'image'", "Prompts are texts"]),
-        (['{"prompt": "a", "images": ["a.png"]}'], ["line 1: field 'images' holds images, and prompts are texts"]),
+        (['{"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}'], ["type 'audio'", "texts and images"]),
+        (['{"prompt": "a", "videos": ["a.mp4"]}'], ["line 1: field 'videos' holds videos, and prompts are texts"]),
         (['{"prompt": "a"}', '{"prompt": "b"'], ["line 2", "not JSON"]),
         (['["prompt"]'], ["line 1", "not a JSON object"]),
         (["[" * 100_000], ["line 1", "not JSON"]),
@@ -315,12 +315,12 @@ def test_wrong_splits_and_fields_of_a_dataset(saved_dataset: Path) -> None:
         open_file(saved_dataset / "one", prompt_field="question")
 
 
-def test_a_dataset_with_a_column_of_images_is_refused(tmp_path: Path) -> None:
+def test_a_dataset_with_images_in_another_column_is_refused(tmp_path: Path) -> None:
     import datasets
 
     features = datasets.Features({"prompt": datasets.Value("string"), "picture": [datasets.Image()]})
     datasets.Dataset.from_dict({"prompt": ["q"], "picture": [[]]}, features=features).save_to_disk(tmp_path / "d")
-    with pytest.raises(InputError, match="column 'picture' holds images, sound or video"):
+    with pytest.raises(InputError, match=r"column 'picture' holds images.*named 'image' or 'images'"):
         open_file(tmp_path / "d")
 
 

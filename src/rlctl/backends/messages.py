@@ -54,12 +54,19 @@ class Sampling:
     turn_ends: tuple[str | int, ...] = ()
     """Stops that end a turn of the chat format. The text of a completion excludes them and the model's own end tokens;
     all other stops are part of it. The tokens of a completion include every stop token."""
+    never: tuple[int, ...] = ()
+    """Tokens that are not drawn, as those that stand for images."""
     timeout_s: float | None = None
     """Longest time from the first token of a sample to its last; it then ends with what it has. None: no limit."""
 
     @classmethod
     def from_config(
-        cls, config: GenerationConfig, *, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
+        cls,
+        config: GenerationConfig,
+        *,
+        stop: tuple[str, ...] = (),
+        stop_token_ids: tuple[int, ...] = (),
+        never: tuple[int, ...] = (),
     ) -> Sampling:
         """Return the `generation` section, with the further stops of a chat format."""
         return cls(
@@ -71,6 +78,7 @@ class Sampling:
             stop=tuple(dict.fromkeys((*config.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *config.stop_token_ids))),
             turn_ends=(*stop, *stop_token_ids),
+            never=never,
         )
 
 

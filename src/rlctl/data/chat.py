@@ -17,13 +17,18 @@ from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_obje
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
+from rlctl.data.image_rows import images_of, in_parts
+from rlctl.data.image_sources import IMAGES, MARK
 from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
+from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of
 from rlctl.errors import InputError, first_line
 from rlctl.settings.data import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlctl.data.images import ImageProcessor
 
 log = logging.getLogger(__name__)
 PLAIN_STOP = "\nQuestion:"
@@ -35,6 +40,21 @@ PLAIN_NOTE = (
 XML_TOOLS = "xml_tools"
 """The name of the tools in SmolLM3's template."""
 _MARKER = "rlctl-end-of-turn"
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """The tokens of a prompt as the model reads them, and its images."""
+
+    tokens: tuple[int, ...]
+    media: tuple[MediaPart, ...] = ()
+
+    def last(self, tokens: int) -> EncodedPrompt:
+        """Return the prompt without its beginning, with at most so many tokens; an image that would be cut goes."""
+        begin = max(0, len(self.tokens) - tokens)
+        begin = max([begin, *(p.start + p.tokens for p in self.media if p.start < begin < p.start + p.tokens)])
+        kept = tuple(replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
+        return EncodedPrompt(self.tokens[begin:], kept)
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,12 @@ class PromptEncoder:
     """The tokens that delimit turns or end a text."""
     keeps_tokens: bool = False
     """Whether control tokens in the content of messages are tokens (`data.special_tokens`)."""
+    model_directory: str = ""
+    """Directory of the model, whose processor reads images."""
+    sees: bool = False
+    """Whether the model takes images."""
+    trusts_code: bool = False
+    """Whether code that comes with the model may run (`model.trust_remote_code`)."""
 
     @classmethod
     def build(
@@ -94,6 +120,9 @@ class PromptEncoder:
             note=None if template else PLAIN_NOTE,
             variables=model.chat_template_kwargs,
             keeps_tokens=data.special_tokens == "tokens",
+            model_directory=str(directory),
+            sees=reads_images(directory),
+            trusts_code=model.trust_remote_code,
         )
         encoder = encoder._tried() if template else encoder
         return encoder.with_ends(encoder.stop_token_ids)
@@ -108,12 +137,55 @@ class PromptEncoder:
         return self.control.shown(self.telling(row).render(self.messages(row), row.where))
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
-        """Return token ids of the prompt."""
+        """Return token ids of the prompt; an image has all that the model reads it as."""
         return self.telling(row).encode_messages(self.messages(row), row.where)
 
     def encode_messages(self, messages: Messages, where: str) -> tuple[int, ...]:
-        """Return token ids of a prompt of these messages."""
-        tokens = tuple(self.encode_text(self.render(messages, where), where))
+        """Return token ids of a prompt of these messages. Images are not decoded: their sizes say how many tokens they
+        have."""
+        tokens = self._written_tokens(messages, where)
+        if sources := images_of(messages):
+            tokens, _ = self.images(where).layout(tokens, [source.size() for source in sources], where)
+        return tuple(tokens)
+
+    def prompt(self, row: PromptRow) -> EncodedPrompt:
+        """Return token ids of the prompt with its images."""
+        return self.telling(row).prompt_of(self.messages(row), row.where)
+
+    def fitted(self, row: PromptRow, tokens: Sequence[int]) -> EncodedPrompt:
+        """Return the prompt of a row whose tokens, perhaps without their beginning, are known."""
+        return self.prompt(row).last(len(tokens)) if row.images else EncodedPrompt(tuple(tokens))
+
+    def prompt_of(self, messages: Messages, where: str) -> EncodedPrompt:
+        """Return token ids of a prompt of these messages, with their images. Raises InputError for one that cannot be
+        read."""
+        return self.with_images(self._written_tokens(messages, where), messages, where)
+
+    def with_images(self, tokens: Sequence[int], messages: Messages, where: str) -> EncodedPrompt:
+        """Return tokens that stand for messages with the images of these in their places."""
+        if not (sources := images_of(messages)):
+            return EncodedPrompt(tuple(tokens))
+        processor = self.images(where)
+        expanded, media = processor.expand(tokens, [processor.read(source) for source in sources], where)
+        return EncodedPrompt(tuple(expanded), media)
+
+    def images(self, where: str = "a prompt") -> ImageProcessor:
+        """Return what reads the images of prompts. Raises InputError where the model takes none."""
+        from rlctl.data.images import ImageProcessor
+
+        if self.template is None:
+            raise InputError(f"{where}: it has images, and no chat template says where they stand.",
+                             "Give a template with --chat-template.")  # fmt: skip
+        return ImageProcessor.open(self.model_directory, trust_remote_code=self.trusts_code)
+
+    @property
+    def never_sampled(self) -> tuple[int, ...]:
+        """Tokens that stand for images: a completion with one would be read as an image that is not there."""
+        return self.images().never_sampled if self.template is not None and self.sees else ()
+
+    def _written_tokens(self, messages: Messages, where: str) -> list[int]:
+        """Return the tokens that the chat template writes, with one for each image."""
+        tokens = self.encode_text(self.render(messages, where), where)
         self.require_known(tokens, where)
         return tokens
 
@@ -160,10 +232,11 @@ class PromptEncoder:
             return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
-        text = last["content"]
+        text = last["content"].lstrip(MARK)
+        first = last["content"][: len(last["content"]) - len(text)]  # images in front stay there
         if self.prompt_template is not None:
             text = self.prompt_template.render({**row.fields, self.prompt_field: text, PROMPT: text}, row.where)
-        messages[-1] = {**last, "content": text + self.prompt_suffix}
+        messages[-1] = {**last, "content": first + text + self.prompt_suffix}
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
@@ -181,9 +254,7 @@ class PromptEncoder:
             return "\n".join([*lines, "Answer:"])
         from jinja2 import TemplateError
 
-        shown: Any = messages
-        if self.in_parts:
-            shown = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        shown: Any = [in_parts(one, always=self.in_parts) for one in messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **variables
@@ -270,7 +341,8 @@ class PromptEncoder:
         called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
         result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "?"}
         texts = self._written(called), self._written([*called, result])
-        return [found, texts[1][len(commonprefix(texts)) :]]  # noqa: RUF071 - of texts, not of paths
+        shown = self._written([{"role": "user", "content": MARK, IMAGES: [None]}]) if self.sees else ""
+        return [found, texts[1][len(commonprefix(texts)) :], shown]  # noqa: RUF071 - of texts, not of paths
 
     def _written(self, messages: Messages, *, answered: bool = True) -> str:
         try:
@@ -318,7 +390,7 @@ def template_digest(template: str) -> str:
 def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer`, or else of the model's directory; InputError where there is none."""
     # transformers takes seconds to import, and only runs need it
-    if Process.reads_tokenizers_alone and "torch" not in sys.modules:
+    if Process.reads_tokenizers_alone and "torch" not in sys.modules and not reads_images(model_directory):
         _import_without_torch()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
@@ -343,6 +415,12 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
             f"{origin} has no tokenizer that can be loaded: {first_line(error)}",
             "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",
         ) from error
+
+
+def reads_images(model_directory: Path | str) -> bool:
+    """Return whether the model of a directory takes images."""
+    found = (Path(model_directory) / "config.json").is_file()
+    return found and bool(read_config(Path(model_directory)).get("vision_config"))
 
 
 class Process:

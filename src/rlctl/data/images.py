@@ -1,18 +1,12 @@
-"""Images of prompts: where a row holds them, their pixels, and the tokens that a model reads them as.
+"""Images as a model reads them: their pixels, and the tokens that stand for them.
 
-A message with images has a mark in its text for each, and the images under the key `images`. The processor in the
-model's directory decides on pixels and tokens, for trainer and engine alike.
+The processor in the model's directory decides on both, for trainer and engine alike.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import io
-import os
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlctl.config.files import cache_directory, user_path
+from rlctl.data.image_sources import IMAGE, ImageSource
 from rlctl.data.rollouts import MediaPart
 from rlctl.errors import InputError, MachineError, first_line
 
@@ -28,195 +22,11 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-IMAGE = "image"
-"""Kind of a `MediaPart`, as vLLM calls it."""
-IMAGES = "images"
-"""Key of a message, and column of a row, with several images."""
-MARK = "\ufdd0"
-"""Place of an image in the text of a message: a code point that Unicode keeps out of texts."""
-FETCH_TIMEOUT_S = 30.0
-MOST_PIXELS, MOST_BYTES = 50_000_000, 50_000_000
-"""Pixels and encoded bytes of an image by default (`data.image_pixels`, `data.image_bytes`)."""
-_ORIENTATION = 0x0112
-_TURNED = range(5, 9)
-"""Tag of EXIF, and its values that swap width and height."""
 MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "spatial_shapes")
 """Outputs of processors that models take as the pixels of images."""
 KEPT_IMAGES = 64
 """Decoded images that a process keeps: an image comes again with the length of its prompt, its request, and its next
 turn."""
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """What an image may hold at most, before it is decoded."""
-
-    pixels: int = MOST_PIXELS
-    bytes: int = MOST_BYTES
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """An image of a row that was not read yet."""
-
-    where: str
-    """How to name it in a message, for example `rows.jsonl, line 3, cat.png`."""
-    place: str = ""
-    """Path or URL; empty: `data` holds it."""
-    data: bytes = field(default=b"", repr=False)
-    """An encoded image, such as the bytes of a PNG file."""
-    limits: ImageLimits = ImageLimits()
-
-    def encoded(self) -> bytes:
-        """Return the bytes of the file. Raises InputError that names the row."""
-        if not self.place:
-            return self._within(self.data)
-        if _is_url(self.place):
-            return self._fetched()
-        try:
-            with open(self.place, "rb") as file:
-                return self._within(file.read(self.limits.bytes + 1))
-        except OSError as error:
-            why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-            raise InputError(f"{self.where}: {why}.", "Paths are relative to the data file.") from error
-
-    def size(self) -> tuple[int, int]:
-        """Return (height, width) after its EXIF orientation, from the header. Raises InputError."""
-        return _size(self)
-
-    def decoded(self) -> Image:
-        """Return the image, upright and in its own mode. Raises InputError where it is broken or too large."""
-        from PIL import ImageOps
-
-        image = self._opened()
-        try:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, MemoryError) as error:
-            raise self._broken(error) from error
-        return upright
-
-    def _opened(self) -> Image:
-        """Return the image with its header read."""
-        from PIL import Image, UnidentifiedImageError
-
-        data = self.encoded()
-        try:
-            image = Image.open(io.BytesIO(data))
-        except Image.DecompressionBombError as error:
-            raise self._too_large(f"far more than {self.limits.pixels:,} pixels") from error
-        except UnidentifiedImageError as error:
-            what = "is empty" if not data else "is not an image that PIL can read"
-            raise InputError(f"{self.where}: it {what}.", "Write it as PNG, JPEG or WebP.") from error
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError) as error:
-            raise self._broken(error) from error
-        if image.width * image.height > self.limits.pixels:
-            raise self._too_large(f"{image.width:,} x {image.height:,} pixels")
-        return image
-
-    def _too_large(self, has: str) -> InputError:
-        hint = f"data.image_pixels allows {self.limits.pixels:,}: scale it down, or raise that."
-        return InputError(f"{self.where}: it has {has}.", hint)
-
-    def _broken(self, error: Exception) -> InputError:
-        return InputError(f"{self.where}: the image is damaged ({first_line(error)}).", "Replace the file.")
-
-    def _within(self, data: bytes) -> bytes:
-        if len(data) > self.limits.bytes:
-            hint = f"data.image_bytes allows {self.limits.bytes:,}: scale it down, or raise that."
-            raise InputError(f"{self.where}: it has more bytes than an image may have.", hint)
-        return data
-
-    def _fetched(self) -> bytes:
-        """Return what is at the URL, which is kept on disk."""
-        kept = cache_directory() / IMAGES / hashlib.sha256(self.place.encode()).hexdigest()
-        if kept.is_file():
-            return self._within(kept.read_bytes())
-        request = urllib.request.Request(self.place, headers={"User-Agent": "rlctl"})
-        try:
-            with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as answer:
-                data = self._within(answer.read(self.limits.bytes + 1))
-        except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
-            raise InputError(
-                f"{self.where}: it cannot be fetched ({error}).", "Check the URL and the network."
-            ) from error
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_name(f"{kept.name}.{os.getpid()}")
-        partial.write_bytes(data)
-        partial.replace(kept)
-        return data
-
-
-@lru_cache(maxsize=1_000_000)
-def _size(source: ImageSource) -> tuple[int, int]:
-    image = source._opened()
-    turned = image.getexif().get(_ORIENTATION) in _TURNED
-    return (image.width, image.height) if turned else (image.height, image.width)
-
-
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
-
-
-def image_source(value: Any, where: str, folder: Path, limits: ImageLimits = ImageLimits()) -> ImageSource:
-    """Return the image that a value of a row stands for.
-
-    A value is a path relative to `folder`, a URL of http(s), a data URL, base64, bytes, an image of PIL, or an object
-    with `bytes`, `path`, `url`, `image_url`, `image`, `base64` or `data`. Raises InputError for anything else.
-    """
-    if isinstance(value, Mapping):
-        inner = next((value[key] for key in _KEYS if value.get(key)), None)
-        if inner is None:
-            raise InputError(f"{where}: an image has neither `bytes` nor `path` nor `url`.", _FORMS)
-        if isinstance(inner, bytes) and isinstance(value.get("path"), str):
-            where = f"{where}, {value['path']}"
-        return image_source(inner, where, folder, limits)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return ImageSource(where, data=bytes(value), limits=limits)
-    if isinstance(value, str) and value.startswith("data:"):
-        return ImageSource(where, data=_from_base64(value.partition(",")[2], where), limits=limits)
-    if isinstance(value, str) and _is_url(value):
-        return ImageSource(f"{where}, {value}", place=value, limits=limits)
-    if isinstance(value, str) and value:
-        path = folder / user_path(value.removeprefix("file://"))
-        if len(value) > _LONGEST_PATH or (_looks_encoded(value) and not path.is_file()):
-            return ImageSource(where, data=_from_base64(value, where), limits=limits)
-        return ImageSource(f"{where}, {value}", place=str(path), limits=limits)
-    if (held := _saved(value)) is not None:
-        return ImageSource(where, data=held, limits=limits)
-    raise InputError(f"{where}: an image is of type {type(value).__name__}.", _FORMS)
-
-
-def _saved(value: Any) -> bytes | None:
-    """Return an image of PIL as a file without loss; None: the value is none."""
-    from PIL import Image
-
-    if not isinstance(value, Image.Image):
-        return None
-    file = io.BytesIO()
-    value.save(file, format="TIFF" if value.mode == "CMYK" else "PNG")
-    return file.getvalue()
-
-
-_KEYS = ("bytes", "image", "image_url", "url", "base64", "data", "path")
-_FORMS = "An image is a path, a URL, a data URL, base64, or an object with `bytes` or `path`."
-_LONGEST_PATH = 4096
-_ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")
-"""How PNG, JPEG, GIF, WebP, BMP and TIFF files begin in base64."""
-
-
-def _looks_encoded(text: str) -> bool:
-    return len(text) > 64 and text.startswith(_ENCODED)
-
-
-def _from_base64(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InputError(f"{where}: an image is neither a path nor base64 ({error}).", _FORMS) from error
-
-
-# Tokens and pixels
 
 
 @dataclass(frozen=True)
@@ -236,6 +46,8 @@ class ImageProcessor:
     """The one of transformers. vLLM opens the same directory in the same way, so that both have one backend."""
     _expansions: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """Tokens of an image by its (height, width): nothing else of it matters."""
+    _read: OrderedDict[ImageSource, np.ndarray] = field(default_factory=OrderedDict)
+    """The images that were read last."""
 
     @classmethod
     def open(cls, directory: Path | str, *, trust_remote_code: bool = False) -> ImageProcessor:
@@ -272,6 +84,14 @@ class ImageProcessor:
         converts = getattr(self.processor.image_processor, "convert_to_rgb", None)
         found = converts(image) if converts is not None else image
         return np.array(found if found.mode == "RGB" else found.convert("RGB"))
+
+    def read(self, source: ImageSource) -> np.ndarray:
+        """Return an image of a row as `rgb` gives it. Raises InputError that names the row."""
+        found = self._read.pop(source, None)
+        self._read[source] = found = self.rgb(source.decoded()) if found is None else found
+        if len(self._read) > KEPT_IMAGES:
+            self._read.popitem(last=False)
+        return found
 
     def expansion(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the tokens that stand for an image of (height, width)."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.data.image_rows import PART_TYPES, images_of, part_image, with_images, without_marks
+from rlctl.data.image_sources import IMAGES, MARK, ImageSource
 from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError, suggest
 from rlctl.settings.data import DataConfig
@@ -38,7 +40,7 @@ USUAL_NAMES = {
 """Names that prompts and answers have in published datasets, to suggest."""
 _LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 _NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
-OTHER_MEDIA = {"image": "an image", "images": "images", "video": "a video", "videos": "videos", "audio": "sound"}
+OTHER_MEDIA = {"video": "a video", "videos": "videos", "audio": "sound"}
 
 Messages = list[dict[str, Any]]
 
@@ -83,7 +85,12 @@ class PromptRow:
         if isinstance(self.prompt, str):
             return self.prompt
         asked = [m["content"] for m in self.prompt if m["role"] == "user"]
-        return (asked or [m["content"] for m in self.prompt] or [""])[-1]
+        return without_marks((asked or [m["content"] for m in self.prompt] or [""])[-1])
+
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """The images of the prompt in their order."""
+        return images_of(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -149,8 +156,8 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     require_fields(record, data, where)
     if name := next((name for name in OTHER_MEDIA if record.get(name)), None):  # without it there is no answer
         raise InputError(
-            f"{where}: field {name!r} holds {OTHER_MEDIA[name]}, and prompts are texts.",
-            "rlctl does not train on images, sound or video. If the text alone is meant, leave that field out.",
+            f"{where}: field {name!r} holds {OTHER_MEDIA[name]}, and prompts are texts and images.",
+            "rlctl does not train on sound or video. If the text alone is meant, leave that field out.",
         )
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
     answer = record.get(data.answer_field)
@@ -158,9 +165,9 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
         answer = answer.rsplit("\n#### ", 1)[1].strip()
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
     if data.prompt_field not in record and template is not None and PROMPT not in template.names:
-        return PromptRow(index, where, template.render(fields, where), answer, fields)
+        return with_images(PromptRow(index, where, template.render(fields, where), answer, fields), record, data)
     value = _asked_in_gym(record[name], where) if name == GYM else record[name]
-    return PromptRow(index, where, checked_prompt(value, name, where), answer, fields)
+    return with_images(PromptRow(index, where, checked_prompt(value, name, where), answer, fields), record, data)
 
 
 def _from_json(value: Any) -> Any:
@@ -290,16 +297,21 @@ def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
-    """Return a chat message with its thought; its content may be given as a list of texts in parts."""
+    """Return a chat message with its thought and images; its content may be given as a list of parts."""
     role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
+    images: list[Any] = []
     if isinstance(content, Sequence) and not isinstance(content, str) and all(isinstance(p, Mapping) for p in content):
         for part in content:
-            if (kind := part.get("type")) != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type")
+            if kind not in PART_TYPES and (kind != "text" or not isinstance(part.get("text"), str)):
                 raise InputError(
                     f"{where}: a message of field {field_name!r} has a part of type {kind!r}.",
-                    "Prompts are texts: rlctl does not train on images, sound or video.",
+                    "Prompts are texts and images: rlctl does not train on sound or video.",
                 )
-        content = "".join(part["text"] for part in content)
+        images = [part_image(part) for part in content if part["type"] in PART_TYPES]
+        content = "".join(MARK if part["type"] in PART_TYPES else part["text"] for part in content)
+    elif isinstance(value, Mapping):
+        images = [*(value.get(IMAGES) or ())] if MARK in str(content) else []  # a message that was read before
     if content is None and isinstance(value, Mapping) and value.get("tool_calls"):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
@@ -309,7 +321,7 @@ def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
             f"A message is an object with the texts `role` and `content`{has}.",
         )
     thoughts = {key: value[key] for key in THOUGHTS if value.get(key) is not None}
-    return {"role": role, "content": content, **thoughts}
+    return {"role": role, "content": content, **thoughts, **({IMAGES: images} if images else {})}
 
 
 def instructions(data: DataConfig) -> str:

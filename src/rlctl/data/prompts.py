@@ -9,14 +9,17 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.yaml_values import parse_value
+from rlctl.data.image_rows import COLUMNS, holds_images
 from rlctl.data.prompt_rows import (
     GYM_PREFIX,
+    MESSAGES,
     GymTask,
     PromptRow,
     PromptSource,
@@ -41,6 +44,8 @@ ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, an
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
+LOOKED_AT = 16
+"""Rows of a source that are looked at for images."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -143,6 +148,38 @@ def columns_of(path: Path) -> list[str]:
     return pyarrow.parquet.read_schema(path).names
 
 
+def shows_images(data: DataConfig) -> bool:
+    """Return whether the first rows of a source have images. What cannot be read is told when the source is opened."""
+    name, path = data.name or "", Path(data.name or "")
+    kind = FILE_SUFFIXES.get(path.suffix.lower())
+    if not name or name.startswith(GYM_PREFIX) or (kind is not None and not path.is_file()):
+        return False
+    try:
+        return any(map(holds_images, islice(_records(data, kind), LOOKED_AT)))
+    except (InputError, MachineError, OSError, ValueError):
+        return False
+
+
+def _records(data: DataConfig, kind: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a source without reading them as rows."""
+    path = Path(data.name or "")
+    if kind == "jsonl":
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    yield _record(line, path, 0)
+    elif kind == "parquet":
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=LOOKED_AT):
+                yield from batch.to_pylist()
+    else:
+        dataset = _loaded(data.name or "", data)
+        for index in range(min(len(dataset), LOOKED_AT)):
+            yield dataset[index]
+
+
 def open_parquet(path: Path, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
     """Return one row for every row of the table (the first `data.size`)."""
     try:
@@ -168,11 +205,18 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
         raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
     row_type.require_columns(dataset.column_names, data, f"Dataset {label}")
     for column, feature in dataset.features.items():
-        if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
+        if any(kind in repr(feature) for kind in ("Audio(", "Video(")):
             raise InputError(
-                f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
+                f"Dataset {label}: column {column!r} holds sound or video, and prompts are texts and images.",
                 "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
             )
+        if "Image(" in repr(feature) and column not in (*COLUMNS, MESSAGES, data.prompt_field):
+            raise InputError(
+                f"Dataset {label}: column {column!r} holds images, and a row's images are in a column named 'image' or "
+                "'images'.",
+                "Rename it with dataset.rename_column, or save the dataset without it.",
+            )
+    dataset = _undecoded(dataset)
 
     def row(index: int) -> PromptRow:
         return _row_of_table(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data, row_type)
@@ -186,8 +230,24 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
     return source
 
 
+def _undecoded(dataset: Dataset) -> Dataset:
+    """Return a dataset whose images come as the bytes or paths that it holds."""
+    import datasets
+
+    for column, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(column, datasets.Image(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+            dataset = dataset.cast_column(column, datasets.List(datasets.Image(decode=False)))
+    return dataset
+
+
 def open_hub(name: str, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
     """Return the split `data.split` of a dataset `name` or `name:configuration`; InputError where it cannot be had."""
+    return of_dataset(name, _loaded(name, data), data, row_type)
+
+
+def _loaded(name: str, data: DataConfig) -> Dataset:
     try:
         import datasets
         import datasets.exceptions
@@ -204,9 +264,9 @@ def open_hub(name: str, data: DataConfig, row_type: RowType = PROMPTS) -> Prompt
                 hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
                 raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
             saved = saved[data.split]
-        return of_dataset(name, saved, data, row_type)
+        return saved
     try:
-        loaded = datasets.load_dataset(path, configuration or None, split=data.split)
+        return datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
         kind = AbsentError if isinstance(error, ConnectionError) else InputError
@@ -215,7 +275,6 @@ def open_hub(name: str, data: DataConfig, row_type: RowType = PROMPTS) -> Prompt
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
-    return of_dataset(name, loaded, data, row_type)
 
 
 def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptSource:

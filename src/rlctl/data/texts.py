@@ -19,6 +19,7 @@ import numpy as np
 
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.control_tokens import begun
+from rlctl.data.image_rows import images_of, with_images
 from rlctl.data.prompt_rows import (
     MESSAGES,
     THOUGHTS,
@@ -98,6 +99,10 @@ def text_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
 
     Raises InputError naming row and field where the record has no text.
     """
+    return with_images(_text_from_record(record, index, where, data), record, data)
+
+
+def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     fields = dict(record)
     if record.keys() >= SQUAD and data.answer_field == ANSWER and not record.keys() & {COMPLETION, MESSAGES}:
         texts = record["answers"].get(TEXT) if isinstance(record["answers"], Mapping) else None
@@ -141,6 +146,10 @@ def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: Da
     The prompt may be in the messages of both completions, which then begin alike. Raises InputError naming row and
     field.
     """
+    return with_images(_pair_from_record(record, index, where, data), record, data)
+
+
+def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     if not record.keys() & {CHOSEN, REJECTED} and (RANKED in record or record.keys() >= HELP_STEER):
         pair = _ranked(record, where) if RANKED in record else _preferred(record, where)
         record = {**({PROMPT: record[CONTEXT]} if CONTEXT in record else {}), **record, **pair}
@@ -265,12 +274,28 @@ def trained_texts(
     found = []
     for completion in completions:
         said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-        text = written(encoder, encoder.messages(row), said, row.where)
+        messages = encoder.messages(row)
+        text = written(encoder, messages, said, row.where)
         if everything:
             text.mask_T[1:] = True
+        if any(images_of(part) for part in (messages, said)):
+            text = _expanded(encoder, text, [*messages, *said], row.where)
         encoder.require_known(text.tokens_T.tolist(), row.where)
         found.append(text)
     return tuple(found)
+
+
+def _expanded(encoder: PromptEncoder, text: TrainedText, messages: Messages, where: str) -> TrainedText:
+    """Return a text with its images in their places; their tokens have no loss."""
+    shown = encoder.with_images(text.tokens_T.tolist(), messages, where)
+    mask_T, after = np.zeros(len(shown.tokens), bool), 0
+    unexpanded = 0
+    for part in shown.media:
+        kept = part.start - after
+        mask_T[after : part.start] = text.mask_T[unexpanded : unexpanded + kept]
+        unexpanded, after = unexpanded + kept + len(part.written), part.start + part.tokens
+    mask_T[after:] = text.mask_T[unexpanded:]
+    return replace(text, tokens_T=np.array(shown.tokens, np.int32), mask_T=mask_T, media=shown.media)
 
 
 def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:

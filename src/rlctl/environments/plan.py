@@ -10,10 +10,13 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from rlctl.config.plugins import load_named, plugin_names
+from rlctl.data.image_rows import shown_prompt
+from rlctl.data.image_sources import IMAGES, image_source
 from rlctl.data.prompt_rows import PromptRow, checked_messages
 from rlctl.data.rollouts import REWARD_PART
 from rlctl.environments.adapters import ADAPTERS
@@ -145,7 +148,9 @@ class RunningEpisode:
         """Begin. The messages are those behind the row's prompt."""
         random.seed(seed)
         self._begin()
-        columns = {**row.fields, "prompt": row.prompt, "answer": row.answer}
+        columns = {**row.fields, "prompt": shown_prompt(row.prompt), "answer": row.answer}
+        if row.images:
+            columns[IMAGES] = [image.rgb() for image in row.images]
         parameters = inspect.signature(self._made.reset).parameters
         if {"seed", "options"} <= parameters.keys():  # as Gymnasium calls it
             found = await _called(self._made.reset, seed=seed, options=columns)
@@ -289,9 +294,27 @@ def _messages(found: Any) -> tuple[Message, ...]:
         raise TypeError(f"{found!r:.80} is neither a text nor messages")
     listed = list(listed)
     for one in listed:
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise TypeError(f"{one!r:.80} is not a message: it needs the texts `role` and `content`")
-    return _plain(listed)
+        shape = (str, str | list) if isinstance(one, Mapping) else ()
+        if not shape or not all(isinstance(one.get(key), kind) for key, kind in zip(_SAYS, shape, strict=True)):
+            raise TypeError(f"{one!r:.80} is not a message: it needs `role` and `content`")
+    return _with_images(listed)
+
+
+_SAYS = ("role", "content")
+
+
+def _with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Return messages as plain data, with the images in parts of their content. Raises TypeError for other parts."""
+    try:
+        read = [
+            one if isinstance(one["content"], str) else {**one, **checked_messages([one], "messages", "A message")[0]}
+            for one in messages
+        ]
+        sources = [[image_source(value, "An image", Path()) for value in one.get(IMAGES, ())] for one in read]
+    except InputError as error:
+        raise TypeError(str(error)) from error
+    plain = _plain([{key: value for key, value in one.items() if key != IMAGES} for one in read])
+    return tuple({**one, IMAGES: held} if held else one for one, held in zip(plain, sources, strict=True))
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -308,7 +331,7 @@ def _checked(ask: Ask) -> Ask:
         if not all(isinstance(one, int) and one >= (name == "max_tokens") for one in given):
             raise ValueError(f"{name} is {getattr(ask, name)!r:.80}, and no engine takes that")
     held = () if ask.tokens else checked_messages(list(ask.messages), "messages", "The conversation")
-    return replace(ask, messages=_plain(held), tools=_plain(ask.tools), stop=_stops(ask.stop))
+    return replace(ask, messages=_with_images(held), tools=_plain(ask.tools), stop=_stops(ask.stop))
 
 
 def _number(value: Any, what: str) -> float:

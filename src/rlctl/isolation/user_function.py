@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 from rlctl.config.files import read_text, user_path
 from rlctl.config.plugins import find_plugin, load_plugin
+from rlctl.data.image_rows import shown_prompt
+from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, RlctlError, suggest, suggest_file
 from rlctl.settings.rewards import MODEL
@@ -181,6 +183,8 @@ class UserScorer(UserFunction):
 
     def _given(self, completion: str, row: PromptRow) -> dict[str, Any]:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
+        if IMAGES in self._takes:
+            given |= {IMAGES: [image.rgb() for image in row.images]}
         return given | {TURNS: turns_of(row, completion)} if TURNS in self._takes else given
 
 
@@ -233,12 +237,14 @@ class UserBatchScorer(UserFunction):
         columns: dict[str, list[Any]] = {
             **{name: [row.fields.get(name) for row in rows] for name in names},
             "answer": [row.answer for row in rows],
-            "prompts": [row.prompt for row in rows],
+            "prompts": [shown_prompt(row.prompt) for row in rows],
             "completions": [  # chats where prompts are chats, as TRL has them
                 text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
                 for text, row in zip(completions, rows, strict=True)
             ],
         }
+        if IMAGES in self._takes:
+            columns[IMAGES] = [[image.rgb() for image in row.images] for row in rows]
         if TURNS in self._takes:
             columns[TURNS] = [turns_of(row, text) for row, text in zip(rows, completions, strict=True)]
         values = self._call(columns, scored)

@@ -25,6 +25,7 @@ from rlctl.config.load import DEFAULT, Resolved, from_sources
 from rlctl.config.sources import Source, Value
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
+from rlctl.data.image_rows import shown_prompt
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
 from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_episodes, open_prompts
 from rlctl.data.rollouts import Rollout, RolloutGroup
@@ -346,7 +347,10 @@ class Encoded:
     def sampling(self, task: Task) -> Sampling:
         encoder = self.encoders[task.label]
         return Sampling.from_config(
-            self.job.config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids
+            self.job.config.generation,
+            stop=encoder.stop,
+            stop_token_ids=encoder.stop_token_ids,
+            never=encoder.never_sampled,
         )
 
     def settings(self, task: Task) -> dict[str, Any]:
@@ -432,7 +436,9 @@ def _scored(
     seed = config.run.seed
     seeds = {row: tuple(sample_seed(seed, row, sample) for sample in samples) for row, samples in part.items()}
     if one.play is None:
-        requests = [GroupRequest(row, one.prompts[task.label][places[row]], seeds[row]) for row in part]
+        encoder = one.encoders[task.label]
+        shown = {row: encoder.fitted(rows[row], one.prompts[task.label][places[row]]) for row in part}
+        requests = [GroupRequest(row, shown[row].tokens, seeds[row], media=shown[row].media) for row in part]
     else:
         encoder = one.encoders[task.label]
         of_episode = {row: episode_seed(seed, FIRST_EPISODE + row) for row in part}
@@ -459,7 +465,7 @@ def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sam
         "model": one.candidate.label,
         "row": group.position,
         "sample": sample,
-        "prompt": group.prompt.prompt,
+        "prompt": shown_prompt(group.prompt.prompt),
         "answer": group.prompt.answer,
         "completion": text,
         **({"turns": [asdict(turn) for turn in turns]} if turns else {}),

@@ -21,6 +21,7 @@ from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.image_rows import shown_prompt
 from rlctl.data.prompt_rows import PromptRow, checked_prompt, prompt_field_in, row_from_record
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments
@@ -208,17 +209,21 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
     for note in encoder.notes_on(rows):
         tell(note)
     prompts = with_room(job, [encoder.encode(row) for row in rows], rows, tell)
-    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    sampling = Sampling.from_config(
+        config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids, never=encoder.never_sampled
+    )
     plan = job.checked_plan([len(prompt) for prompt in prompts])
     job = replace(job, resolved=job.resolved.with_values(plan.config_values()))
     requests = [
-        GroupRequest(i, prompt, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)))
-        for i, prompt in enumerate(prompts)
+        GroupRequest(
+            i, prompt.tokens, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)), media=prompt.media
+        )
+        for i, prompt in enumerate(encoder.fitted(*one) for one in zip(rows, prompts, strict=True))
     ]
     with started_engines(job, plan, tell) as (engines, _, turn), turn:
         results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
         for row, result in zip(rows, results, strict=True):
-            yield {"prompt": row.prompt, "completions": _completions(result)}
+            yield {"prompt": shown_prompt(row.prompt), "completions": _completions(result)}
 
 
 def with_room(

@@ -40,17 +40,19 @@ def find_model(
     *,
     weights: bool = True,
     copies: bool = True,
+    images: bool | None = None,
     trust_remote_code: bool = False,
     tell: Tell = lambda _: None,
 ) -> ModelSource:
     """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
-    the last resort. It is the text part of one that takes images or sound as well, and the merged model of a run that
-    trained adapters; both are made unless `copies` is not set."""
+    the last resort. It is the text part of one that takes images or sound as well, unless `images` keeps it whole, and
+    the merged model of a run that trained adapters; both are made unless `copies` is not set."""
     found = resolve_model(
         name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
     )
     copies = weights and copies
-    return text_part_of(merged(found, tell, copies=copies), tell, copies=copies)
+    whole = merged(found, tell, copies=copies)
+    return whole if images else text_part_of(whole, tell, copies=copies)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def open_model(
         model.revision,
         weights=weights,
         copies=copies,
+        images=model.images,
         trust_remote_code=model.trust_remote_code,
         tell=tell,
     )
@@ -111,7 +114,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
             tell(planned_text_part(model.name, facts, "bfloat16"))
         return _repositioned(facts, model)
     try:
-        source = find_model(model.name, model.revision, weights=False, tell=tell)
+        source = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
     except InputError as error:
         close = near(model.name)
         raise InputError(

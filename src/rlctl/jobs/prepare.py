@@ -26,6 +26,7 @@ from rlctl.config.passthrough import without_effect
 from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
 from rlctl.data.cross_tokens import Projection, require_aligning
 from rlctl.data.mixing import source_settings
+from rlctl.data.prompts import shows_images
 from rlctl.environments.plan import plan_environment
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.jobs.cpu_format import format_notes, with_cpu_format
@@ -244,6 +245,7 @@ def prepare_job(
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
+    resolved = with_images(resolved)
     method, config = checked_method(resolved, tell), resolved.config
     named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
     facts = open_model(config.model, weights=False).facts
@@ -303,6 +305,14 @@ def _projection(
     for stream in (prompts, *([validation.stream] if isinstance(validation, HeldOutTexts) else [])):
         stream.teacher = theirs
     return Projection.between(prompts.encoder.tokenizer, theirs)
+
+
+def with_images(resolved: Resolved) -> Resolved:
+    """Return the configuration with `model.images` set where nobody has set it and the data has images."""
+    config = resolved.config
+    if config.model.images is not None or not any(shows_images(one.data) for one in source_settings(config)):
+        return resolved
+    return resolved.with_values({"model.images": True})
 
 
 def checked_method(resolved: Resolved, tell: Tell = lambda _: None) -> Method:

@@ -16,6 +16,7 @@ from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.config.load import Resolved
+from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
@@ -75,7 +76,9 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
     seeds = {position: (sample_seed(config.run.seed, position, 0),) for position in rows}
     requests = [prompts.request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]
     encoder = prompts.encoder
-    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    sampling = Sampling.from_config(
+        config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids, never=encoder.never_sampled
+    )
     with started_engines(job.completions, plan, tell, prompts.environment) as (engines, policy, turn):
         with turn:
             results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
@@ -105,7 +108,7 @@ def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, A
     turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []
     rollout: Rollout | None = next(iter(group.rollouts), None)
     if not turns:
-        asked = group.prompt.prompt
+        asked = shown_prompt(group.prompt.prompt)
         said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         turns = [Turn(one["role"], one["content"], 0, None) for one in said]
         turns.append(Turn("assistant", texts[0], rollout.response_tokens if rollout else 0, rollout and rollout.reward))

@@ -17,6 +17,7 @@ from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.kinds import command_of
+from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.jobs.prepare import Job, loggers_of
@@ -432,7 +433,7 @@ class RunJournal:
         }
         return {
             "step": step,
-            "prompt": group.prompt.prompt,
+            "prompt": shown_prompt(group.prompt.prompt),
             **(said if turns else {"rendered": self._prompts.text(group.prompt)} if trained else {}),
             "answer": group.prompt.answer,
             "completion": fetch(group.texts)[rollout.sample],

@@ -72,7 +72,7 @@ class TextStream(PromptStream):
 
     def require_fit(self) -> None:
         for row in self._first(self.planned):
-            if self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
+            if row.images or self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
                 self.tokens(row)
         if self.scored or self.precomputes:
             for row in self.used:
@@ -94,7 +94,9 @@ class TextStream(PromptStream):
         found = self.rows.texts(row, other, source.encoder, source.data, self.scored)
         if other is not None and self.limit is not None:  # what stands next to the text is cut where it is too long
             own, *beside = found
-            cut = (TrainedText(text.tokens_T[: self.limit], text.mask_T[: self.limit]) for text in beside)
+            cut = (
+                TrainedText(text.tokens_T[: self.limit], text.mask_T[: self.limit], media=text.media) for text in beside
+            )
             found = (own, *cut)
         return self._fitting(found, source, row)
 
@@ -261,7 +263,8 @@ class HeldOutTexts:
         requests = []
         for position, row in rows.items():
             seeds = (sample_seed(seed, position, 0),)
-            requests.append(GroupRequest(position, self.stream.encoder.encode(row), seeds))
+            prompt = self.stream.encoder.prompt(row)
+            requests.append(GroupRequest(position, prompt.tokens, seeds, media=prompt.media))
         return requests, rows
 
     def groups(self) -> tuple[RolloutGroup, ...]:

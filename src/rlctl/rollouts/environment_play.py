@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.data.chat import PromptEncoder
+from rlctl.data.chat import EncodedPrompt, PromptEncoder
+from rlctl.data.image_rows import IN_TEXT
+from rlctl.data.image_sources import IMAGES, MARK
 from rlctl.data.prompt_rows import TOOLS, PromptRow
-from rlctl.data.rollouts import LENGTH, Turn
+from rlctl.data.rollouts import LENGTH, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.environments.interface import Ask, Message
 from rlctl.environments.plan import EnvironmentPlan, Reply, RunningEpisode, plan_environment, readable_calls
@@ -106,13 +108,16 @@ class EnvironmentPlay:
         """Return the encoder of a source's prompts, with the tools of the run."""
         return showing(encoder, list(self.plan.schemas.values()))[0]
 
-    def beginning(self, prompt: Sequence[Message], reply: Reply, row: PromptRow) -> tuple[list[int], Sequence[Message]]:
-        """Return the ids that a context begins with, and the messages that they are: those of a row and of the reply
-        behind them, or all that the reply asks. Raises InputError where there are none."""
+    def beginning(
+        self, prompt: Sequence[Message], reply: Reply, row: PromptRow
+    ) -> tuple[EncodedPrompt, Sequence[Message]]:
+        """Return the ids and images that a context begins with, and the messages that they are: those of a row and of
+        the reply behind them, or all that the reply asks. Raises InputError where there are none."""
         where = row.where
         if (ask := reply.ask) is not None and ask.tokens:
             self.turns.encoder.require_known(ask.tokens, where)
-            return list(ask.tokens), [{"role": "user", "content": self.turns.text_of(list(ask.tokens))}]
+            told = [{"role": "user", "content": self.turns.text_of(list(ask.tokens))}]
+            return EncodedPrompt(tuple(ask.tokens)), told
         messages = [*prompt, *reply.messages] if ask is None else self.told(ask.messages)
         encoder = self._telling(row) if ask is None else showing(self.turns.encoder, ask.tools)[0]
         self.turns.require_roles(reply.messages if ask is None else messages, ("system", "user", "assistant", "tool"))
@@ -121,7 +126,7 @@ class EnvironmentPlay:
                 f"Environment {self.plan.label}: {where} has no prompt, and `reset` returned no message.",
                 "Return the first message from `reset`, or name prompts with --data.",
             )
-        return list(encoder.encode_messages(messages, where)), messages
+        return encoder.prompt_of(list(messages), where), messages
 
     def _telling(self, row: PromptRow) -> PromptEncoder:
         """Return the encoder of an episode's prompt, which tells the tools of the row where it names some. Raises
@@ -140,7 +145,7 @@ class EnvironmentPlay:
     def measured(self, row: PromptRow, encoder: PromptEncoder) -> list[int]:
         """Return the ids of a first prompt, which `encoder` writes, as they are before a run: with what the environment
         said to the first row. Raises InputError where there are none."""
-        return self.beginning(encoder.messages(row), self.opening, row)[0]
+        return list(self.beginning(encoder.messages(row), self.opening, row)[0].tokens)
 
     def told(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with results of tools in the role in which the template takes them."""
@@ -149,7 +154,9 @@ class EnvironmentPlay:
             if one["role"] != "tool" or self.turns.tool_role == "tool":
                 told.append(one)
             elif told and told[-1]["role"] == "user":  # templates may want questions and answers to alternate
+                images = [*told[-1].get(IMAGES, ()), *one.get(IMAGES, ())]
                 told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{one['content']}"}
+                told[-1] |= {IMAGES: images} if images else {}
             else:
                 told.append({**one, "role": "user"})
         return told
@@ -217,11 +224,12 @@ class Player:
             RunningEpisode.reset, episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s
         )
         prompt, said = play.beginning(episode.request.messages, reply, episode.row)
-        if len(prompt) >= play.max_length:
-            raise EpisodeFailedError(f"the prompt has {len(prompt)} tokens of at most {play.max_length}")
-        episode.read(prompt)
-        episode.transcript += _spoken(said, len(prompt))
-        story = _Story(prompt)
+        ids = list(prompt.tokens)
+        if len(ids) >= play.max_length:
+            raise EpisodeFailedError(f"the prompt has {len(ids)} tokens of at most {play.max_length}")
+        episode.read(ids, prompt.media)
+        episode.transcript += _spoken(said, len(ids))
+        story = _Story(ids)
         reason, calls, broken = None, 0, 0
         while reason is None:
             reply = await self._turn(episode, session, reply)
@@ -249,24 +257,30 @@ class Player:
     def _reads(self, episode: Episode, story: _Story, reply: Reply) -> bool:
         """Let the model read a reply, and return whether there was room for it."""
         ask, turns, context = reply.ask, self._play.turns, episode.context
-        anew = False
+        anew, media = False, tuple[MediaPart, ...]()
         if ask is None or (ask.known and not ask.tokens):
             messages = self._play.told(reply.messages if ask is None else ask.messages[ask.known :])
-            given = turns.between(context[-1], messages)
+            shown = turns.encoder.with_images(turns.between(context[-1], messages), messages, episode.row.where)
+            given, media = list(shown.tokens), shown.media
             story.turns.append((episode.answers[-1][1].tokens_R.tolist(), given))
             if any(one["role"] in turns.drops for one in messages):
                 without = turns.without_thoughts(story.prompt, story.turns)
                 anew = without != [*context, *given]
+                if anew and (episode.media or media):
+                    raise EpisodeFailedError("environment.thinking=template does not go with images")
                 given = without if anew else given
         else:
-            given, messages = self._play.beginning((), reply, episode.row)
+            prompt, messages = self._play.beginning((), reply, episode.row)
+            given, media = list(prompt.tokens), prompt.media
             anew = given[: len(context)] != context
-            given = given if anew else given[len(context) :]
+            if not anew:
+                given = given[len(context) :]
+                media = tuple(replace(p, start=p.start - len(context)) for p in media if p.start >= len(context))
             story.prompt, story.turns = [*([] if anew else context), *given], []
         episode.transcript += _spoken(messages, len(given))
         if (0 if anew else len(context)) + len(given) >= self._play.max_length:
             return False
-        episode.read(given, anew=anew)
+        episode.read(given, media, anew=anew)
         return True
 
     async def _turn(self, episode: Episode, session: Session, before: Reply) -> Reply:
@@ -335,7 +349,10 @@ class _Story:
 
 def _spoken(messages: Sequence[Message], tokens: int) -> list[Turn]:
     """Return the turns of messages that were written together as `tokens` ids, which the first of them has."""
-    return [Turn(one["role"], one["content"], 0 if i else tokens, None) for i, one in enumerate(messages)]
+    return [
+        Turn(one["role"], one["content"].replace(MARK, IN_TEXT), 0 if i else tokens, None)
+        for i, one in enumerate(messages)
+    ]
 
 
 def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tuple[PromptEncoder, bool]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
 from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
@@ -141,7 +141,8 @@ class PromptStream:
     def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
         """Return what the engines are asked at `position`, where `row` stands."""
         if self.environment is None:
-            return GroupRequest(position, tuple(self.tokens(row)), tuple(seeds))
+            prompt = self._fitting(row, self._named[row.source].encoder.prompt(row))
+            return GroupRequest(position, prompt.tokens, tuple(seeds), media=prompt.media)
         encoder = self._named[row.source].encoder
         return episode_request(position, row, encoder, seeds, episode_seed(run_seed, position))
 
@@ -154,13 +155,23 @@ class PromptStream:
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
-        tokens = self._whole(row)
-        if self.limit is None or len(tokens) <= self.limit:
-            return tokens
-        if self._named[row.source].data.too_long == "cut":
-            return tokens[-self.room :]
+        encoder = self._named[row.source].encoder
+        if row.images and self._cuts(row):  # where its images stand decides on what is cut
+            return self._fitting(row, encoder.prompt(row)).tokens
+        return self._fitting(row, EncodedPrompt(tuple(self._whole(row)))).tokens
+
+    def _cuts(self, row: PromptRow) -> bool:
+        return self._named[row.source].data.too_long == "cut"
+
+    def _fitting(self, row: PromptRow, prompt: EncodedPrompt) -> EncodedPrompt:
+        """Return a prompt that leaves room for a completion. Raises InputError for one that does not, and is not to be
+        cut."""
+        if self.limit is None or len(prompt.tokens) <= self.limit:
+            return prompt
+        if self._cuts(row):
+            return prompt.last(self.room)
         raise InputError(
-            f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",
+            f"{row.where}: the prompt has {len(prompt.tokens)} tokens, and {self.limit} leave room for a completion.",
             "Raise --max-length, or leave such rows out with --set data.too_long=drop.",
         )
 
@@ -169,7 +180,8 @@ class PromptStream:
         return encoder.encode(row) if self.environment is None else self.environment.measured(row, encoder)
 
     def _too_long(self, row: PromptRow, limit: int) -> bool:
-        return len(self.text(row).encode()) + TOKENS_AROUND > limit and len(self._whole(row)) > limit
+        perhaps = bool(row.images) or len(self.text(row).encode()) + TOKENS_AROUND > limit
+        return perhaps and len(self._whole(row)) > limit
 
     def leave_out_long(self, limit: int, seed: int) -> None:
         """Leave out the prompts of more than `limit` tokens of the sources that want it. Raises InputError where none

@@ -89,7 +89,9 @@ class GroupMaker:
     def __init__(self, config: RolloutConfig, prompts: PromptStream, rewards: Scorers | None) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
         encoder = prompts.encoder
-        sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+        sampling = Sampling.from_config(
+            config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids, never=encoder.never_sampled
+        )
         self.sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
         self._dropped: deque[int] = deque(maxlen=WINDOW)
         """Rollouts that each of the last batches lost to a failing reward function."""

@@ -54,6 +54,8 @@ class ValidationSet:
     rewards: RewardPlan | None
     """None: the environment alone gives rewards."""
     fingerprint: dict[str, Any]
+    writer: PromptEncoder
+    """How prompts are written."""
     encoder: PromptEncoder | None = None
     """How prompts are written for an environment; None: there is none."""
     too_long: str = "refuse"
@@ -91,6 +93,7 @@ class ValidationSet:
             label=source.label,
             rows=rows,
             tokens=tuple(encoder.encode(row) if row.prompt else () for row in rows),
+            writer=encoder,
             encoder=encoder if environment is not None else None,
             sampling=validation_sampling(config, encoder),
             rewards=rewards,
@@ -131,7 +134,9 @@ class ValidationSet:
 
 def validation_sampling(config: TextConfig | RolloutConfig, encoder: PromptEncoder) -> Sampling:
     """Return how the tokens of a validation's answers are drawn."""
-    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    sampling = Sampling.from_config(
+        config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids, never=encoder.never_sampled
+    )
     temperature = config.validation.temperature
     sampling = replace(sampling, timeout_s=config.rollout_timeout_s, temperature=temperature)
     return replace(sampling, top_p=1.0, top_k=-1, min_p=0.0) if temperature == 0 else sampling
@@ -234,7 +239,8 @@ class SampledValidation(Validation):
         for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):
             of_row = FIRST_POSITION + row.index
             seeds = tuple(sample_seed(config.run.seed, of_row, sample) for sample in samples)
-            request = GroupRequest(position, tokens, seeds)
+            prompt = data.writer.fitted(row, tokens)
+            request = GroupRequest(position, prompt.tokens, seeds, media=prompt.media)
             if data.encoder is not None:
                 request = episode_request(position, row, data.encoder, seeds, episode_seed(config.run.seed, of_row))
             requests.append(request)

@@ -40,6 +40,9 @@ class ModelConfig(Section):
     rope_scaling: dict[str, Any] = {}
     """Rotary embedding instead of the model's own, by the names of a config.json (rope_type, factor, rope_theta and
     others of its type). With yarn and no `max_position_embeddings`, the model has `factor` times the original ones."""
+    images: bool | None = None
+    """Train a model that takes images with the part that reads them; false: its text part alone. Unset: where the data
+    has images."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
 
@@ -76,6 +79,13 @@ class DataConfig(Section):
     """Text of every prompt, where `{prompt}` and `{column}` stand for columns of the row; with `{{ }}` it is Jinja."""
     prompt_suffix: str | None = None
     """Text appended to every prompt, for example how to state the answer."""
+    image_pixels: Positive = 50_000_000
+    """Most pixels of an image; a larger one is refused before it is decoded."""
+    image_bytes: Positive = 50_000_000
+    """Most bytes of an image file."""
+    broken_images: Literal["stop", "drop"] = "stop"
+    """Treatment of rows with an image that is missing, damaged or too large: refuse the data before the run starts, or
+    leave them out; their number is told."""
     shuffle: bool = True
     """Shuffle the prompts; `run.seed` fixes their order. With an order by difficulty or pass rate: equal ones."""
     order: DataOrder | None = None

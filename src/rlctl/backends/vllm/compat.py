@@ -73,6 +73,10 @@ def without_own_nccl_settings() -> AbstractContextManager[None]:
     return nccl.unpinned_nccl_env()
 
 
+NEVER = -100.0
+"""The lowest bias that vLLM adds to the logit of a token."""
+
+
 def sampling_params(sampling: Sampling, seed: int) -> Any:
     """vLLM's own parameters for drawing the tokens of one sample."""
     from vllm import SamplingParams
@@ -86,6 +90,7 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=seed,
+        logit_bias=dict.fromkeys(sampling.never, NEVER) or None,  # log-probs are those before it
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         skip_special_tokens=False,  # tags such as <answer> may be special tokens

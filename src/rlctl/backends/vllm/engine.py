@@ -20,6 +20,7 @@ from rlctl.backends.vllm.inflight import AwakeClock, EngineLock, Sample
 from rlctl.backends.vllm.replicas import LaterHosts, started
 from rlctl.backends.vllm.routing import Span, assembled, merged
 from rlctl.cluster.workers import WorkerPlaces
+from rlctl.data.image_sources import IMAGE
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
@@ -397,14 +398,21 @@ class VllmEngine:
 def prompt_of(request: SampleRequest) -> dict[str, Any]:
     """Return a request's prompt as vLLM takes it, which puts the tokens of media in their places itself."""
     ids: list[int] = []
-    data: dict[str, list[np.ndarray]] = {}
+    data: dict[str, list[Any]] = {}
     after = 0
     for part in request.media:
         ids += [*request.tokens[after : part.start], *part.written]
-        data.setdefault(part.kind, []).append(part.data)
+        data.setdefault(part.kind, []).append(_as_image(part.data) if part.kind == IMAGE else part.data)
         after = part.start + part.tokens
     prompt = {"prompt_token_ids": [*ids, *request.tokens[after:]]}
     return {**prompt, "multi_modal_data": data} if data else prompt
+
+
+def _as_image(pixels: np.ndarray) -> Any:
+    """Return an image of PIL: of an array vLLM guesses which axis has the colors."""
+    from PIL import Image
+
+    return Image.fromarray(pixels)
 
 
 class DeviceMemory:

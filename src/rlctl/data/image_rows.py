@@ -1,0 +1,173 @@
+"""The images of a row: in columns next to its prompt, or in the parts of its messages.
+
+A message with images has `MARK` in its content for each, and their sources in order under the key `images`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.data.image_sources import IMAGE, IMAGES, MARK, ImageLimits, ImageSource, image_source
+from rlctl.errors import InputError
+from rlctl.settings.data import DataConfig
+
+if TYPE_CHECKING:
+    from rlctl.data.prompt_rows import PromptRow
+
+COLUMNS = (IMAGES, IMAGE)
+"""Columns of a row with its images."""
+IN_TEXT = "<image>"
+"""Place of an image in a text prompt, as rows of LLaVA and others have it."""
+PART_TYPES = ("image", "image_url", "input_image")
+"""Types of a part that is an image, of Hugging Face and OpenAI."""
+FOLLOWS = object()
+"""Stands for an image that a column holds, which its message does not name."""
+
+
+def part_image(part: Mapping[str, Any]) -> Any:
+    """Return what an image part of a message holds; `FOLLOWS`: the image is in a column."""
+    names = ("image", "image_url", "url", "path", "base64", "bytes", "data")
+    return next((part[name] for name in names if part.get(name)), FOLLOWS)
+
+
+def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> PromptRow:
+    """Return a row with the images of its record in its messages. Raises InputError where the messages have other
+    places for images than there are images."""
+    held = _in_columns(record)
+    answers = row.answer if isinstance(row.answer, tuple) else ()
+    told = [row.prompt, *answers]
+    if not held and not any(_places(one) for one in told):
+        return row
+    if row.answer == ():
+        raise InputError(f"{row.where}: a plain `text` has no place for images.", "Give `messages`, or a `prompt`.")
+    sources = [_source(value, row.where, data) for value in held]
+    prompt = _marked(row.prompt, len(sources), row.where) if not any(_places(one) for one in told) else row.prompt
+    prompt, rest = _filled(prompt, sources, row.where, data)
+    completions = [_filled(one, rest, row.where, data) for one in answers]
+    if rest and (not completions or any(left for _, left in completions)):
+        raise InputError(
+            f"{row.where}: {len(sources)} image{'s' * (len(sources) > 1)}, and {len(sources) - len(rest)} places for "
+            "one in the messages.",
+            'Write {"type": "image"} into the content for each image of the row.',
+        )
+    answer = tuple(one for one, _ in completions) if answers else row.answer
+    fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
+    return replace(row, prompt=prompt, answer=answer, fields=fields)
+
+
+def images_of(messages: str | Sequence[Mapping[str, Any]]) -> tuple[ImageSource, ...]:
+    """Return the images of messages in their order."""
+    if isinstance(messages, str):
+        return ()
+    return tuple(image for message in messages for image in message.get(IMAGES, ()))
+
+
+def in_parts(message: Mapping[str, Any], *, always: bool = False) -> dict[str, Any]:
+    """Return a message as chat templates take it: the content of one with images is a list of parts."""
+    shown = {key: value for key, value in message.items() if key != IMAGES}
+    content = message["content"]
+    if IMAGES not in message:
+        return {**shown, "content": [{"type": "text", "text": content}]} if always else shown
+    first, *others = content.split(MARK)
+    parts: list[dict[str, str]] = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        parts += [{"type": IMAGE}, *([{"type": "text", "text": text}] if text else [])]
+    return {**shown, "content": parts}
+
+
+def shown_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Return a prompt as functions of the user read it."""
+    return prompt if isinstance(prompt, str) else [in_parts(message) for message in prompt]
+
+
+def without_marks(text: str) -> str:
+    """Return a text without the places of its images."""
+    return text.replace(MARK, "").strip() if MARK in text else text
+
+
+def holds_images(record: Mapping[str, Any]) -> bool:
+    """Return whether a record of a file or a table has images."""
+    return bool(_in_columns(record)) or any(_names_images(value) for value in record.values())
+
+
+def _names_images(value: Any) -> bool:
+    if isinstance(value, str):  # messages in a text column
+        return value.lstrip().startswith("[") and any(f'"type": "{kind}"' in value for kind in PART_TYPES)
+    parts = [
+        part
+        for message in (value if isinstance(value, list) else ())
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    return any(isinstance(part, Mapping) and part.get("type") in PART_TYPES for part in parts)
+
+
+def _in_columns(record: Mapping[str, Any]) -> list[Any]:
+    """Return what the columns of images hold."""
+    found: list[Any] = []
+    for name in COLUMNS:
+        value = record.get(name)
+        if value is None or (isinstance(value, str | list) and not value):
+            continue
+        found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+def _source(value: Any, where: str, data: DataConfig) -> ImageSource:
+    folder = Path(data.name).parent if data.name and Path(data.name).is_file() else Path()
+    return image_source(value, where, folder, ImageLimits(data.image_pixels, data.image_bytes))
+
+
+def _places(told: Any) -> int:
+    """Return how many images messages have places for."""
+    return sum(len(message.get(IMAGES, ())) for message in told) if isinstance(told, list) else 0
+
+
+def _marked(prompt: Any, images: int, where: str) -> Any:
+    """Return messages with places for the images of a row, which named none: where the text says `<image>` for each, or
+    else before the last text of the user."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    written = sum(message["content"].count(IN_TEXT) for message in messages)
+    if written == images:
+        return [_with_places(one, one["content"].replace(IN_TEXT, MARK)) for one in messages]
+    if written:
+        raise InputError(
+            f"{where}: {images} image{'s' * (images > 1)}, and the prompt says {IN_TEXT} {written} times.",
+            f"Write {IN_TEXT} once for each image, or leave it out: the images then stand before the text.",
+        )
+    at = max((place for place, one in enumerate(messages) if one["role"] == "user"), default=len(messages) - 1)
+    messages[at] = _with_places(messages[at], MARK * images + messages[at]["content"])
+    return messages
+
+
+def _with_places(message: Mapping[str, Any], content: str) -> dict[str, Any]:
+    count = content.count(MARK)
+    return {**message, "content": content, **({IMAGES: [FOLLOWS] * count} if count else {})}
+
+
+def _filled(told: Any, sources: list[ImageSource], where: str, data: DataConfig) -> tuple[Any, list[ImageSource]]:
+    """Return messages with sources in the places of images, those of columns in order, and the sources left. Raises
+    InputError where there are too few."""
+    if not isinstance(told, list):
+        return told, sources
+    left = iter(sources)
+    found = [{**one, IMAGES: [*_taken(one[IMAGES], left, where, data)]} if IMAGES in one else one for one in told]
+    return found, [*left]
+
+
+def _taken(values: Sequence[Any], left: Iterator[ImageSource], where: str, data: DataConfig) -> Iterator[ImageSource]:
+    for value in values:
+        if isinstance(value, ImageSource):
+            yield value
+        elif value is not FOLLOWS:
+            yield _source(value, where, data)
+        elif (source := next(left, None)) is not None:
+            yield source
+        else:
+            raise InputError(
+                f"{where}: a message has a part of type image, and the row has no image for it.",
+                "Name it in the part, or in a column `images` with one for each.",
+            )
