@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.checkpoints import rounding
+from rlctl.weights import rounding
 from rlctl.weights.rounding import narrow_into, narrowed
 
 BITS = {torch.bfloat16: rounding.bfloat16_bits, torch.float16: rounding.float16_bits}
