@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow, row_from_record
 from rlctl.data.rollouts import Turn
 from rlctl.errors import InputError
 from rlctl.isolation.user_function import UserBatchScorer, UserScorer, user_scorer
 from rlctl.rewards.reward_worker import RewardWorker, ScoreRequest
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
+from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardTerm
 
 ROWS = [
@@ -205,3 +206,29 @@ def test_an_async_call_that_hangs_costs_its_own_completion(tmp_path: Path) -> No
         scores = process.score([Work(0, text, ROWS[0]) for text in ("0", "60", "0")])
     assert [score.value for score in scores] == [1.0, None, 1.0]
     assert "took longer than 3 s to score d.jsonl, line 1" in str(scores[1].failure)
+
+
+def test_compute_score_is_called_by_the_names_of_its_arguments(tmp_path: Path) -> None:
+    """The form of verl's `default_compute_score`: a number, or a mapping whose `score` counts."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info["index"] == 3
+    return float(solution_str == ground_truth)
+def detailed(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return {"score": 0.5 * (solution_str == ground_truth), "acc": True}
+""")
+    record = {
+        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2 + 3?"}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"index": 3, "split": "train"},
+    }  # fmt: skip
+    row = row_from_record(record, 0, "train.parquet, row 1", DataConfig())
+    assert row.answer == "5"
+    for name, right in (("compute_score", 1.0), ("detailed", 0.5)):
+        scorer = user_scorer(f"{file}:{name}")
+        assert isinstance(scorer, UserScorer)
+        assert [scorer(text, row) for text in ("5", "6")] == [right, 0.0]
+    named = row_from_record(record | {"answer": "x"}, 0, "r", DataConfig(answer_field="reward_model.ground_truth"))
+    assert named.answer == "5"
+    with pytest.raises(InputError, match=r"no field 'reward_modle\.ground_truth'"):
+        row_from_record(record, 0, "r", DataConfig(answer_field="reward_modle.ground_truth"))

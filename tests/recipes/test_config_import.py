@@ -96,7 +96,7 @@ def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFix
     [
         ("run: { steps: 3 }\n", "rlctl's own YAML"),
         ("extends: laptop\ntraining.tp: 2\n", "rlctl's own YAML"),
-        ("actor_rollout_ref: { rollout: { n: 8 } }\n", "rlctl has no section actor_rollout_ref."),
+        ("other_trainer: { rollout: { n: 8 } }\n", "rlctl has no section other_trainer."),
         ("data: { train_files: x }\ntrainer: { nnodes: 1 }\n", "rlctl has no section trainer."),
         ("1: 2\n", "rlctl has no section 1."),
         ("", "is empty"),

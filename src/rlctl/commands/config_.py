@@ -248,6 +248,7 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
         yield from (f"  {line}" for line in shown)
         if len(shown) < len(lines):
             yield f"  and {len(lines) - len(shown):,} more lines, which --all shows"
+    yield from (f"note: {line}" for line in recipe.notes)
     if not everything:
         yield "--all reports every key."
 

@@ -160,7 +160,7 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
             "rlctl does not train on sound or video. If the text alone is meant, leave that field out.",
         )
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
-    answer = record.get(data.answer_field)
+    answer = _answer_in(record, data.answer_field)
     if isinstance(answer, str) and "\n#### " in answer:  # a worked solution, as in GSM8K
         answer = answer.rsplit("\n#### ", 1)[1].strip()
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
@@ -168,6 +168,22 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
         return with_images(PromptRow(index, where, template.render(fields, where), answer, fields), record, data)
     value = _asked_in_gym(record[name], where) if name == GYM else record[name]
     return with_images(PromptRow(index, where, checked_prompt(value, name, where), answer, fields), record, data)
+
+
+GRADED = "reward_model.ground_truth"
+"""Where rows that say how they are graded have their reference answer, next to `data_source` and `extra_info`."""
+
+
+def _answer_in(record: Mapping[str, Any], named: str) -> Any:
+    """Return the reference answer of a record: in a field, or in a field of a field, with a dot between. Where nobody
+    has named one, it may be that of a row that says how it is graded."""
+    if named == ANSWER and record.get(ANSWER) is None:
+        named = GRADED
+    if named in record:
+        return record[named]
+    outer, _, inner = named.partition(".")
+    value = record.get(outer)
+    return value.get(inner) if inner and isinstance(value, Mapping) else None
 
 
 def _from_json(value: Any) -> Any:
@@ -223,7 +239,8 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
     if template is None or PROMPT in template.names:
         _require_field(prompt_field_in(names, data.prompt_field), "--prompt-field", names, where)
     if data.answer_field != ANSWER:
-        _require_field(data.answer_field, "--answer-field", names, where)
+        inside = "." in data.answer_field and data.answer_field.partition(".")[0] in names
+        _require_field(names[0] if inside else data.answer_field, "--answer-field", names, where)
     # Jinja may ask whether there is a column: what is missing shows when it is filled in.
     for name in sorted(template.names - {PROMPT, *names}) if template and not template.jinja else ():
         raise missing_column(name, names, where)

@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +34,10 @@ TURNS = "turns"
 LARGEST_REWARD = 1e30
 """Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
+SOLUTION = "solution_str"
+"""Argument of a reward function in the form (data_source, solution_str, ground_truth, extra_info)."""
+SCORE = "score"
+"""Key of a result that is a mapping of several numbers: the one that counts."""
 BATCHED_SIGNATURE = "(prompts: list, completions: list, **columns) -> list[float | None]"
 ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainer gives to reward functions and that rlctl does not have."""
@@ -158,8 +162,9 @@ class UserFunction:
         except Exception as error:
             raise self._code.error(error, f"scoring {rows}") from error
 
-    def _number(self, value: Any, row: PromptRow) -> float:
+    def _number(self, returned: Any, row: PromptRow) -> float:
         number = math.nan
+        value: Any = returned[SCORE] if isinstance(returned, Mapping) and SCORE in returned else returned
         if hasattr(value, "__float__"):  # also Decimal, and numbers of numpy and torch
             with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
                 number = float(value)
@@ -185,6 +190,9 @@ class UserScorer(UserFunction):
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
         if IMAGES in self._takes:
             given |= {IMAGES: [image.rgb() for image in row.images]}
+        if SOLUTION in self._takes:
+            own = {SOLUTION: completion, "ground_truth": row.answer}
+            given = {"data_source": row.source, "extra_info": {}} | given | own
         return given | {TURNS: turns_of(row, completion)} if TURNS in self._takes else given
 
 

@@ -11,7 +11,9 @@ from rlctl.errors import InputError
 
 GROUP = "rlctl.recipes"
 BUILT_IN = {
+    "verl": "rlctl.recipes.verl:Verl",
     "NeMo-RL": "rlctl.recipes.nemo_rl:NemoRl",
+    "TRL": "rlctl.recipes.trl:Trl",
 }
 """`module:Class` of each, by the name of the trainer."""
 

@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from rlctl.config.keys import keys_of, nest
+from rlctl.config.kinds import DEFAULT_METHOD, config_class
+from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 from rlctl.config.recipes import Entry, Import, Status, short
+from rlctl.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -111,3 +117,63 @@ def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str | Rule)
 def if_on(rule: Rule) -> Rule:
     """Return the rule of a switch that does something where it is on."""
     return when(lambda found: found.value, rule, "it is off")
+
+
+def hand_on(found: Found, key: str, otherwise: Rule | None = None) -> None:
+    """Give the field `key` of Megatron-Core or vLLM the value; `otherwise` applies where the installed version has no
+    such field (None: the key is unknown)."""
+    target = TARGETS[key.partition(".")[0]]
+    if found.value is None or found.value == {}:
+        found.skip("unset")
+    elif target_of(key) is None or installed_field(key) is not None or target.fields() is None:
+        ours, translated = canonical(key, found.value)
+        why = checked(key, found.value)[1] if ours == key else None
+        if why:
+            found.say("not yet", f"{key}: {why}")
+        else:
+            found.map(ours, translated)
+    elif otherwise is not None:
+        otherwise(found)
+    else:
+        found.say("not known", f"rlctl does not know this key, nor is it a field of {target.words()}")
+
+
+def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
+    """Return the rule of a key: its own, else that of the nearest section written with `.*`."""
+    parts = key.split(".")
+    sections = (".".join(parts[:count]) + ".*" for count in range(len(parts) - 1, 0, -1))
+    return next((table[name] for name in (key, *sections) if name in table), None)
+
+
+def apply_rule(rule: Rule, found: Found) -> None:
+    """Map a key. Where its rule cannot work with what the recipe has, a value of another type perhaps, nothing of the
+    key is kept, and an entry of the report says so."""
+    result = found.result
+    values, source, told = dict(result.values), dict(result.source), len(result.entries)
+    try:
+        rule(found)
+    except InputError:  # a ValueError too, with a sentence of its own
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+        result.values, result.source = values, source
+        del result.entries[told:]
+        found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
+
+
+def leave_out_invalid(result: Import, leaves: Mapping[str, Any]) -> None:
+    """Make what rlctl's own keys cannot hold entries of the report."""
+    config = config_class(result.values.get("run.algorithm", DEFAULT_METHOD))
+    own = {key: value for key, value in result.values.items() if key in keys_of(config)}
+    try:
+        config.model_validate(nest(own))
+    except ValidationError as error:
+        for problem in error.errors():
+            path = ".".join(map(str, problem["loc"]))
+            key = next((key for key in own if f"{path}.".startswith(f"{key}.")), None)
+            if key not in result.values:  # it has a line, or keys do not go together: other sources may change one
+                continue
+            source, why = result.source.pop(key), problem["msg"].replace("Input should be", "it should be")
+            del result.values[key]
+            result.entries[:] = [e for e in result.entries if e.key != source or e.status not in ("mapped", "changed")]
+            note = f"{key} cannot be {own[key]!r}: {why}"
+            result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.files import read_text
-from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
+from rlctl.config.passthrough import installed_field
 from rlctl.config.recipes import Import, short
-from rlctl.recipes.rules import Found, Rule, differs, logs, only, to, when
+from rlctl.recipes.rules import Found, Rule, differs, hand_on, logs, only, to, when
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
@@ -716,25 +716,7 @@ def is_field(key: str) -> bool:
 def passes(otherwise: Rule | None = None) -> Rule:
     """Return the rule that hands the key on; `otherwise` applies where the installed version has no such field (None:
     the key is unknown)."""
-
-    def rule(found: Found) -> None:
-        key = handed_on(found.name)
-        target = TARGETS[key.partition(".")[0]]
-        if found.value is None or found.value == {}:
-            found.skip("unset")
-        elif target_of(key) is None or installed_field(key) is not None or target.fields() is None:
-            ours, translated = canonical(key, found.value)
-            why = checked(key, found.value)[1] if ours == key else None
-            if why:
-                found.say("not yet", f"{key}: {why}")
-            else:
-                found.map(ours, translated)
-        elif otherwise is not None:
-            otherwise(found)
-        else:
-            found.say("not known", f"rlctl does not know this key, nor is it a field of {target.words()}")
-
-    return rule
+    return lambda found: hand_on(found, handed_on(found.name), otherwise)
 
 
 def batches(found: Found) -> None:

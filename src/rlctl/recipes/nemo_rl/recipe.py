@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
 
 from rlctl.config.files import read_text
-from rlctl.config.keys import is_section, keys_of, nearest, nest
-from rlctl.config.kinds import DEFAULT_METHOD, config_class
+from rlctl.config.keys import is_section, nearest
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import TARGETS
 from rlctl.config.recipes import Entry, Import, Status
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
-from rlctl.errors import ConfigError, InputError
+from rlctl.errors import ConfigError
 from rlctl.recipes.hydra import Override, sentence
 from rlctl.recipes.nemo_rl.mapping_rules import (
     FOREIGN,
@@ -44,7 +42,7 @@ from rlctl.recipes.nemo_rl.mapping_rules import (
     of_other_backend,
 )
 from rlctl.recipes.nemo_rl.mapping_table import RENAMED, RULES, finish
-from rlctl.recipes.rules import Found, Rule
+from rlctl.recipes.rules import Found, Rule, apply_rule, leave_out_invalid, rule_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -181,7 +179,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
             text = value.text if isinstance(value, Unresolved) else value
             result.entries.append(Entry(key, text, *told))
         elif rule is not None:
-            _apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
+            apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
     carry_over(result, other, known)
     finish(result, known)
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
@@ -189,7 +187,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         _import_critic(result, known)
     if line := disagreement(result, other, known):
         result.notes.append(line)
-    _leave_out_invalid(result, known)
+    leave_out_invalid(result, known)
     for index, entry in enumerate(result.entries):
         if entry.status != "not known":
             continue
@@ -247,7 +245,7 @@ def _import_critic(result: Import, leaves: Mapping[str, Any]) -> None:
     learned = {key: value for key, value in as_policy.items() if of_other_backend(key, as_policy) or LEARNS.match(key)}
     for key, value in learned.items():
         if (rule := find_rule(key)) is not None and not not_read(key, as_policy, None):
-            _apply_rule(rule, Found(other if of_other_backend(key, as_policy) else own, key, value, as_policy))
+            apply_rule(rule, Found(other if of_other_backend(key, as_policy) else own, key, value, as_policy))
     carry_over(own, other, as_policy)
     for key, value in critic_values(own).items():
         result.set(key, value, "value")
@@ -286,45 +284,9 @@ def _outcome(
     return ("not applicable", reason) if reason else None
 
 
-def _apply_rule(rule: Rule, found: Found) -> None:
-    """Map a key. Where its rule cannot work with what the recipe has, a value of another type perhaps, nothing of the
-    key is kept, and an entry of the report says so."""
-    result = found.result
-    values, source, told = dict(result.values), dict(result.source), len(result.entries)
-    try:
-        rule(found)
-    except InputError:  # a ValueError too, with a sentence of its own
-        raise
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-        result.values, result.source = values, source
-        del result.entries[told:]
-        found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
-
-
-def _leave_out_invalid(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Make what rlctl's own keys cannot hold entries of the report."""
-    config = config_class(result.values.get("run.algorithm", DEFAULT_METHOD))
-    own = {key: value for key, value in result.values.items() if key in keys_of(config)}
-    try:
-        config.model_validate(nest(own))
-    except ValidationError as error:
-        for problem in error.errors():
-            path = ".".join(map(str, problem["loc"]))
-            key = next((key for key in own if f"{path}.".startswith(f"{key}.")), None)
-            if key not in result.values:  # it has a line, or keys do not go together: other sources may change one
-                continue
-            source, why = result.source.pop(key), problem["msg"].replace("Input should be", "it should be")
-            del result.values[key]
-            result.entries[:] = [e for e in result.entries if e.key != source or e.status not in ("mapped", "changed")]
-            note = f"{key} cannot be {own[key]!r}: {why}"
-            result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
-
-
 def find_rule(key: str) -> Rule | None:
     """Return the rule of a key: its own, else that of the nearest section written with `.*`."""
-    parts = key.split(".")
-    sections = (".".join(parts[:count]) + ".*" for count in range(len(parts) - 1, 0, -1))
-    return next((RULES[name] for name in (key, *sections) if name in RULES), None)
+    return rule_of(key, RULES)
 
 
 def renamed(key: str) -> str:

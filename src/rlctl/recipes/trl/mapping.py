@@ -1,0 +1,501 @@
+"""The tables of TRL's keys for each of its trainers, each key with its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlctl.recipes.rules import Found, Rule, differs, if_on, logs, only, to, when
+
+METHODS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
+"""TRL's trainers by the name of their command, and rlctl's methods."""
+LOSSES = {
+    "grpo": {"loss.level": "sequence"},
+    "bnpo": {"loss.level": "token"},
+    "dapo": {"loss.level": "token"},
+    "dr_grpo": {"loss.level": "constant"},
+    "cispo": {"run.algorithm": "cispo"},
+    "sapo": {"run.algorithm": "sapo"},
+}
+"""Losses of GRPO, and the keys that each sets."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "learning_rate": 1e-6,
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "num_train_epochs": 3,
+        "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": 8,
+        "vllm_importance_sampling_mode": "sequence_mask",
+    },
+    "sft": {
+        "learning_rate": 2e-5,
+        "max_length": 1024,
+        "num_train_epochs": 3,
+        "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": 8,
+        "shuffle_dataset": False,
+        "packing": False,
+    },
+    "dpo": {
+        "learning_rate": 1e-6,
+        "max_length": 1024,
+        "num_train_epochs": 3,
+        "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": 8,
+        "beta": 0.1,
+    },
+}
+"""TRL's values of keys that a file leaves out, where rlctl's own defaults are others."""
+OF_GRPO = (
+    "num_generations",
+    "max_completion_length",
+    "reward_funcs",
+    "epsilon",
+    "use_vllm",
+    "vllm_mode",
+    "num_iterations",
+)
+OF_DPO = ("precompute_ref_log_probs", "ld_alpha", "discopop_tau", "use_weighting", "label_smoothing", "beta")
+"""Keys that only one trainer has, or in a file without the other's, for files that do not say whose they are."""
+
+
+def without(reason: str) -> Rule:
+    """Return the rule of a key that has no counterpart, for `reason`."""
+    return lambda found: found.skip(reason)
+
+
+def each(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return one rule for several keys."""
+    return dict.fromkeys(names.split(), rule)
+
+
+def trainer_of(values: dict[str, Any], method: str | None) -> str:
+    """Return the trainer that a file is for: what the command trains, or what its keys tell."""
+    by_method = {ours: theirs for theirs, ours in METHODS.items()}
+    if method in by_method:
+        return by_method[method]
+    if method is not None or any(key in values for key in OF_GRPO):
+        return "grpo"
+    return "dpo" if any(key in values for key in OF_DPO) else "sft"
+
+
+def dataset(found: Found) -> None:
+    part = found.get("dataset_config")
+    found.map("data.name", f"{found.value}:{part}" if part else found.value)
+
+
+def mixture(found: Found) -> None:
+    """Map the data sets of a mixture, which TRL joins row after row."""
+    sources = []
+    for one in found.value or ():
+        if not one.get("path"):
+            found.say("not yet", "a data set of the mixture has no path", "data.sources")
+            return
+        name = f"{one['path']}:{one['name']}" if one.get("name") else one["path"]
+        sources.append({"name": name} | ({"split": one["split"]} if one.get("split") else {}))
+    if sources:
+        found.map_all({"data.sources": sources}, "each has the same share (weight), where TRL joins them row after row")
+    else:
+        found.skip("there is none")
+
+
+def batch(found: Found) -> None:
+    """Map the rows of an optimizer step, which TRL has for each process."""
+    rows = (found.value or 8) * (found.get("gradient_accumulation_steps") or 1)
+    per = ""
+    if "num_generations" in found.leaves:
+        generations = found.get("num_generations") or 8
+        if rows % generations:
+            found.say("changed", f"{rows} rollouts are no whole number of groups of {generations}: set batch.prompts")
+            return
+        rows, per = rows // generations, f", in groups of {generations}"
+    found.map_all({"batch.prompts": rows}, f"the batch of one process{per}: with N processes it is N times that")
+
+
+def steps_of_batch(found: Found) -> None:
+    accumulated = found.get("gradient_accumulation_steps") or 1
+    if found.value in (None, accumulated):
+        found.skip("a batch is one optimizer step")
+    elif found.value % accumulated:
+        found.say("not yet", "it is no multiple of gradient_accumulation_steps", "batch.optimizer_steps")
+    else:
+        found.map("batch.optimizer_steps", found.value // accumulated)
+
+
+def loss_type(found: Found) -> None:
+    if found.value not in LOSSES:
+        found.say("not yet", f"rlctl knows {', '.join(LOSSES)}", "run.algorithm")
+    else:
+        found.map_all(LOSSES[found.value])
+
+
+def scaled_rewards(found: Found) -> None:
+    if found.value in (True, "group", False, "none", None):
+        found.map("advantage.normalize_std", found.value not in (False, "none"))
+    else:
+        found.say(
+            "not yet", "rewards are divided by the deviation of their group or not at all", "advantage.normalize_std"
+        )
+
+
+def reward_functions(found: Found) -> None:
+    """Map reward functions: a file or module of the user's, or one of TRL's, whose form rlctl has."""
+    names = [found.value] if isinstance(found.value, str) else list(found.value or ())
+    weights = found.get("reward_weights") or [1.0] * len(names)
+    known = {"accuracy_reward": "math-verify", "trl.rewards.accuracy_reward": "math-verify"}
+    terms, others = [], []
+    for name, weight in zip(names, weights, strict=True):
+        if name in known or ":" in name or name.endswith(".py"):
+            terms.append({"name": known.get(name, name), "weight": float(weight)})
+        else:
+            others.append(name)
+    if others:
+        why = f"{', '.join(others)} of a package: name path/to/file.py:function, which is called as TRL calls it"
+        found.say("not yet", why, "reward.terms")
+    if terms:
+        found.set("reward.terms", terms)
+        found.say("mapped", f"reward.terms: {', '.join(term['name'] for term in terms)}")
+
+
+def corrected(found: Found) -> None:
+    """Map the correction for what vLLM computes differently."""
+    if found.get("vllm_importance_sampling_correction") is False:
+        found.map("loss.importance_correction", "off")
+        return
+    kinds = {
+        "token_truncate": ("truncated", "token"),
+        "sequence_truncate": ("truncated", "sequence"),
+        "token_mask": ("masked", "token"),
+        "sequence_mask": ("masked", "sequence"),
+    }
+    if found.value not in kinds:
+        found.say("not yet", f"rlctl knows {', '.join(kinds)}", "loss.importance_correction")
+        return
+    kind, level = kinds[found.value]
+    cap = found.get("vllm_importance_sampling_clip_max", "") or found.get("vllm_importance_sampling_cap") or 3.0
+    found.map_all({"loss.importance_correction": kind, "loss.importance_level": level, "loss.importance_cap": cap})
+
+
+def schedule(found: Found) -> None:
+    kinds = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+    if found.value not in kinds:
+        found.say("not yet", f"rlctl knows {', '.join(kinds)}", "scheduler.decay")
+    elif kinds[found.value] == "constant" or (isinstance(found.get("max_steps"), int) and found.get("max_steps") > 0):
+        found.map("scheduler.decay", kinds[found.value])
+        if kinds[found.value] != "constant":
+            found.set("scheduler.decay_steps", found.get("max_steps"))
+    else:
+        why = f"the number of steps follows from the data: set scheduler.decay={kinds[found.value]} and decay_steps"
+        found.say("changed", f"{why}; until then the learning rate stays")
+
+
+def warmup(found: Found) -> None:
+    steps, value = found.get("max_steps"), found.value or 0
+    if value >= 1 or value == 0:
+        found.map("scheduler.warmup_steps", int(value))
+    elif isinstance(steps, int) and steps > 0:
+        found.map("scheduler.warmup_steps", int(value * steps))
+    else:
+        found.say(
+            "changed",
+            f"a share of all steps, which follow from the data: set scheduler.warmup_steps to {value} x the steps",
+        )
+
+
+def precision(found: Found) -> None:
+    names = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "auto": None, None: None}
+    if found.value in names:
+        found.map("model.dtype", names[found.value])
+    else:
+        found.say("not yet", f"rlctl knows {', '.join(map(str, names))}", "model.dtype")
+
+
+def strategy(key: str, own: str) -> Rule:
+    """Return the rule of how often something is done, in steps or by another measure."""
+
+    def rule(found: Found) -> None:
+        kind = found.get(own)
+        if kind == "no":
+            found.map(key, 0)
+        elif isinstance(found.value, int):
+            found.map(key, found.value)
+        else:
+            found.say("logging", f"set {key} to a number of steps")
+
+    return rule
+
+
+def loggers(found: Found) -> None:
+    names = [found.value] if isinstance(found.value, str) else list(found.value or ())
+    own = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    if others := [name for name in names if name not in (*own, "none", "all")]:
+        found.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
+    found.map("run.loggers", own)
+
+
+def preference_loss(found: Found) -> None:
+    names = (
+        list(found.value) if isinstance(found.value, Sequence) and not isinstance(found.value, str) else [found.value]
+    )
+    kinds = {
+        "sigmoid": {"preference.loss": "dpo"},
+        "ipo": {"preference.loss": "ipo"},
+        "sigmoid_norm": {"preference.loss": "dpo", "preference.average": True},
+    }
+    if len(names) == 1 and names[0] in kinds:
+        found.map_all(kinds[names[0]])
+    elif sorted(map(str, names)) == ["sft", "sigmoid"]:
+        weights = dict(zip(names, found.get("loss_weights") or (1.0, 1.0), strict=False))
+        found.map_all({"preference.loss": "dpo", "preference.sft_weight": weights["sft"]})
+    else:
+        found.say("not yet", f"rlctl knows {', '.join(kinds)}, and sigmoid with sft", "preference.loss")
+
+
+KERNELS = without("rlctl chooses kernels by itself; results are the same")
+ENGINES = without("completions always come from vLLM, which the planner places")
+OWN_LOGS = logs("rlctl writes metrics, logs and samples to the run directory")
+FILES = without("checkpoints are in the run directory; `rlctl convert` publishes one")
+HUB = without("`rlctl convert` makes files to upload")
+
+_ALL: dict[str, Rule] = {
+    "model_name_or_path": to("model.name"),
+    "model_revision": when(
+        lambda found: found.value not in (None, "main"), to("model.revision"), "main is the default"
+    ),
+    **each("dtype torch_dtype", precision),
+    "trust_remote_code": if_on(to("model.trust_remote_code")),
+    "bf16": if_on(to("model.dtype", {True: "bfloat16"})),
+    "fp16": if_on(to("model.dtype", {True: "float16"})),
+    **each(
+        "attn_implementation tf32 use_liger_kernel torch_compile padding_free pad_to_multiple_of "
+        "torch_empty_cache_steps optim_args group_by_length",
+        KERNELS,
+    ),
+    "use_peft": without("read with lora_r"),
+    "lora_r": when("use_peft", to("training.lora.rank"), "LoRA is off"),
+    "lora_alpha": when("use_peft", to("training.lora.alpha"), "LoRA is off"),
+    "lora_dropout": differs(None, 0, 0.0, why="adapters have no dropout"),
+    "lora_target_modules": only(
+        None,
+        "all-linear",
+        why="rlctl names the layers with adapters in its own way",
+        settled_by="training.lora.targets",
+    ),
+    **each(
+        "lora_target_parameters lora_modules_to_save",
+        only(None, why="adapters are on linear layers alone", settled_by="training.lora.targets"),
+    ),
+    **each(
+        "use_rslora use_dora load_in_8bit load_in_4bit",
+        only(None, False, why="adapters are plain LoRA in the model's precision", settled_by="training.lora.rank"),
+    ),
+    **each(
+        "bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant lora_task_type",
+        without("read with load_in_4bit"),
+    ),
+    "dataset_name": dataset,
+    "dataset_config": without("read with dataset_name"),
+    "dataset_train_split": to("data.split"),
+    "dataset_test_split": logs("validation.data.name and .split, or validation.holdout, name its prompts"),
+    **each(
+        "dataset_streaming dataset_num_proc dataset_kwargs remove_unused_columns dataloader_num_workers "
+        "dataloader_prefetch_factor dataloader_drop_last dataloader_pin_memory streaming",
+        without("rlctl reads the data"),
+    ),
+    "datasets": mixture,
+    "shuffle_dataset": to("data.shuffle"),
+    "learning_rate": to("optimizer.lr"),
+    "weight_decay": to("optimizer.weight_decay"),
+    "max_grad_norm": to("optimizer.clip_grad", null=0),
+    "adam_epsilon": to("optimizer.eps"),
+    "adam_beta1": lambda found: found.map("optimizer.adam_beta1", found.value),
+    "adam_beta2": lambda found: found.map("optimizer.adam_beta2", found.value),
+    "optim": only(
+        None,
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_hf",
+        why="the optimizer is AdamW with float32 states",
+        otherwise="changed",
+    ),
+    "lr_scheduler_type": schedule,
+    "lr_scheduler_kwargs": only(
+        None, why="set min_lr and others of the section scheduler", settled_by="scheduler.min_lr"
+    ),
+    **each("warmup_steps warmup_ratio", warmup),
+    "per_device_train_batch_size": batch,
+    "gradient_accumulation_steps": without("read with per_device_train_batch_size"),
+    "max_steps": when(
+        lambda found: isinstance(found.value, int) and found.value > 0, to("run.steps"), "num_train_epochs ends the run"
+    ),
+    "num_train_epochs": when(
+        lambda found: (found.get("max_steps") or 0) > 0, without("max_steps ends the run"), to("run.epochs")
+    ),
+    "seed": to("run.seed"),
+    "data_seed": without("run.seed"),
+    "output_dir": to("run.dir"),
+    "run_name": to("run.name"),
+    "project": to("run.project"),
+    "report_to": loggers,
+    "save_steps": strategy("run.checkpoint_every", "save_strategy"),
+    "save_strategy": when(
+        lambda found: found.value == "no",
+        lambda found: found.map("run.checkpoint_every", 0),
+        "run.checkpoint_every and run.checkpoint_minutes",
+    ),
+    "save_total_limit": to("run.keep_last"),
+    "eval_steps": strategy("validation.every", "eval_strategy"),
+    **each("eval_strategy do_eval do_train", without("read with eval_steps")),
+    "eval_on_start": if_on(to("validation.at_start")),
+    "per_device_eval_batch_size": logs("validation samples all prompts at once"),
+    "gradient_checkpointing": to("training.recompute", {True: "full", False: "none", None: None}),
+    **each("gradient_checkpointing_kwargs activation_offloading", without("training.recompute")),
+    **each(
+        "logging_steps logging_first_step logging_strategy logging_dir log_level log_completions "
+        "num_completions_to_print log_unique_prompts log_multimodal disable_tqdm trackio_space_id "
+        "log_completions_hub_repo logging_nan_inf_filter",
+        OWN_LOGS,
+    ),
+    **each("push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_revision", HUB),
+    **each(
+        "overwrite_output_dir save_only_model save_safetensors resume_from_checkpoint load_best_model_at_end "
+        "metric_for_best_model greater_is_better",
+        FILES,
+    ),
+    **each(
+        "ddp_timeout ddp_find_unused_parameters deepspeed fsdp fsdp_config accelerator_config accelerate_config "
+        "num_processes num_machines ds3_gather_for_generation average_tokens_across_devices",
+        without("the planner spreads the model over the GPUs (cluster.gpus_per_node)"),
+    ),
+    "neftune_noise_alpha": only(None, why="embeddings get no noise"),
+    "disable_dropout": without("models are trained without dropout"),
+    "model_init_kwargs": only(None, why="the model's configuration is taken as it is"),
+    "chat_template_kwargs": to("model.chat_template_kwargs"),
+    "chat_template_path": to("model.chat_template"),
+    "router_aux_loss_coef": without("megatron.moe_aux_loss_coeff"),
+    "ignore_bias_buffers": KERNELS,
+}
+
+_GRPO: dict[str, Rule] = {
+    "num_generations": to("batch.generations"),
+    "num_generations_eval": to("validation.samples"),
+    "max_completion_length": to("generation.max_new_tokens"),
+    "max_prompt_length": when(
+        lambda found: found.value,
+        lambda found: found.map("model.max_length", found.value + (found.get("max_completion_length") or 512)),
+        "prompts have any length",
+    ),
+    "temperature": to("generation.temperature"),
+    "top_p": to("generation.top_p"),
+    "top_k": when(lambda found: (found.value or 0) > 0, to("generation.top_k"), "all tokens"),
+    "min_p": to("generation.min_p"),
+    "repetition_penalty": only(None, 1, 1.0, why="engines sample from the policy's own distribution"),
+    "generation_kwargs": only(None, why="set keys of the section generation", settled_by="generation.stop"),
+    "generation_batch_size": differs(None, why="batch.prompts x batch.generations are sampled for a step"),
+    "steps_per_generation": steps_of_batch,
+    "num_iterations": to("batch.epochs"),
+    "beta": to("loss.kl_coefficient"),
+    "epsilon": lambda found: found.map_all(
+        {"loss.clip_low": found.value} | ({} if found.get("epsilon_high") else {"loss.clip_high": found.value})
+    ),
+    "epsilon_high": to("loss.clip_high"),
+    "delta": to("loss.dual_clip"),
+    "loss_type": loss_type,
+    "importance_sampling_level": when(
+        lambda found: found.value == "sequence", lambda found: found.map("run.algorithm", "gspo"), "what rlctl does"
+    ),
+    "scale_rewards": scaled_rewards,
+    "multi_objective_aggregation": to("advantage.per_term", {"sum_then_normalize": False, "normalize_then_sum": True}),
+    "reward_funcs": reward_functions,
+    "reward_weights": without("read with reward_funcs"),
+    "reward_model_name_or_path": lambda found: found.map("reward.terms", [{"name": f"model:{found.value}"}]),
+    "mask_truncated_completions": to("filter.truncated", {True: "mask", False: "keep", None: None}),
+    "entropy_coef": to("loss.entropy_coefficient"),
+    "top_entropy_quantile": only(None, 1, 1.0, why="all tokens are learned from"),
+    **each(
+        "sync_ref_model use_adaptive_entropy",
+        only(
+            None, False, why="the reference is the model that the run began with, and the weight of the entropy stays"
+        ),
+    ),
+    **each(
+        "ref_model_mixup_alpha ref_model_sync_steps entropy_coef_min entropy_coef_max entropy_coef_delta "
+        "entropy_target",
+        without("read with sync_ref_model and use_adaptive_entropy"),
+    ),
+    "sapo_temperature_pos": when(
+        lambda found: found.get("loss_type") == "sapo", to("loss.sapo_temperature_positive"), "the loss has no gate"
+    ),
+    "sapo_temperature_neg": when(
+        lambda found: found.get("loss_type") == "sapo", to("loss.sapo_temperature_negative"), "the loss has no gate"
+    ),
+    **each("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", without("read with loss_type")),
+    "off_policy_mask_threshold": to("loss.off_policy_mask"),
+    "use_bias_correction_kl": if_on(to("loss.kl_weight", {True: "importance"})),
+    "vllm_importance_sampling_mode": corrected,
+    **each(
+        "vllm_importance_sampling_correction vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min",
+        without("read with vllm_importance_sampling_mode"),
+    ),
+    "vllm_gpu_memory_utilization": to("generation.memory_fraction"),
+    "vllm_tensor_parallel_size": to("generation.tp"),
+    "vllm_max_model_length": to("model.max_length"),
+    "vllm_mode": to("generation.colocated", {"colocate": True, "server": None, None: None}),
+    "vllm_structured_outputs_regex": only(None, why="completions are free texts"),
+    **each(
+        "use_vllm vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port "
+        "vllm_server_timeout vllm_group_port cache_implementation use_transformers_paged "
+        "use_transformers_continuous_batching transformers_continuous_batching_config",
+        ENGINES,
+    ),
+    "max_tool_calling_iterations": to("environment.turns"),
+}
+
+_TEXTS: dict[str, Rule] = {
+    "max_length": to("model.max_length"),
+    "truncation_mode": only(None, "keep_start", why="texts lose their end", otherwise="changed"),
+    "pad_token": without("rows are packed"),
+}
+
+_SFT: dict[str, Rule] = _TEXTS | {
+    "packing": to("training.packing", {True: True, False: True, None: None}),
+    **each("packing_strategy eval_packing", without("rows of a batch are packed, each text on its own")),
+    "assistant_only_loss": without("a loss is on the assistant's tokens (data.train_on)"),
+    "completion_only_loss": when(
+        lambda found: found.value is False, to("data.train_on", {False: "all"}), "what rlctl does"
+    ),
+    "dataset_text_field": only("text", None, why="the field of a plain text is `text`", settled_by="data.name"),
+    "eos_token": only(None, why="the chat template ends a text", otherwise="changed"),
+    "loss_type": only(None, "nll", why="the loss is the negative log-likelihood"),
+}
+
+_DPO: dict[str, Rule] = _TEXTS | {
+    "beta": to("preference.beta"),
+    "loss_type": preference_loss,
+    "loss_weights": without("read with loss_type"),
+    "label_smoothing": to("preference.label_smoothing"),
+    "precompute_ref_log_probs": to("preference.precompute"),
+    "precompute_ref_batch_size": without("rows are sized in tokens"),
+    "f_divergence_type": only(None, "reverse_kl", why="the divergence from the reference is reverse KL"),
+    **each("f_alpha_divergence_coef discopop_tau", without("read with f_divergence_type and loss_type")),
+    "ld_alpha": only(None, 1, 1.0, why="all tokens of a completion have the same weight"),
+    **each(
+        "use_weighting sync_ref_model", only(None, False, why="pairs have the same weight, and the reference stays")
+    ),
+    **each("ref_model_mixup_alpha ref_model_sync_steps", without("read with sync_ref_model")),
+    "max_prompt_length": without("model.max_length"),
+    "max_completion_length": without("model.max_length"),
+}
+
+TABLES: dict[str, dict[str, Rule]] = {
+    "grpo": _ALL | _GRPO,
+    "rloo": _ALL | _GRPO,
+    "sft": _ALL | _SFT,
+    "dpo": _ALL | _DPO,
+    "kto": _ALL | _TEXTS,
+    "reward": _ALL | _TEXTS,
+}

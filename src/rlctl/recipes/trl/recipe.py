@@ -1,0 +1,54 @@
+"""TRL's YAML files as rlctl configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.recipes import Entry, Import, override_key
+from rlctl.config.yaml_values import parse_value, read_mapping
+from rlctl.errors import ConfigError, suggest
+from rlctl.recipes.rules import Found, apply_rule, leave_out_invalid
+from rlctl.recipes.trl.mapping import DEFAULTS, METHODS, TABLES, trainer_of
+
+
+def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str | None = None) -> Import:
+    """Read and map a file with overrides of the command line, or these alone. `method`: what is trained, where the
+    command says so. Raises ConfigError for what cannot be read, and for an override that no trainer of TRL's has."""
+    result = Import(path or Path("recipe.yaml"), trainer="TRL")
+    values: dict[str, Any] = {}
+    if path is not None:
+        result.files.append(path.resolve())
+        values = read_mapping(path, "TRL's configuration")
+    given = {override_key(text): parse_value(text.partition("=")[2]) for text in overrides}
+    result.overridden = frozenset(given)
+    values |= given
+    variables = values.pop("env", None) or {}
+    trainer = trainer_of(values, method)
+    table = TABLES[trainer]
+    for key in given:
+        if key not in table:
+            raise ConfigError(f"unknown key `{key}`: `trl {trainer}` has none.", suggest(key, table))
+    result.set("run.algorithm", METHODS[trainer], "trl")
+    defaults = {} if path is None else DEFAULTS.get(trainer, DEFAULTS["sft"])
+    unwritten = {key: value for key, value in defaults.items() if key not in values}
+    known = values | unwritten
+    for key, value in known.items():
+        if key in table:
+            apply_rule(table[key], Found(result, key, value, known))
+        else:
+            result.entries.append(Entry(key, value, "not known", f"`trl {trainer}` has no such key"))
+    for name, value in variables.items():
+        result.set(f"training.env.{name}", str(value), f"env.{name}")
+        result.entries.append(Entry(f"env.{name}", value, "mapped", f"training.env.{name}"))
+    result.entries = [entry for entry in result.entries if entry.key not in unwritten]
+    if trainer == "grpo" and path is not None and "reward.terms" not in result.values:
+        result.notes.append(
+            "no reward is named: give --reward NAME or path/to/file.py:function, which TRL has in Python"
+        )
+    if method is None and path is not None:
+        result.notes.append(f"read as a file of `trl {trainer}`; the command `rlctl train METHOD` says another")
+    leave_out_invalid(result, known)
+    result.optional = {"run.loggers"}
+    return result

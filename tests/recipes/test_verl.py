@@ -1,0 +1,148 @@
+"""verl's scripts, YAML files and overrides: which keys are known, and what the commonest become."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.load import Resolved, resolve
+from rlctl.errors import ConfigError
+from rlctl.recipes.verl.recipe import import_recipe
+from rlctl.recipes.verl.script import command_line
+from support.commands import rlctl
+
+KEYS = Path(__file__).parent / "keys" / "verl.csv"
+"""Each key of verl's example scripts of `main_ppo` on FSDP and Megatron with vLLM (162 scripts, commits b178a3cd of
+January and 1dda039b of August 2026), how often it is set there, and a value."""
+SCRIPT = r"""
+set -xeuo pipefail
+MODEL=${MODEL:-Qwen/Qwen2-7B-Instruct}
+prompt=$((1024 * 1))
+files="['$PWD/gsm8k/train.parquet', 'math/train.parquet']"
+LAUNCH=(python3)
+if [ "${DEVICE:-gpu}" = gpu ]; then LAUNCH=(uv run --frozen python3); fi
+ACTOR=(
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.002
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+)
+mkdir -p logs
+"${LAUNCH[@]}" -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$files" data.val_files=math/test.parquet data.train_batch_size=1024 \
+    data.max_prompt_length=$prompt data.max_response_length=512 data.filter_overlong_prompts=True \
+    actor_rollout_ref.model.path="$MODEL" "${ACTOR[@]}" +actor_rollout_ref.rollout.n=5 \
+    trainer.logger='["console","wandb"]' trainer.test_freq=5 trainer.total_epochs=15 "$@" 2>&1 | tee logs/run.log
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "run_qwen2-7b_math_megatron.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def resolved(path: Path, *overrides: str) -> Resolved:
+    return resolve(files=[path], environment={}, overrides=overrides)
+
+
+def test_nine_in_ten_keys_of_the_examples_are_mapped_or_have_a_reason() -> None:
+    rows = list(csv.DictReader(KEYS.open()))
+    assert len(rows) > 400
+    without_reason = []
+    for row in rows:
+        value = row["value"] or "null"
+        entries = import_recipe(None, [f"++{row['key']}={value}"]).entries
+        if any(entry.status == "not known" or not entry.note for entry in entries):
+            without_reason.append(row)
+    assert len(without_reason) <= 0.1 * len(rows), [row["key"] for row in without_reason]
+    assert sum(int(row["uses"]) for row in without_reason) <= 0.01 * sum(int(row["uses"]) for row in rows)
+
+
+def test_a_script_is_read_as_bash_reads_it_and_starts_nothing(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = command_line(script)
+    assert line.module == "main_ppo"
+    assert f"data.train_files=['{Path.cwd()}/gsm8k/train.parquet', 'math/train.parquet']" in line.overrides
+    assert "actor_rollout_ref.actor.kl_loss_coef=0.002" in line.overrides
+    monkeypatch.setenv("MODEL", "mine")
+    assert "actor_rollout_ref.model.path=mine" in command_line(script).overrides
+    other = tmp_path / "touch.sh"
+    other.write_text(f"echo made > {tmp_path}/made\n/usr/bin/touch {tmp_path}/made\ntouch {tmp_path}/made\n")
+    with pytest.raises(ConfigError, match="starts no trainer of verl"):
+        command_line(other)
+    assert not (tmp_path / "made").exists()
+
+
+def test_keys_of_a_script_become_those_that_mean_the_same(script: Path) -> None:
+    """By verl's documentation a batch counts prompts, mini-batches divide it, and low_var_kl is k3 within 10."""
+    config: Any = resolved(script).config
+    assert (config.run.algorithm, config.training.backend, config.training.tp) == ("grpo", "megatron", 2)
+    assert (config.batch.prompts, config.batch.generations, config.batch.optimizer_steps) == (1024, 5, 4)
+    assert (config.model.max_length, config.generation.max_new_tokens) == (1536, 512)
+    loss = config.loss
+    assert (loss.kl_coefficient, loss.kl_estimator, loss.kl_cap, loss.kl_in) == (0.002, "k3", 10.0, "loss")
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.importance_correction) == (0.2, 0.2, 3.0, "off")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-6, 0.01)
+    assert [source.name for source in config.data.sources][1] == "math/train.parquet"
+    assert (config.validation.data.name, config.validation.every, config.validation.at_start) == (
+        "math/test.parquet",
+        5,
+        True,
+    )
+    assert (config.run.epochs, config.run.loggers, config.data.too_long) == (15, ("wandb",), "drop")
+    assert [term.name for term in config.reward.terms] == ["math-verify"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("algorithm.adv_estimator=reinforce_plus_plus", "run.algorithm", "reinforce++"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "run.algorithm", "gspo"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "loss.level", "sequence"),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", "loss.clip_high", 0.3),
+        ("custom_reward_function.path=mine.py", "reward.terms.name", "mine.py:compute_score"),
+        ("trainer.total_training_steps=7", "run.steps", 7),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=3", "vllm.max_logprobs", 3),
+    ],
+)
+def test_overrides_of_the_command_line_are_stronger(script: Path, override: str, key: str, value: Any) -> None:
+    config: Any = resolved(script, override).config.model_dump()
+    if key == "reward.terms.name":
+        assert config["reward"]["terms"][0]["name"] == value
+        return
+    section, name = key.split(".")
+    assert config[section][name] == value
+
+
+def test_what_cannot_run_stops_with_the_key(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = rlctl(capsys, "train", "--config", str(script), "algorithm.adv_estimator=remax", "--dry-run")
+    assert code == 2
+    assert "algorithm.adv_estimator = remax: rlctl knows grpo" in err
+    code, _, err = rlctl(capsys, "config", "validate", "--config", str(script), "--set", "run.nothing=1")
+    assert code == 2
+
+
+def test_a_yaml_file_is_read_with_its_references(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("""
+hydra: {searchpath: [file://verl/trainer/config]}
+defaults: [ppo_trainer, _self_]
+data: {train_batch_size: 64, max_prompt_length: 100, max_response_length: 28}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.01}}
+actor_rollout_ref:
+  model: {path: own/model}
+  actor: {ppo_mini_batch_size: 64, optim: {lr: 2e-6}}
+  rollout: {n: 4, response_length: "${data.max_response_length}", prompt_length: "${nothing.there}"}
+""")
+    config: Any = resolved(path, "data.train_batch_size=128").config
+    assert (config.batch.prompts, config.batch.optimizer_steps, config.model.max_length) == (128, 2, 128)
+    assert (config.loss.kl_in, config.loss.kl_coefficient, config.loss.kl_estimator) == ("reward", 0.01, "k1")
