@@ -10,6 +10,7 @@ import pytest
 from rlctl.checkpoints.hf.model_facts import known_facts
 from rlctl.models.catalog import CatalogEntry, entries, facts_of, lookup, near
 from rlctl.models.facts import MoeFacts
+from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count, layer_parameters
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
@@ -91,6 +92,14 @@ BY_CONFIGURATION = {
     "google/gemma-4-31B-it": 30.70,
     "google/gemma-4-26B-A4B-it": 25.23,
 }
+# Parameters of all parts, as the hub states them, and the text model that the language part is like.
+WHOLE = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": (3_754_622_976, "Qwen/Qwen2.5-3B"),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (8_292_166_656, "Qwen/Qwen2.5-7B"),
+    "Qwen/Qwen3-VL-2B-Instruct": (2_127_532_032, "Qwen/Qwen3-1.7B"),
+    "Qwen/Qwen3-VL-4B-Thinking": (4_437_815_808, "Qwen/Qwen3-4B"),
+    "Qwen/Qwen3-VL-8B-Instruct": (8_767_123_696, "Qwen/Qwen3-8B"),
+}
 # Every published size that has to be known, base models and those tuned from them.
 QWEN25 = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
 SIZES = [
@@ -124,6 +133,19 @@ def test_parameters_match_the_published_total(name: str, billions: float) -> Non
     facts = lookup(name)
     assert facts is not None
     assert count(facts).total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_that_reads_images_has_the_published_total(name: str) -> None:
+    parameters, like = WHOLE[name]
+    whole, text, alike = known_facts(name, images=True), known_facts(name), lookup(like)
+    assert whole is not None
+    assert text is not None
+    assert alike is not None
+    assert whole.vision is not None
+    assert count(whole).total == weights_of(whole).parameters == parameters
+    assert count(text).total == count(alike).total
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -28,6 +28,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
+from rlctl.settings.data import VisionPart
 from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig, Rounding
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class PolicySpec:
     """The reference's weights wait in host memory while they are not computed with."""
     freeze_router: bool = False
     """Routers of experts keep their weights."""
+    freeze: tuple[VisionPart, ...] = ()
+    """Parts of a model that reads images which keep their weights."""
     router_replay: bool = False
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
     model_dir: Path | None = None

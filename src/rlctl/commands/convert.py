@@ -138,7 +138,7 @@ def text_part(
 
 def _with_text_part(name: str, revision: str | None = None) -> Path:
     """The directory of a model that takes images or sound as well. Raises InputError where it does not."""
-    from rlctl.checkpoints.hf.text_part import has_text_part
+    from rlctl.checkpoints.hf.text_config import has_text_part
     from rlctl.checkpoints.model_source import resolve_model
 
     found = resolve_model(name, revision, tell=message)

@@ -104,7 +104,7 @@ def refit_workers(
         return refit_report.run(
             sync,
             model=job.source.label,
-            prompts=fixed_prompts(job.facts.vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),
+            prompts=fixed_prompts(job.facts.text_vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),
             compare_logprobs=lambda results: policy_difference(workers.policy, results),
             repeat=job.repeat,
             logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),

@@ -168,7 +168,10 @@ def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found:
             open_prompts(data, config.run.seed, method.rows)
         except AbsentError as error:
             path = folder / f"rows_{number}.jsonl"
-            generated_rows(path, data, rewards, method.rows, plain=method.reads_with_own_tokenizer)
+            generated_rows(
+                path, data, rewards, method.rows, plain=method.reads_with_own_tokenizer,
+                images=plan.facts.vision is not None,
+            )  # fmt: skip
             rows.append((name, path))
             found.stand_ins.append((f"rows of {name}", f"generated sums; {error.message}"))
     if method.new_tokens:

@@ -158,7 +158,7 @@ class RunWorkers:
             options["converted"] = {name: value for name, value in found if name not in rounded}
             options["converted_at"] = source.megatron and source.megatron.parent
         if decode_limit is not None:
-            vocab, length = policy.facts.vocab, engine.max_length
+            vocab, length = policy.facts.text_vocab, engine.max_length
             kept = policy.truncation or Truncation()
             sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p)
             graphs = self.spec.engines.backend.without_graphs
@@ -373,6 +373,12 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
 
     Raises ConfigError for what its backend refuses."""
     training = training_of(plan)
+    if config.model.freeze and facts.vision is None:
+        raise ConfigError(
+            f"model.freeze = {', '.join(config.model.freeze)} is refused: {config.model.name} is trained as a model of "
+            "text, which has no such parts.",
+            "Remove it, or set model.images=true.",
+        )
     policy = PolicySpec(
         facts=facts,
         parallel=training.parallel,
@@ -388,6 +394,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         optimizer_offload=training.optimizer_offload,
         reference_offload=training.reference_offload,
         freeze_router=config.training.freeze_router,
+        freeze=config.model.freeze,
         router_replay=config.training.router_replay,
         lora=config.training.lora,
         quantization=config.training.quantization,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.model_source import resolve_model
+from rlctl.child import call_in_child
 from rlctl.data.chat import load_tokenizer
 from rlctl.data.holdout import validation_data
 from rlctl.data.mixing import source_settings
@@ -17,6 +21,7 @@ from rlctl.data.templates import PROMPT, template_of
 from rlctl.errors import AbsentError, InputError
 from rlctl.jobs.new_run import example_rows
 from rlctl.jobs.tiny_model import FAMILIES, VOCAB_SIZE, tiny_config, write_json, write_tiny_model, write_tokenizer
+from rlctl.jobs.tiny_vision import square, write_vision_model
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
 from rlctl.settings.config import RlctlConfig, RolloutConfig
@@ -37,6 +42,9 @@ def write_model(
     Raises InputError for a family whose models rlctl cannot make.
     """
     facts = facts or plan.facts
+    if facts.vision is not None:
+        call_in_child("making a tiny model", partial(write_vision_model, directory, facts.vision.kind), quiet=True)
+        return load_tokenizer(directory, ModelConfig()), "a generated one, with a processor for small images"
     if facts.family not in FAMILIES:
         raise InputError(
             f"A tiny {facts.family} cannot be made for a rehearsal: the family has no file in rlctl.",
@@ -86,9 +94,11 @@ def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, Reward
             yield data.name, data, reward
 
 
-def generated_rows(path: Path, data: DataConfig, reward: RewardConfig, rows: RowType, *, plain: bool = False) -> None:
+def generated_rows(
+    path: Path, data: DataConfig, reward: RewardConfig, rows: RowType, *, plain: bool = False, images: bool = False
+) -> None:
     """Write rows with the columns that `data` and the scorers name, or `plain` texts, in place of those that cannot be
-    had here."""
+    had here; with `images` a drawn one in each."""
     template = template_of(data)
     others = sorted((template.names if template else frozenset()) - {PROMPT, data.prompt_field})
     with path.open("w", encoding="utf-8") as file:
@@ -101,6 +111,18 @@ def generated_rows(path: Path, data: DataConfig, reward: RewardConfig, rows: Row
                 made |= rows.example(answer, number, data)
             if any(term.name == "ifeval" for term in reward.terms):
                 made |= {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+            if images:
+                made["image"] = _drawn(number)
             if data.difficulty_field:
                 made[data.difficulty_field.partition(".")[0]] = number
             file.write(json.dumps(made) + "\n")
+
+
+COLORS = ("red", "green", "blue", "yellow")
+
+
+def _drawn(number: int) -> str:
+    """Return a drawn image as a data URL."""
+    held = io.BytesIO()
+    square(COLORS[number % len(COLORS)]).save(held, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"

@@ -16,7 +16,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES, weights_of
 from rlctl.models.matrices import Role
 
-OVERFLOWS_IN_FLOAT16 = ("gemma3", "Gemma2ForCausalLM", "Glm4ForCausalLM")
+OVERFLOWS_IN_FLOAT16 = ("gemma3", "Gemma3ForConditionalGeneration", "Gemma2ForCausalLM", "Glm4ForCausalLM")
 """Families whose activations are too large for float16, as vLLM knows them (`_FLOAT16_NOT_SUPPORTED_MODELS`)."""
 
 
@@ -81,7 +81,10 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
         found.append(Problem("training.ep", why))
     if facts.unpacked and parallel.cp > 1:
         found.append(Problem("training.cp", unpacked_rule(facts)))
-    if tp > 1 and facts.listed:
+    if facts.vision is not None and parallel.cp > 1:
+        why = "the tokens of an image are not cut over context-parallel ranks; a model that reads images needs 1"
+        found.append(Problem("training.cp", why))
+    if tp > 1 and facts.listed and not _divides(facts):
         why = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
         found.append(Problem("training.tp", why))
     elif facts.moe is not None and (width := facts.moe.expert_intermediate) % tp:
@@ -94,6 +97,12 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
         why = "the dtensor backend divides matrices with sequence parallelism only"
         found.append(Problem("training.sequence_parallel", why))
     return found
+
+
+def _divides(facts: ModelFacts) -> bool:
+    """Whether a model without a family's file says which of its tensors are divided: one that reads images does where
+    its language part has a file."""
+    return facts.vision is not None and facts.vision.text_family in FAMILIES
 
 
 def unpacked_rule(facts: ModelFacts) -> str:
@@ -144,6 +153,8 @@ def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
     """Return why `backend` (None: engines alone) cannot work with a model of this family; None: it can."""
     if facts.family in FAMILIES or (facts.listed and backend in (None, "dtensor")):
         return None
+    if facts.vision is not None:
+        return f"model.name: the backend {backend} trains no images of {facts.family}; --backend dtensor does"
     why = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
     if facts.listed:
         return f"{why}. --backend dtensor needs none"

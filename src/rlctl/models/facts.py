@@ -98,6 +98,25 @@ class ListedTensor:
 
 
 @dataclass(frozen=True)
+class VisionFacts:
+    """The part of a model that reads images, where the model is trained whole."""
+
+    kind: str
+    """The `model_type` in `models/vision.py`."""
+    image_token: int
+    """The token in whose places the embeddings of images stand."""
+    hidden: int
+    """Width of the tower's layers."""
+    layers: int
+    patch: int
+    """Side of a patch in pixels."""
+    merge: int
+    """Patches of the tower that one token of the language part stands for."""
+    text_family: str
+    """The family of the language part."""
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Sizes and variants of a decoder-only language model, as its published configuration states them."""
 
@@ -144,8 +163,15 @@ class ModelFacts:
     the longest of a micro-batch. Empty: they can."""
     takes_adapters: bool = True
     """Whether its layers hold linear layers of torch (GPT-2's hold none)."""
+    vision: VisionFacts | None = None
+    """The model takes images, and all of it is trained; None: it reads text alone."""
     left_out: tuple[str, ...] = ()
     """Patterns of the names of stored tensors that are no part of the model, such as masks."""
+
+    @property
+    def text_vocab(self) -> int:
+        """Tokens with a lower number are of text alone; those that stand for images have higher ones."""
+        return self.vocab if self.vision is None else self.vision.image_token // 2
 
     def is_windowed(self, layer: int) -> bool:
         """Whether `layer` (from 0) attends to the window only."""

@@ -9,6 +9,9 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 from rlctl.config.section import PathText, Positive, PositiveNumber, Section
 from rlctl.settings.rewards import SourceReward
 
+VisionPart = Literal["vision", "projector", "language"]
+"""The tower that reads pixels, what turns its output into embeddings, and the part that reads and writes tokens."""
+
 
 class ModelConfig(Section):
     """The model, its tokenizer, and the length of a rollout."""
@@ -43,6 +46,8 @@ class ModelConfig(Section):
     images: bool | None = None
     """Train a model that takes images with the part that reads them; false: its text part alone. Unset: where the data
     has images."""
+    freeze: tuple[VisionPart, ...] = ()
+    """Parts of a model that reads images which keep their weights: vision (the tower), projector, language."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
 

@@ -59,6 +59,8 @@ class LocalMatrix:
     """Number of the matrix in a stack of experts or heads."""
     transposed: bool = False
     """The parameter has rows and columns exchanged against the published tensor."""
+    further: tuple[int, ...] = ()
+    """Sizes of the axes behind the rows of what is no matrix, such as a convolution; `columns` is 0 then."""
     elsewhere: tuple[str, ...] = ()
     """Published tensors that another rank holds for this one, which has zeros to add."""
 
@@ -79,7 +81,7 @@ class LocalMatrix:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of all parts one below the other."""
-        return (self.rows, self.columns) if self.columns else (self.rows,)
+        return (self.rows, self.columns) if self.columns else (self.rows, *self.further)
 
     def pieces(self) -> Iterator[Piece]:
         """The parts one below the other. A published tensor of all experts has one axis more in front."""
@@ -165,6 +167,15 @@ def stacked_rows(
         parts.append(MatrixPart(tensor, shape, start, row, own.count))
         row += own.count
     return LocalMatrix(path, parameter, tuple(parts), columns, index)
+
+
+def replicated(path: str, parameter: str, shape: tuple[int, ...]) -> LocalMatrix:
+    """What every rank holds as it is published, under the name that it has in the model."""
+    rows, *others = shape
+    part = MatrixPart(f"{path}.{parameter}", shape, (0,) * len(shape), 0, rows)
+    if len(others) == 1:
+        return LocalMatrix(path, parameter, (part,), others[0])
+    return LocalMatrix(path, parameter, (part,), further=tuple(others))
 
 
 def row_parallel(path: str, tensor: str, outputs: int, inputs: int, tp: int, rank: int) -> LocalMatrix:

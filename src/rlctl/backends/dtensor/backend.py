@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import PolicyBackend, SectionArguments
@@ -14,6 +14,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
 from rlctl.models.quantized import quantization_problems
+from rlctl.settings.data import VisionPart
 from rlctl.weights.dtensor import DTensorWorld
 
 MATRIX = 2
@@ -59,6 +60,7 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     ):
         for key in passed:
             yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
+    yield from _of_images(spec)
     for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
         yield f"training.quantization.{key}", why
     if spec.router_replay and spec.facts.moe is None:
@@ -76,12 +78,22 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield "training.lora.rank", f"{why}, and these take no adapters"
 
 
+def _of_images(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    if spec.facts.vision is not None and spec.facts.vision.kind == "gemma3" and spec.device == "cuda":
+        why = "engines on GPUs let the tokens of an image attend to each other in both directions"
+        yield "model.images", f"{why}, and the dtensor backend trains Gemma 3 causally"
+    if len({*spec.freeze}) == len(get_args(VisionPart)):
+        yield "model.freeze", "it leaves nothing to train"
+    if spec.lora.rank and "language" in spec.freeze:
+        yield "model.freeze = language", "adapters (training.lora) are on the language part"
+
+
 def _has_unknown_routers(facts: ModelFacts) -> bool:
     """Whether a model without a family's file has experts, stacked by transformers or by its files, and no tensor that
     is known as a router's."""
     stacks = (tensor.shape for tensor in facts.listed if len(tensor.shape) > MATRIX)
     experts = facts.moe is not None or any(min(shape[1:]) > 1 for shape in stacks)  # no convolution of each channel
-    return bool(facts.listed) and experts and Role.ROUTER not in weights_of(facts).roles
+    return bool(facts.listed) and facts.vision is None and experts and Role.ROUTER not in weights_of(facts).roles
 
 
 BACKEND = PolicyBackend(

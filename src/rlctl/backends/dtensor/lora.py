@@ -83,7 +83,8 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
         if is_excluded(module, lora):
             continue
         if facts.listed:
-            if role is Role.OTHER and EXPERT not in name and _is_wanted(inner, module, lora):
+            unknown = role is Role.OTHER or facts.vision is not None
+            if unknown and EXPERT not in name and _is_wanted(inner, module, lora):
                 if name in together:
                     raise ConfigError(
                         f"training.lora: {name} is published in one tensor with other weights, so that adapters on it "

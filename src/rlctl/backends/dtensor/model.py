@@ -19,13 +19,21 @@ from transformers import AttentionInterface
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part
 from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, spread
+from rlctl.backends.dtensor.images import RowImages
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
-from rlctl.checkpoints.hf.transformers_model import body_path, computed_buffers, head_of, layers_of, meta_model
+from rlctl.checkpoints.hf.transformers_model import (
+    body_path,
+    computed_buffers,
+    head_of,
+    layers_of,
+    meta_model,
+    tower_layers,
+)
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.families import weights_of
@@ -122,8 +130,13 @@ class PolicyModel(nn.Module):
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
         self._temperature, self._truncation = spec.temperature, spec.truncation
         self._chunk = spec.logprob_chunk_tokens
-        self._vocab, self._body = inner.config.vocab_size, body_path(inner)
+        self._vocab, self._body = spec.facts.vocab, body_path(inner)
         self._packs = not spec.facts.unpacked
+        self.images: RowImages | None = None
+        """Not None: rows may have images."""
+        if spec.facts.vision is not None:
+            assert spec.model_dir is not None  # the model was built from it
+            self.images = RowImages(inner, spec.model_dir, spec.facts.vision, self._tensor)
         self.replays: list[Replay] = []
         """With router replay, the routers that are told a row's experts."""
 
@@ -151,6 +164,8 @@ class PolicyModel(nn.Module):
     def inputs(self, part: PackedRow) -> dict[str, Tensor]:
         """Return what the layers are given of this rank's tokens: a model of texts takes one position a token, and a
         row is a batch of one."""
+        if self.images is not None:
+            return self.images.inputs(part)
         return {"input_ids": part.tokens_T[None], "position_ids": part.positions_kT}
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
@@ -170,7 +185,7 @@ class ValueModel(PolicyModel):
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__(inner, groups, spec)
         # OPT's last hidden states may be narrower than its layers.
-        hidden = getattr(inner.config, "word_embed_proj_dim", None) or inner.config.hidden_size
+        hidden = getattr(inner.config, "word_embed_proj_dim", None) or spec.facts.hidden
         self.head = ValueHead(hidden, device="meta")
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
@@ -274,11 +289,12 @@ def _finite_at_zero(_module: nn.Module, _given: Any, embedded: Tensor) -> None:
 
 
 def _recompute(model: PolicyModel, mode: str) -> None:
-    """Have layers (`full`) or norms (`selective`, with their attention) computed again in the backward pass. Forward
+    """Have layers (`full`, those of a tower too) or norms (`selective`, with their attention) computed again in the
+    backward pass. Forward
     methods are replaced and not modules, so that parameters keep their names and FSDP2's hooks stay outside."""
     if mode == "none":
         return
-    for layer in layers_of(model.inner):
+    for layer in (*layers_of(model.inner), *(tower_layers(model.inner) if mode == "full" else ())):
         norms = (module for module in layer.modules() if type(module).__name__.endswith("Norm"))
         for module in [layer] if mode == "full" else norms:
             module.forward = partial(_checkpointed, module.forward)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from rlctl.backends.context_parallel import Gather, ShareOut
 from rlctl.backends.lora import is_adapter
+from rlctl.checkpoints.hf.transformers_model import layers_of
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
 
@@ -46,13 +47,14 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
             if id(parameter) not in made:  # tied weights stay tied
                 made[id(parameter)] = _divided(parameter, full_name, world, mesh, experts)
             module._parameters[name] = made[id(parameter)]
-        if isinstance(module, nn.Embedding) and group.size() > 1:
+        table = isinstance(module, nn.Embedding) and world.roles.get(f"{path}.weight") is Role.EMBEDDING
+        if table and group.size() > 1:
             lookup: Any = partial(_embed, module, group)
             module.forward = lookup
         elif own and (group.size() > 1 or any(map(world.is_expert, own.values()))):
             views = {name: _view(world, full_name, group) for name, full_name in own.items()}
             module.forward = partial(with_views, module, module.forward, views, "parameters")
-    for layer in inner.model.layers if group.size() > 1 else ():
+    for layer in layers_of(inner) if group.size() > 1 else ():
         for module in (layer.self_attn, layer.mlp):
             module.forward = partial(_on_whole_rows, module.forward, group)
 
@@ -63,7 +65,7 @@ def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
         tensor = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     module.forward = partial(
-        with_views, module, module.forward, dict.fromkeys(module._parameters, _local), "parameters"
+        with_views, module, module.forward, dict.fromkeys(module._parameters, local_view), "parameters"
     )
 
 
@@ -95,13 +97,13 @@ def _view(world: DTensorWorld, name: str, group: Any) -> View:
     if role in KEYS_AND_VALUES and heads < group.size():
         return partial(_one_head, group.rank() * heads // group.size() * width, width)
     if role in ROW_BIASES:
-        return lambda parameter: _local(parameter) / group.size()
+        return lambda parameter: local_view(parameter) / group.size()
     if world.is_expert(name) and len(world.modules.params[name].shape) == GATE_AND_UP_APART:
-        return lambda parameter: _local(parameter).flatten(1, 2)
-    return _local
+        return lambda parameter: local_view(parameter).flatten(1, 2)
+    return local_view
 
 
-def _local(parameter: Any) -> Tensor:
+def local_view(parameter: Any) -> Tensor:
     """This rank's part of a parameter, whose gradient becomes the parameter's."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -130,7 +132,7 @@ def with_views(
 
 def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
     """[1, T / ranks, H]: each rank looks up the tokens of its part of the vocabulary."""
-    weight = _local(module.weight)
+    weight = local_view(module.weight)
     local = tokens_1T - group.rank() * weight.shape[0]
     outside = (local < 0) | (local >= weight.shape[0])
     found = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlctl.backends.batch import BatchShard, Fetch
 from rlctl.backends.dtensor.backend import layouts
 from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_called, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
@@ -20,8 +22,10 @@ from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
+from rlctl.data.rollouts import MediaPart
 from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
+from rlctl.models.vision import VISION_FAMILIES
 from rlctl.vector_math import warm_up
 from rlctl.weights.dtensor import DTensorWorld, param_names
 from rlctl.weights.rounding import narrowed
@@ -63,6 +67,9 @@ class DTensorWorker(PolicyRank):
         torch.manual_seed(spec.seed)
         routers = {name for name, role in world.roles.items() if role in (Role.ROUTER, Role.ROUTER_BIAS)}
         frozen = frozenset(routers if spec.freeze_router else ())
+        if vision := spec.facts.vision:
+            family = VISION_FAMILIES[vision.kind]
+            frozen |= {name for name in world.roles if family.part_of(name) in spec.freeze}
         kind = ValueModel if self.spec.valued else PolicyModel
         self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
@@ -207,6 +214,16 @@ class DTensorWorker(PolicyRank):
     def _trainer(self) -> torch.optim.AdamW:
         assert self.optimizer is not None  # nobody asks a teacher
         return self.optimizer
+
+    def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
+        for worker in filter(None, (self, self.critic)):
+            if worker.model.images is not None:
+                worker.model.images.forget()
+        super().load_batch(shard, fetch)
+
+    def positions(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
+        images = self.model.images
+        return super().positions(tokens_T, media) if images is None else images.positions(tokens_T, media)
 
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
         """Every rank has the output. Gradients stay sharded between micro-batches, as the plan counts their memory;

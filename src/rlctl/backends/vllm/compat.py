@@ -103,6 +103,11 @@ def is_of_known_family(model: torch.nn.Module) -> bool:
     return any(type(model).__name__ in family.architectures for family in families())
 
 
+def reads_images(model: torch.nn.Module) -> bool:
+    """Whether a model takes more than text."""
+    return bool(getattr(model, "supports_multimodal", False))
+
+
 def reshaping_loader(model: torch.nn.Module) -> str:
     """The class in a model of another family whose `load_weights` reshapes tensors before it writes them, by its
     source; empty: there is none."""

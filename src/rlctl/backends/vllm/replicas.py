@@ -124,9 +124,13 @@ class Replica:
         return str(self._engine.get_tokenizer().decode(list(tokens), skip_special_tokens=False))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Drop the cache, with what a connector keeps of it elsewhere; that knows tokens, and not the weights."""
+        """Drop the cache, with what a connector keeps of it elsewhere; that knows tokens, and not the weights. What a
+        tower made of images goes with it, since vLLM keeps that by the image alone."""
         elsewhere = self._engine.vllm_config.kv_transfer_config is not None
-        return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=elsewhere)
+        done = self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=elsewhere)
+        if done and self._engine.vllm_config.model_config.is_multimodal_model:
+            self._engine.reset_encoder_cache()
+        return done
 
     def step(self) -> list[Any]:
         """Decode one token of every sample. Collective over the replicas."""

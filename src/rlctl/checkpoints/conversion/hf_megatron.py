@@ -30,7 +30,8 @@ from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.reward_models import OF_SCORER, require_loadable, with_score
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
-from rlctl.checkpoints.hf.text_part import TextPart, text_config, write_companions
+from rlctl.checkpoints.hf.text_config import text_config, write_companions
+from rlctl.checkpoints.hf.text_part import TextPart
 from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values

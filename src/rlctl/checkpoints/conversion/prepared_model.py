@@ -24,7 +24,7 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.model_facts import built_as, facts_in
 from rlctl.checkpoints.hf.reward_models import SCORE
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_directory
+from rlctl.checkpoints.hf.text_config import NEXT, has_text_part, text_directory
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory

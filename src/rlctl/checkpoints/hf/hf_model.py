@@ -17,7 +17,9 @@ from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
+from rlctl.models.vision import VISION_FAMILIES
 from rlctl.weights import hf
+from rlctl.weights.dtensor import module_layout
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole, whole_piece
 from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.transforms import Dequantize, ReadThrough, Transform
@@ -168,8 +170,13 @@ def _unsaved_form(name: str, shape: Shape, stored: Mapping[str, StoredTensor]) -
 def _stored_name(name: str, facts: ModelFacts, files: SafetensorsDirectory) -> str:
     """The name of a tensor in the files. Those of the first GPT-2 and its like were written from the model without its
     head, where names begin below it (`h.0.` for `transformer.h.0.`)."""
-    below = name.partition(".")[2]
-    return below if facts.listed and name not in files.tensors and below in files.tensors else name
+    if not facts.listed or name in files.tensors:
+        return name
+    others = [name.partition(".")[2]]
+    if facts.vision is not None:  # saved by transformers, or as its modules are called
+        others += [ours + name.removeprefix(hub) for ours, hub in VISION_FAMILIES[facts.vision.kind].published]
+        others += [piece.param for piece in module_layout(facts, "float32").by_tensor[name]]
+    return next((other for other in others if other in files.tensors), name)
 
 
 def _checked(
@@ -194,7 +201,8 @@ def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirecto
     reward model, which is read by itself. A head that is tied to
     the embeddings has to be the same as these."""
     known = (".rotary_emb.inv_freq", SCALE, SCORE)
-    repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
+    heads = {"lm_head.weight", "language_model.lm_head.weight"}
+    repeated = {*weights_of(facts).copies, *(heads if facts.tied_embeddings else ())}
     kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
     if lost := [name for name in kept if not name.endswith(known) and name not in repeated]:
         why = f"{directory}: a {facts.family} with this config.json has no tensor {listed(lost)}."

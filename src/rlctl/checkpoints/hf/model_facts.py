@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from math import prod
@@ -19,6 +20,7 @@ from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors, stored_buffers
+from rlctl.checkpoints.hf.text_config import text_directory
 from rlctl.checkpoints.hf.transformers_model import (
     body_path,
     head_of,
@@ -30,10 +32,11 @@ from rlctl.checkpoints.hf.transformers_model import (
 from rlctl.child import call_in_child
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup_entry
-from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts
-from rlctl.models.families import facts_from_hf_config, other_architecture
+from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts, VisionFacts
+from rlctl.models.families import facts_from_hf_config, other_architecture, weights_of
 from rlctl.models.hf_config import rope_of
 from rlctl.models.matrices import Role
+from rlctl.models.vision import VisionFamily, vision_family
 
 WATCHED = "rlctl_watched"
 """The name of an attention that computes nothing and notes how it is called."""
@@ -58,32 +61,40 @@ NEXT = "A family can be added: one file in src/rlctl/models (docs/adding_a_model
 
 
 def facts_in(directory: Path) -> ModelFacts:
-    """Facts of the model in a directory, whether its family has a file or transformers alone knows it.
+    """Facts of the model in a directory, whether its family has a file or transformers alone knows it. Those of a model
+    that reads images are of all of it.
 
     Raises InputError for an unknown architecture, and for one that cannot be trained from transformers' modules.
     """
     config = read_config(directory)
+    if vision_family(config) is not None:
+        return _described(directory, json.dumps(config, sort_keys=True))
     architecture, model_type = other_architecture(config), str(config.get("model_type"))
     known = architecture is not None and built_as(model_type).lower() == architecture.lower()
     return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
 
 
-def known_facts(name: str) -> ModelFacts | None:
-    """Facts of a model of the catalog by its name on the hub, without its files; None: it is not there.
+def known_facts(name: str, *, images: bool = False) -> ModelFacts | None:
+    """Facts of a model of the catalog by its name on the hub, without its files, and of one that reads images those of
+    its text part unless `images`; None: it is not there.
 
     Raises InputError where the installed transformers does not know its architecture, or it cannot be trained.
     """
     entry = lookup_entry(name)
-    return entry and (entry.facts or _from_transformers(entry.names[0]))
+    if entry is None or (images and vision_family(entry.config) is None):
+        return None
+    return entry.facts or _from_transformers(entry.names[0], images)
 
 
 @cache
-def _from_transformers(name: str) -> ModelFacts:
+def _from_transformers(name: str, images: bool) -> ModelFacts:
     entry = lookup_entry(name)
     assert entry is not None
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(entry.config), encoding="utf-8")
-        return facts_in(Path(folder))
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps(entry.config), encoding="utf-8")
+        whole = images or vision_family(entry.config) is None
+        return facts_in(directory if whole else text_directory(directory))
 
 
 @cache
@@ -114,6 +125,8 @@ def describe(directory: Path) -> ModelFacts:
     """Facts of a model whose family has no file. Raises InputError where it cannot be trained, with the reason."""
     from torch import nn
 
+    if (family := vision_family(read_config(directory))) is not None:
+        return _describe_whole(directory, family)
     calls = _watch()
     inner, unpacked = _built(directory)
     name, config = type(inner).__name__, inner.config
@@ -156,6 +169,46 @@ def describe(directory: Path) -> ModelFacts:
         takes_adapters=any(type(module) is nn.Linear for module in layers_of(inner).modules()),
         left_out=tuple(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
+
+
+def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
+    """Facts of a model that reads images: those of its text part, with the tensors of all parts."""
+    text, inner = facts_in(text_directory(directory)), meta_model(directory, None)
+    config = inner.config
+    if text.unpacked:
+        raise _refusal(type(inner).__name__, f"its language part computes one text at a time, because {text.unpacked}")
+    own = _listed(inner, directory)
+    listed = tuple(_in_whole(tensor, text, family) for tensor in own)
+    tower = config.vision_config
+    patch = tower.patch_size[0] if isinstance(tower.patch_size, list | tuple) else tower.patch_size
+    merge = getattr(tower, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
+    merge = merge or round(1 / getattr(config, "downsample_ratio", 0.5))
+    pooled = getattr(config, "mm_tokens_per_image", None)  # Gemma 3's
+    vision = VisionFacts(
+        kind=str(config.model_type),
+        image_token=int(getattr(config, family.image_token)),
+        hidden=int(tower.hidden_size),
+        layers=_first(tower, "num_hidden_layers", "depth", default=1),
+        patch=int(patch),
+        merge=(int(tower.image_size) // int(patch)) ** 2 // pooled if pooled else int(merge) ** 2,
+        text_family=text.family,
+    )
+    name, tied = type(inner).__name__, not any(tensor.role == Role.HEAD for tensor in listed)
+    return replace(text, family=name, listed=listed, tied_embeddings=tied, vision=vision, mtp_layers=0)
+
+
+def _in_whole(tensor: ListedTensor, text: ModelFacts, family: VisionFamily) -> ListedTensor:
+    """A tensor of a model that reads images under the hub's name, and in the language part with the role that the text
+    family says."""
+    named, module = tensor, tensor.module or tensor.name
+    for ours, hub in family.published:
+        if tensor.name.startswith(ours) and not tensor.name.startswith(hub):
+            named = replace(tensor, name=hub + tensor.name.removeprefix(ours), module=module)
+    if tensor.role or text.listed or not module.startswith(f"{family.language}."):
+        return named
+    own = f"model.{module.removeprefix(f'{family.language}.')}".format(layer=next(iter(tensor.layers), None))
+    matrices = weights_of(text).by_tensor.get(own)
+    return replace(named, role=str(matrices[0].role)) if matrices else named
 
 
 def _first(config: Any, *names: str, default: int) -> int:

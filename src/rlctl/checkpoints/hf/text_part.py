@@ -1,176 +1,29 @@
-"""The text part of a model that takes images or sound as well: its configuration, and the stored tensors that hold it.
-
-transformers says what class the text section is of. The tensors are those of that model, under a prefix of their own.
-"""
+"""The stored tensors that hold the text part of a model that takes images or sound as well: those of a text model,
+under a prefix of their own."""
 
 from __future__ import annotations
 
-import atexit
-import json
 import re
-import sys
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantized
 from rlctl.checkpoints.hf.hf_model import EXPERT, SCALE, in_stack, without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
-from rlctl.checkpoints.hf.safetensors_files import INDEX, SINGLE, SafetensorsDirectory, read_header, shard_files
-from rlctl.child import call_in_child
-from rlctl.config.files import temporary_folder
-from rlctl.errors import InputError, first_line, listed
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.hf.text_config import HEAD, text_directory
+from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import sees, weights_of
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
 from rlctl.weights.layout import ParamSpec, Piece, view_of, whole_piece
 
 if TYPE_CHECKING:
     import torch
 
-SAME_TEXT = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
-"""Text sections without a class of their own in transformers, and the type of the model that computes the same of text:
-a token of a text has the same position in time, height and width, so that their rotary embedding is the plain one."""
-OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-"""Keys that may stand around the text section, and mean the text."""
-NO_TEXT = ("id2label", "label2id", "_name_or_path", "transformers_version")
-"""Keys that say nothing of the text model, or nothing that stays when another version takes the text part out again."""
-OTHER_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Companions that speak of the other senses."""
-TEMPLATES = ("chat_template.json", "processor_config.json")
-"""Files of a processor that may hold the chat template, the first one first."""
-HEAD = "lm_head.weight"
 COMPUTED = (".rotary_emb.inv_freq",)
-NEXT = "Name a text model, perhaps the one that it was made from."
-
-
-def has_text_part(directory: Path) -> bool:
-    """Return whether the model in a directory takes more than text, and is none that reads with one half and writes
-    with another."""
-    config = read_config(directory)
-    return sees(config) and not config.get("is_encoder_decoder")
-
-
-def text_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a model's text part. Raises InputError where it cannot be trained alone."""
-    refuse_quantized(directory)
-    names: set[str] = set()  # of the stored tensors, as far as an index or headers tell
-    if (directory / INDEX).is_file() and not (directory / SINGLE).exists():
-        names = {*(read_object(directory, INDEX).get("weight_map") or ())}
-    elif any(directory.glob("*.safetensors")):
-        names = {name for file in shard_files(directory) for name in read_header(file)}
-    stores_head = any(name.endswith(HEAD) for name in names) if names else None
-    return _text_config(directory, json.dumps(read_config(directory), sort_keys=True), stores_head)
-
-
-def write_companions(source: Path, destination: Path, config: dict[str, Any]) -> None:
-    """Write configuration, generation configuration, tokenizer and chat template of the text part of `source`."""
-    copy_companions(source, destination)
-    for name in OTHER_FILES:
-        (destination / name).unlink(missing_ok=True)
-    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    legacy = destination / TEMPLATES[0]
-    legacy.unlink(missing_ok=True)
-    own = read_object(source, "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
-    if own.get("chat_template") or any(destination.glob("chat_template*")):
-        return
-    for name in TEMPLATES:
-        if (source / name).is_file() and isinstance(found := read_object(source, name).get("chat_template"), str):
-            (destination / "chat_template.jinja").write_text(found)
-            return
-
-
-@cache
-def _text_config(directory: Path, config: str, stores_head: bool | None) -> dict[str, Any]:
-    if "torch" in sys.modules:
-        return _made_config(json.loads(config), stores_head)
-    doing = f"asking transformers about the text part of {directory}"
-    return call_in_child(doing, partial(_made_config, json.loads(config), stores_head), quiet=True)
-
-
-def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, Any]:
-    """The config.json of the text part of a model with `config`."""
-    import transformers
-    from transformers import CONFIG_MAPPING
-
-    kind = str(config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise _refusal(config, f"transformers {transformers.__version__} knows no model type `{kind}`")
-    try:
-        whole = CONFIG_MAPPING[kind].from_dict(config)
-        text = whole.get_text_config(decoder=True)
-    except Exception as error:
-        raise _refusal(config, f"transformers cannot read its config.json: {first_line(error)}") from error
-    if text is whole:
-        raise _refusal(config, "its config.json has no section for the text")
-    if text.is_encoder_decoder:
-        raise _refusal(config, "its text part is an encoder-decoder model")
-    architecture, values = _of_class(config, text)
-    own = config.get("text_config")
-    section: dict[str, Any] = own if isinstance(own, dict) else config
-    values |= {key: config[key] for key in OUTER if section.get(key) is None and config.get(key) is not None}
-    dtype = section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    values |= {"architectures": [architecture], "dtype": dtype}
-    values["tie_word_embeddings"] = _tied(config, section, stores_head, whole)
-    return {key: value for key, value in sorted(values.items()) if key not in NO_TEXT}
-
-
-def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
-    """The architecture of a text section's class, and the values of its configuration."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    kind = SAME_TEXT.get(text.model_type, str(text.model_type))
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if not isinstance(architecture, str) or sees({"architectures": [architecture]}):
-        raise _refusal(config, f"transformers has no class that writes text for its text part (`{text.model_type}`)")
-    values = json.loads(text.to_json_string(use_diff=False))
-    if kind != text.model_type:
-        rope = values.get("rope_parameters") or {}
-        plain = {key: value for key, value in rope.items() if not key.startswith("mrope")}
-        own = CONFIG_MAPPING[kind].from_dict(values | {"model_type": kind, "rope_parameters": plain})
-        values = json.loads(own.to_json_string(use_diff=False))
-    return architecture, values
-
-
-def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | None, whole: Any) -> bool:
-    """Whether embedding and output layer are the same: as the model says, outside of the text section or in it. Where
-    it says both or nothing, the files decide."""
-    said = {part["tie_word_embeddings"] for part in (config, section) if "tie_word_embeddings" in part}
-    if len(said) == 1:
-        return bool(said.pop())
-    return bool(getattr(whole, "tie_word_embeddings", False)) if stores_head is None else not stores_head
-
-
-def _refusal(config: dict[str, Any], why: str) -> InputError:
-    name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
-    what = f"`{name}` is a model that takes images, sound or video, and its text part cannot be trained alone: {why}."
-    return InputError(what, NEXT)
-
-
-# The tensors
-
-
-@cache
-def _companions(directory: Path, config: str) -> Path:
-    folders = ExitStack()
-    atexit.register(folders.close)
-    folder = folders.enter_context(temporary_folder("text"))
-    write_companions(directory, folder, json.loads(config))
-    return folder
-
-
-def text_directory(directory: Path) -> Path:
-    """A folder with the configuration and the tokenizer of a model's text part, until this process ends."""
-    return _companions(directory, json.dumps(text_config(directory)))
 
 
 @dataclass(frozen=True)

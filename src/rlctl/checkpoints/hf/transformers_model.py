@@ -10,8 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.models.vision import vision_family
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+TOWER_ATTENTION = "sdpa"
+"""The attention of the part that reads images, each of which is a sequence of its own."""
 
 
 def meta_model(
@@ -21,12 +26,16 @@ def meta_model(
     output layer. With `buffers` these have memory and values. `attention` is transformers' name of the one to use;
     None: the model's own choice. `dtype` is that of its tensors; None: float32."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = copy.deepcopy(AutoConfig.from_pretrained(directory))
     config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) and not headless
+    kind, chosen = AutoModelForCausalLM, attention
+    if vision_family(config.to_dict()) is not None:
+        kind = AutoModelForImageTextToText
+        chosen = attention and {"text_config": attention, "vision_config": TOWER_ATTENTION}
     with _parameters_without_memory() if buffers else torch.device("meta"):
-        inner = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, attn_implementation=attention)
+        inner = kind.from_config(config, dtype=dtype or torch.float32, attn_implementation=chosen)
     inner.tie_weights()
     if headless:
         parent, _, name = head_path(inner).rpartition(".")
@@ -35,7 +44,14 @@ def meta_model(
 
 
 def body_path(inner: Any) -> str:
-    """The path of the module that turns tokens into the hidden states that the head is given; empty: there is none."""
+    """The path of the module that turns tokens into the hidden states that the head is given; empty: there is none. Of
+    a model that reads images it is the language part."""
+    family = vision_family(inner.config.to_dict())
+    return family.language if family is not None else _below_head(inner)
+
+
+def _below_head(inner: Any) -> str:
+    """The path of the module whose output the head is given."""
     prefix = next((name for name in (inner.base_model_prefix, "model") if name and hasattr(inner, name)), "")
     if not prefix:
         return ""
@@ -52,6 +68,16 @@ def layers_path(inner: Any) -> str:
         if isinstance(module, nn.ModuleList) and path.startswith(body):
             sizes[path] = sum(parameter.numel() for parameter in module.parameters())
     return max(sizes, key=sizes.__getitem__, default="")
+
+
+def tower_layers(inner: Any) -> Any:
+    """The list of layers of the part that reads images; empty: there is none."""
+    from torch import nn
+
+    family = vision_family(inner.config.to_dict())
+    inside = inner.get_submodule(family.tower).modules() if family is not None else ()
+    lists = [module for module in inside if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters()), default=())
 
 
 def layers_of(inner: Any) -> Any:
@@ -78,7 +104,7 @@ def head_of(inner: Any) -> Callable[[Tensor], Tensor]:
             if name.startswith("__"):
                 raise AttributeError(name)
 
-    path = body_path(inner)
+    path = _below_head(inner)
     body = inner.get_submodule(path)
 
     class Given(nn.Module):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
+from rlctl.planner.costs.images import IMAGE_SHARE, encoder_cache_bytes, tower_operations
 from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
 from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
 from rlctl.planner.inputs.cluster import GIB
@@ -27,7 +28,7 @@ def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
     parts, most = count(facts), -(-facts.layers // choice.pp) / facts.layers
     both = choice.pp == 1 or facts.tied_embeddings or facts.family in ENDS_EVERYWHERE
     ends = parts.embedding + parts.head if both else max(parts.embedding, parts.head)
-    return most * _layers_bytes(facts, choice) + choice.weight_bytes * ends / choice.tp
+    return most * _layers_bytes(facts, choice) + choice.weight_bytes * (ends / choice.tp + parts.seeing)
 
 
 def _layers_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
@@ -56,7 +57,7 @@ def overhead_bytes(facts: ModelFacts, choice: GenerationChoice, constants: Const
         width = max(width, facts.moe.experts_per_token * (facts.moe.expert_intermediate * 2 / choice.tp + facts.hidden))
     forward = 2.0 * choice.max_batched_tokens * width
     return {
-        "activations": max(sampler, forward),
+        "activations": max(sampler, forward) + encoder_cache_bytes(facts, choice.max_batched_tokens),
         "runtime": 0.13 * GIB + (0.42 * GIB if choice.replica_gpus > 1 else 0.0),
         "CUDA graphs": graph_bytes(facts) if choice.numbers.graphs else 0.0,
     }
@@ -191,7 +192,7 @@ def _load(request: Request, choice: GenerationChoice) -> _Load:
     rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
     if cluster.is_cpu:
         rate = cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2
-    prefill = 2.0 * count(request.facts).active * tokens / rate
+    prefill = (2.0 * count(request.facts).active + IMAGE_SHARE * tower_operations(request.facts)) * tokens / rate
     if choice.tp > max(1, cluster.link_domain) and not cluster.is_cpu:  # inside a node it is part of the efficiency
         volume = 4 * (choice.tp - 1) / choice.tp * tokens * request.facts.hidden * 2 * request.facts.layers / choice.pp
         prefill += volume / group_rate(request, 1, choice.tp)

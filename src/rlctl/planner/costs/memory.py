@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.images import image_share, tower_activation_bytes
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
@@ -210,6 +211,9 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
     for stage in distinct_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
+        if stage.embedding:
+            seen = tokens * image_share(facts, request.workload, constants.length_sigma)
+            parts["activations"] += seen * tower_activation_bytes(facts, choice, element_bytes(choice))
         parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
         dynamic = parts["activations"] + parts["logits"]
         if choice.optimizer_offload:  # the update has the room that activations had

@@ -10,6 +10,7 @@ from statistics import fmean
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ListedTensor, ModelFacts
 from rlctl.models.matrices import Role
+from rlctl.models.vision import VISION_FAMILIES
 from rlctl.planner.choice import Adapters, TrainingChoice
 
 
@@ -92,10 +93,12 @@ class ParameterCount:
     active: int
     """Parameters that one token passes through, the embedding lookup left out."""
     mtp: int
+    seeing: int = 0
+    """Tower and projector of a model that reads images."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.head + self.layers
+        return self.embedding + self.head + self.layers + self.seeing
 
 
 @lru_cache(maxsize=1024)
@@ -115,7 +118,17 @@ def count(facts: ModelFacts) -> ParameterCount:
         experts=experts,
         active=layers - experts + active_experts + embedding,
         mtp=facts.mtp_layers * mtp_layer,
+        seeing=seeing_parameters(facts),
     )
+
+
+@lru_cache(maxsize=1024)
+def seeing_parameters(facts: ModelFacts) -> int:
+    """Parameters of tower and projector; 0: the model reads text alone."""
+    if facts.vision is None:
+        return 0
+    family = VISION_FAMILIES[facts.vision.kind]
+    return sum(prod(one.shape) for one in facts.listed if family.part_of(one.module or one.name) != "language")
 
 
 def attended(facts: ModelFacts, length: float) -> float:
@@ -200,7 +213,7 @@ class RankParameters:
     largest_layer: float
     """Parameters of its largest layer, unsharded over data parallelism."""
     tables: float
-    """Parameters of embedding and head among the dense ones; tied, they count once."""
+    """Parameters of embedding and head (tied, they count once), tower and projector among the dense ones."""
 
     @property
     def total(self) -> float:
@@ -222,6 +235,7 @@ def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int
             largest = max(largest, sum(one))
     shared = facts.tied_embeddings and stage.embedding and stage.head
     tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)
+    tables += seeing_parameters(facts) * stage.embedding
     return RankParameters(dense + tables, experts, largest, tables)
 
 

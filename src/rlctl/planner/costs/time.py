@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import group_rate, weight_bytes
+from rlctl.planner.costs.images import image_share, tower_operations
 from rlctl.planner.costs.memory import (
     element_bytes,
     layer_activation_bytes,
@@ -113,6 +114,9 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     head_flops = facts.vocab * facts.hidden if stage.head else 0.0
     rate = matmul_rate(request, choice, local)
     seconds = 2 * local * (dense_flops + head_flops) / p.tp / rate
+    if stage.embedding:  # every tensor-parallel rank computes the tower
+        share = image_share(facts, request.workload, constants.length_sigma)
+        seconds += local * share * tower_operations(facts) / rate
     if expert_flops and facts.moe is not None:
         routed = local / p.tp * (constants.expert_imbalance if p.ep > 1 else 1.0)
         seconds += 2 * routed * expert_flops / expert_rate(request, choice, local)

@@ -24,6 +24,15 @@ CORRECTION_BIAS = "e_score_correction_bias"
 RENAMED = {
     "GptOssForCausalLM": ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens.")),
     "GPTNeoXForCausalLM": (("lm_head.", "embed_out."),),
+    "Qwen2_5_VLForConditionalGeneration": (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("visual.", "model.visual."),
+    ),
 }
 # Those whose fused modules are published as they are, though their own tables say otherwise.
 UNFUSED = {"Glm4ForCausalLM": {"gate_up_proj": ["gate_up_proj"]}}
@@ -93,7 +102,7 @@ class StoredMatrix(LocalMatrix):
     def box(self, part: MatrixPart, stored: torch.Tensor) -> torch.Tensor:
         """The view of `stored` that holds `part`, with as many dimensions as the published tensor."""
         rows = stored[part.row : part.row + part.rows]
-        rows = rows if rows.dim() == 1 else rows[:, : self.columns]
+        rows = rows[:, : self.columns] if self.columns else rows
         return rows if rows.dim() == len(part.shape) else rows.unsqueeze(0)
 
 
@@ -276,7 +285,9 @@ def _walk(model: torch.nn.Module) -> list[StoredMatrix]:
     fused: dict[str, list[str]] = held.FUSED | getattr(model, "packed_modules_mapping", {})
     fused |= UNFUSED.get(type(model).__name__, {})
     paths = {id(module): path for path, module in model.named_modules()}
-    found = [matrix for path, module in model.named_modules() for matrix in _of_module(path, module, fused, paths)]
+    whole = compat.reads_images(model)  # a tower's own parameters, such as the embedding of a class
+    modules = model.named_modules()
+    found = [matrix for path, module in modules for matrix in _of_module(path, module, fused, paths, whole)]
     return list(_with_order(model, found))
 
 
@@ -293,7 +304,7 @@ def _with_order(model: torch.nn.Module, found: list[StoredMatrix]) -> Iterator[S
 
 
 def _of_module(
-    path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str]
+    path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str], whole: bool
 ) -> Iterator[StoredMatrix]:
     kind = {base.__name__ for base in type(module).__mro__}
     if "VocabParallelEmbedding" in kind:
@@ -314,8 +325,10 @@ def _of_module(
     elif "RoutedExperts" in kind or ("FusedMoE" in kind and hasattr(module, "w13_weight")):
         yield from _experts(path, module)
         yield from _correction_bias(path, module, f"{_block(path)}.gate", derived=True)
-    elif "Embedding" in kind or any("Norm" in name for name in kind):
+    elif "Embedding" in kind or "ConvLayerBase" in kind or any("Norm" in name for name in kind):
         yield from _replicated(path, module)
+    elif whole:
+        yield from _replicated(path, module, beside_loaders=True)
     if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
         yield from _sinks(path, module)
     router = getattr(module, "router", None)
@@ -323,12 +336,12 @@ def _of_module(
         yield from _correction_bias(f"{path}.router", router, f"{_block(path)}.gate", derived=True)
 
 
-def _replicated(path: str, module: torch.nn.Module) -> Iterator[StoredMatrix]:
-    """A module whose parameters are stored as published and on every rank (norms, positions that are learned)."""
+def _replicated(path: str, module: torch.nn.Module, *, beside_loaders: bool = False) -> Iterator[StoredMatrix]:
+    """A module whose parameters are stored as published and on every rank (norms, positions that are learned,
+    convolutions); `beside_loaders`: but for those that vLLM loads in a way of their own."""
     for name, parameter in module.named_parameters(recurse=False):
-        rows, *columns = parameter.shape
-        matrix = held.stacked_rows(path, name, [f"{path}.{name}"], [held.all_rows(rows)], sum(columns))
-        yield _stored(matrix, module)
+        if parameter.dim() and not (beside_loaders and hasattr(parameter, "weight_loader")):
+            yield _stored(held.replicated(path, name, tuple(parameter.shape)), module)
 
 
 def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]]) -> Iterator[StoredMatrix]:

@@ -100,7 +100,7 @@ def _memory(matrix: StoredMatrix) -> torch.Tensor | None:
     if matrix.storage is Storage.PERMUTED or not matrix.kept().numel():
         return None
     stored = matrix.stored()[: matrix.rows]
-    return stored if stored.dim() == 1 else stored[:, : matrix.columns]
+    return stored[:, : matrix.columns] if matrix.columns else stored
 
 
 def _without_unused_copy(matrix: StoredMatrix) -> StoredMatrix:

@@ -1,0 +1,151 @@
+"""Rows with images: their pixels by the model's own processor, positions of their tokens, and the embeddings that the
+language part is given.
+
+The tower runs once for all images of a row. With tensor parallelism each rank runs it whole, and puts into its part of
+the row the embeddings that stand there, so that its gradient is a part of a sum, as of everything that is not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlctl.backends.dtensor.tensor_parallel import local_view
+from rlctl.backends.rows import PackedRow, counted_positions
+from rlctl.data.images import ImageProcessor
+from rlctl.data.rollouts import MediaPart
+from rlctl.errors import InputError
+from rlctl.models.facts import VisionFacts
+from rlctl.models.vision import VISION_FAMILIES
+
+GRID = "image_grid_thw"
+"""The input of models whose tokens have positions in time, height and width: patches of each image along these."""
+TILES_AXIS = 1
+"""The axis of an image's tiles in inputs that have one of samples in front."""
+
+
+class RowImages:
+    """What a model's rank makes of the images of rows."""
+
+    def __init__(self, inner: Any, directory: Path, vision: VisionFacts, group: Any) -> None:
+        """`group`: the tensor-parallel ranks."""
+        self._inner, self._group, self._token = inner, group, vision.image_token
+        self._directory = directory
+        family = VISION_FAMILIES[vision.kind]
+        named = ((name, value) for name, value in inner.named_parameters() if family.part_of(name) != "language")
+        self._seeing = [tuple(name.rpartition(".")[::2]) for name, _ in named]
+        """Module and name of each parameter of tower and projector."""
+        self._made: dict[int, tuple[np.ndarray, dict[str, Tensor]]] = {}
+
+    def forget(self) -> None:
+        """Drop the pixels of earlier batches."""
+        self._made.clear()
+
+    def positions(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
+        """Return the positions of a rollout's tokens (`Positions`): [4, T] of models with positions in time, height
+        and width, after the count, and else [1, T]."""
+        counted_1T = counted_positions(tokens_T, media)
+        self._require_own_tokens(tokens_T, media)
+        index = getattr(self._inner.model, "get_rope_index", None)
+        if index is None:
+            return counted_1T
+        if not media:
+            return np.repeat(counted_1T, 4, 0)
+        kinds_1T = torch.from_numpy(tokens_T == self._token).int()[None]
+        grids = torch.cat([self._pixels(part)[GRID] for part in media])
+        tokens_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+        found_31T, _ = index(tokens_1T, mm_token_type_ids=kinds_1T, image_grid_thw=grids)
+        return np.concatenate([counted_1T, found_31T[:, 0].numpy()])
+
+    def inputs(self, row: PackedRow) -> dict[str, Any]:
+        """Return what the language part is given of a row: embeddings [1, T / ranks, H], positions, and what layers add
+        to the tokens of images (Qwen3-VL)."""
+        seen_T = row.tokens_T == self._token
+        embeds_1TH = self._inner.get_input_embeddings()(row.tokens_T.masked_fill(seen_T, 0)[None])
+        given: dict[str, Any] = {"position_ids": _model_positions(row.positions_kT)}
+        if not row.media:
+            return given | {"inputs_embeds": self._with_every_parameter(embeds_1TH)}
+        pixels = {name: value.to(embeds_1TH.device) for name, value in self._joined(row.media).items()}
+        found = self._inner.model.get_image_features(**pixels)
+        features_MH = _flat(found.pooler_output)
+        if len(features_MH) != int(seen_T.sum()):
+            raise InputError(
+                f"The images of a row have {int(seen_T.sum())} tokens, and the model makes {len(features_MH)} "
+                f"embeddings of them with the processor in {self._directory}.",
+                "Give engine and trainer the same processor files.",
+            )
+        own_T, where = self._own_part(seen_T)
+        embeds_1TH = embeds_1TH.masked_scatter(own_T[None, :, None], features_MH[where].to(embeds_1TH.dtype))
+        if (deep := getattr(found, "deepstack_features", None)) is not None:
+            given["visual_pos_masks"] = own_T[None]
+            given["deepstack_visual_embeds"] = [_flat(one)[where] for one in deep]
+        return given | {"inputs_embeds": embeds_1TH}
+
+    def _own_part(self, seen_T: Tensor) -> tuple[Tensor, slice]:
+        """The image tokens [T / ranks] of this rank's part of a row, and their places among those of the row."""
+        size, rank = self._group.size(), self._group.rank()
+        own = len(seen_T) // size
+        before, own_T = int(seen_T[: own * rank].sum()), seen_T[own * rank : own * (rank + 1)]
+        return own_T, slice(before, before + int(own_T.sum()))
+
+    def _with_every_parameter(self, embeds: Tensor) -> Tensor:
+        """Add 0 times one element of each trained parameter of tower and projector, so that the ranks of FSDP2 all have
+        their gradients where only some have images."""
+        nothing = embeds.new_zeros(())
+        for path, name in self._seeing:
+            parameter = self._inner.get_submodule(path)._parameters[name]
+            if parameter.requires_grad and torch.is_grad_enabled():
+                nothing = nothing + 0 * local_view(parameter).reshape(-1)[:1].sum()
+        return embeds + nothing.to(embeds.dtype)
+
+    def _require_own_tokens(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> None:
+        """Raise InputError for a token of an image outside of all images, as a model may have sampled it."""
+        outside_T = tokens_T == self._token
+        for part in media:
+            outside_T[part.start : part.start + part.tokens] = False
+        if outside_T.any():
+            raise InputError(
+                f"A rollout has the token {self._token} at place {int(outside_T.argmax())}, which stands for an image, "
+                "and there is no image.",
+                "Keep the engine from sampling it (generation.bad_tokens).",
+            )
+
+    def _pixels(self, part: MediaPart) -> dict[str, Tensor]:
+        """The model's inputs of one image, which are made once for a batch."""
+        kept = self._made.get(id(part.data))
+        if kept is None:
+            kept = part.data, ImageProcessor.open(self._directory).pixels([part.data])
+            self._made[id(part.data)] = kept  # with the image, so that no other one gets its number
+        return kept[1]
+
+    def _joined(self, media: Sequence[MediaPart]) -> dict[str, Tensor]:
+        """The model's inputs of several images."""
+        each = [self._pixels(part) for part in media]
+        return {name: _side_by_side(name, [one[name] for one in each]) for name in each[0]}
+
+
+def _model_positions(positions_kT: Tensor) -> Tensor:
+    """[1, T], or [3, 1, T] in time, height and width."""
+    return positions_kT if len(positions_kT) == 1 else positions_kT[1:, None]
+
+
+def _side_by_side(name: str, values: Sequence[Tensor]) -> Tensor:
+    """Inputs of several images as one. Tiles [1, tiles, 3, H, W] of idefics3 are padded to the largest."""
+    tiled = values[0].dim() >= 4 + (name == "pixel_values")
+    if not tiled:
+        return torch.cat(list(values))
+    height, width = (max(value.shape[axis] for value in values) for axis in (-2, -1))
+    padded = [F.pad(value, (0, width - value.shape[-1], 0, height - value.shape[-2])) for value in values]
+    return torch.cat(padded, TILES_AXIS)
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Embeddings [M, H] of all images, which models give by image."""
+    joined = features if isinstance(features, Tensor) else torch.cat([one.flatten(0, -2) for one in features])
+    return joined.flatten(0, -2)

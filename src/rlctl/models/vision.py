@@ -1,0 +1,56 @@
+"""The families of models that read images and are trained whole: where their parts are in transformers' modules."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.settings.data import VisionPart
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A model type."""
+
+    language: str
+    """Path of the language part in transformers' modules."""
+    tower: str
+    """Path of the tower."""
+    projector: str
+    """Pattern of the paths of the projector; it may lie inside the tower."""
+    image_token: str
+    """Key of the configuration with the token in whose places the embeddings of images stand."""
+    published: tuple[tuple[str, str], ...] = ()
+    """How names of tensors begin in transformers' own files and in those of the hub, where these differ."""
+
+    def part_of(self, module: str) -> VisionPart:
+        """Return the part that a parameter or module of transformers is of."""
+        if re.match(rf"(?:{self.projector})(?:\.|$)", module):
+            return "projector"
+        return "vision" if f"{module}.".startswith(f"{self.tower}.") else "language"
+
+
+_IDEFICS = VisionFamily("model.text_model", "model.vision_model", r"model\.connector", "image_token_id")
+_QWEN = VisionFamily(
+    "model.language_model", "model.visual", r"model\.visual\.(?:merger|deepstack_merger_list)", "image_token_id"
+)
+_PROJECTOR = r"model\.multi_modal_projector"
+VISION_FAMILIES = {
+    "gemma3": VisionFamily(
+        "model.language_model", "model.vision_tower", _PROJECTOR, "image_token_index",
+        (("vision_tower.", "vision_tower.vision_model."),),
+    ),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "internvl": VisionFamily("model.language_model", "model.vision_tower", _PROJECTOR, "image_token_id"),
+}  # fmt: skip
+"""By `model_type` of config.json."""
+
+
+def vision_family(config: dict[str, Any]) -> VisionFamily | None:
+    """Return the family of a config.json; None: it is no model whose images rlctl trains on."""
+    sees = isinstance(config.get("vision_config"), dict)
+    return VISION_FAMILIES.get(str(config.get("model_type"))) if sees else None

@@ -1,0 +1,48 @@
+"""Costs of the part of a model that reads images: its operations, activations, and an engine's cache of its output.
+
+How many tokens of a prompt stand for images is assumed; lengths of prompts that were counted include them.
+"""
+
+from __future__ import annotations
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.parameters import seeing_parameters
+from rlctl.planner.inputs.request import Workload
+
+IMAGE_SHARE = 0.75
+"""Share of a prompt's tokens that stand for images: 256 to 1,024 tokens of an image are read with a question of 100 to
+300."""
+LAYER_WIDTHS = 16
+"""Values that a layer of a tower keeps of a patch for its backward pass, in hidden sizes: residuals, norms, queries,
+keys, values, outputs and an MLP of four times the width, whose scores are computed again."""
+
+
+def image_share(facts: ModelFacts, workload: Workload, sigma: float) -> float:
+    """Return the share of a row's tokens that stand for images."""
+    if facts.vision is None:
+        return 0.0
+    if not workload.rollouts:
+        return IMAGE_SHARE
+    shared = workload.packing and workload.share_prompts
+    prompts = workload.prompts * (1 if shared else workload.generations) * workload.prompt_tokens
+    return IMAGE_SHARE * prompts / workload.trained_tokens(sigma)
+
+
+def tower_operations(facts: ModelFacts) -> float:
+    """Return the operations of a forward pass for each token that stands for a part of an image."""
+    return 2.0 * facts.vision.merge * seeing_parameters(facts) if facts.vision is not None else 0.0
+
+
+def tower_activation_bytes(facts: ModelFacts, choice: TrainingChoice, element: float) -> float:
+    """Return the bytes that the tower keeps for its backward pass, for each token of an image."""
+    if facts.vision is None:
+        return 0.0
+    layers, layer = facts.vision.layers, LAYER_WIDTHS
+    kept = layers + layer if choice.recompute == "full" else layers * layer
+    return element * facts.vision.merge * facts.vision.hidden * kept
+
+
+def encoder_cache_bytes(facts: ModelFacts, max_batched_tokens: int) -> float:
+    """Return the bytes of vLLM's cache of embeddings of images, which has room for those of a step."""
+    return 2.0 * max_batched_tokens * facts.hidden if facts.vision is not None else 0.0

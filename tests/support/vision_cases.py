@@ -1,0 +1,145 @@
+"""Texts with no, one and two images for models that read them, the step that a rank takes on them, and the same loss by
+transformers, one text at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.backends.batch import MinibatchResult
+from rlctl.backends.packing import plan_batch
+from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.config.load import resolve
+from rlctl.data.images import ImageProcessor
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.texts import TrainedText
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.rollouts.dataset import columns_of, group_of
+from rlctl.settings.training import LoraConfig, OptimizerConfig
+from rlctl.training.loop import make_batch
+from rlctl.training.method import RunLoss
+from support.parallel_cases import Case, make_worker, wholes
+from support.vision_models import square
+
+IMAGES = (
+    (),
+    (square("red"),),
+    (square("blue", (112, 48)), square("green", (40, 100))),
+    (square("yellow", (70, 90)),),
+)
+"""Of each prompt; two have other sizes than the tower."""
+PAIR = 2
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt by the model's own processor."""
+
+    inputs: dict[str, Tensor]
+    text: str
+
+
+@cache
+def written(directory: Path, position: int) -> Written:
+    """The prompt as transformers' processor makes it."""
+    processor: Any = ImageProcessor.open(directory).processor
+    images = IMAGES[position]
+    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": f"what color is square {position}?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    return Written(dict(processor(text=[text], images=[list(images)] if images else None, return_tensors="pt")), text)
+
+
+def answer(position: int, sample: int) -> np.ndarray:
+    return np.random.default_rng(10 * position + sample).integers(3, 250, 4 + position + sample)
+
+
+def texts(directory: Path, position: int) -> list[TrainedText]:
+    """A pair of texts with the same prompt, as engines hand them over: expanded tokens and decoded images."""
+    processor = ImageProcessor.open(directory)
+    own = written(directory, position)
+    ids = processor.processor.tokenizer(own.text, add_special_tokens=False)["input_ids"]
+    prompt, media = processor.expand(ids, [np.asarray(image) for image in IMAGES[position]])
+    assert prompt == own.inputs["input_ids"][0].tolist()
+    found = []
+    for sample in range(PAIR):
+        tokens_T = np.concatenate([prompt, answer(position, sample)]).astype(np.int32)
+        found.append(TrainedText(tokens_T, np.arange(len(tokens_T)) >= len(prompt), media=media))
+    return found
+
+
+def sft() -> Algorithm:
+    return method_from_config(resolve(flags={"run.algorithm": "sft"}, environment={}).config)
+
+
+@dataclass(frozen=True)
+class VisionCase:
+    """How a rank trains."""
+
+    case: Case
+    freeze: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    steps: int = 1
+    lr: float = 0.0
+
+
+Outcome = tuple[list[MinibatchResult | None], dict[str, Tensor], list[Any], dict[str, Tensor]]
+
+
+def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
+    """Results of steps, the gradient of the last one, what is collected of each rank's rows, and weights."""
+    case = given.case
+    more = {"freeze": given.freeze} if given.freeze else {}
+    worker = make_worker(
+        rank, case, directory, own_facts=facts_in(directory), optimizer=OptimizerConfig(clip_grad=0), lora=given.lora,
+        **more,
+    )  # fmt: skip
+    groups, longest = [], 0
+    for position in range(len(IMAGES)):
+        own = texts(directory, position)
+        longest = max(longest, own[0].prompt_tokens + sum(text.answered_tokens for text in own))
+        groups.append(group_of(position, PromptRow(0, "vision", "", None), own, columns_of(own)))
+    batch = make_batch(tuple(groups), sft(), 1)
+    plan = plan_batch(
+        batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=longest, packing=case.packing,
+        share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
+        micro_batch_multiple=case.parallel.micro_batch_multiple,
+    )  # fmt: skip
+    assert plan.stats.micro_batches > 1 or case.parallel.dp > 1
+    worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
+    worker.add_logprobs("old_logprobs")
+    logprobs = [(row.columns_R["rollout"], row.columns_R["old_logprobs"], row.targets_R) for row in worker._all_rows()]
+    results = [worker.train_minibatch(0, RunLoss(sft()), given.lr, 0.0) for _ in range(given.steps)]
+    return results, wholes(worker, "grad"), logprobs, wholes(worker, "data")
+
+
+def reference(directory: Path, attention: str = "sdpa") -> tuple[float, dict[str, Tensor], Tensor]:
+    """Loss, gradient, and all log-probs in order, by transformers' model of each text alone; Gemma 3 is causal."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
+    losses = []
+    for position in range(len(IMAGES)):
+        inputs = written(directory, position).inputs
+        prompt = inputs["input_ids"].shape[1]
+        for sample in range(PAIR):
+            own = dict(inputs)
+            end = torch.from_numpy(answer(position, sample))[None]
+            own["input_ids"] = torch.cat([inputs["input_ids"], end], 1)
+            for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+                if name in own:
+                    own[name] = torch.cat([own[name], torch.full_like(end, int(name == "attention_mask"))], 1)
+            if "token_type_ids" in own:
+                own["token_type_ids"] = torch.zeros_like(own["token_type_ids"])
+            logits = model(**own, use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
+            losses.append(logits.gather(1, end[0, :, None])[:, 0])
+    logprobs = torch.cat(losses)
+    loss = -logprobs.mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, logprobs.detach()
