@@ -20,7 +20,6 @@ from rlctl.data.images import ImageProcessor
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
 from rlctl.methods.available import method_from_config
-from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.training.loop import make_batch
@@ -74,7 +73,7 @@ def texts(directory: Path, position: int) -> list[TrainedText]:
     return found
 
 
-def sft() -> Algorithm:
+def sft() -> Any:
     return method_from_config(resolve(flags={"run.algorithm": "sft"}, environment={}).config)
 
 
@@ -95,7 +94,7 @@ Outcome = tuple[list[MinibatchResult | None], dict[str, Tensor], list[Any], dict
 def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
     """Results of steps, the gradient of the last one, what is collected of each rank's rows, and weights."""
     case = given.case
-    more = {"freeze": given.freeze} if given.freeze else {}
+    more: dict[str, Any] = {"freeze": given.freeze} if given.freeze else {}
     worker = make_worker(
         rank, case, directory, own_facts=facts_in(directory), optimizer=OptimizerConfig(clip_grad=0), lora=given.lora,
         **more,

@@ -18,7 +18,15 @@ from rlctl.jobs.backend_arguments import BackendArguments, differences
 from rlctl.jobs.cpu_format import format_notes, with_cpu_format
 from rlctl.jobs.generate import CompletionJob
 from rlctl.jobs.open_model import NamedModel, find_model, published_facts, published_teacher
-from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, runnable_plan
+from rlctl.jobs.prepare import (
+    ASSUMED_GPU,
+    Job,
+    check_plan,
+    checked_method,
+    prepare_job,
+    runnable_plan,
+    with_images,
+)
 from rlctl.jobs.refit_test import RefitTestJob
 from rlctl.jobs.run_workers import planned_teacher, planned_workers
 from rlctl.jobs.without_model import check_without_model
@@ -194,6 +202,7 @@ def _given(trial: Trial) -> list[str]:
 def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     """Configuration and plan with every check that needs no process, and notes on what could not be checked here; the
     rewards are tried on `completion` too."""
+    resolved = with_images(resolved)
     model = resolved.config.model
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()

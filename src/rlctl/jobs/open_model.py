@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
-from rlctl.checkpoints.hf.hf_files import refuse_quantized
+from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.hf.safetensors_files import refuse_stale_index
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -20,6 +20,7 @@ from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES
 from rlctl.models.hf_config import most_positions, rope_of
+from rlctl.models.vision import VISION_FAMILIES, vision_family
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
 from rlctl.rewards.reward_model import reward_model
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN = 5
+CAUSAL_HERE = "gemma3"
+"""The model type whose images transformers reads in both directions, and vLLM on CPUs causally."""
 
 
 def find_model(
@@ -52,7 +55,22 @@ def find_model(
     )
     copies = weights and copies
     whole = merged(found, tell, copies=copies)
-    return whole if images else text_part_of(whole, tell, copies=copies)
+    return _seeing(whole) if images else text_part_of(whole, tell, copies=copies)
+
+
+def _seeing(source: ModelSource) -> ModelSource:
+    """Return a model that reads images, with a note that it is trained whole. Raises InputError for one whose images
+    rlctl does not train on."""
+    config = read_config(source.directory)
+    if vision_family(config) is None:
+        raise InputError(
+            f"{source.label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
+            "Name such a model, or train on texts alone: --set model.images=false.",
+        )
+    said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
+    if config["model_type"] == CAUSAL_HERE:
+        said += ". Its tokens of an image attend to earlier ones alone, as in vLLM on CPUs"
+    return source if source.note else replace(source, note=said)
 
 
 @dataclass(frozen=True)
@@ -107,10 +125,9 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     """
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
-    if not user_path(model.name).is_dir() and (known := lookup_entry(model.name)) is not None:
-        facts = known_facts(model.name)
-        assert facts is not None
-        if known.text_part:
+    here, known = user_path(model.name).is_dir(), lookup_entry(model.name)
+    if not here and known is not None and (facts := known_facts(model.name, images=bool(model.images))) is not None:
+        if known.text_part and facts.vision is None:
             tell(planned_text_part(model.name, facts, "bfloat16"))
         return _repositioned(facts, model)
     try:
@@ -151,7 +168,9 @@ def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> Model
     if (scorer := open_scorer(config, weights=False)) is not None:
         return scorer.facts
     named = config.named_teacher
-    return published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named else None
+    if named is None:
+        return None
+    return published_facts(ModelConfig(name=named.model, revision=named.revision, images=config.model.images), tell)
 
 
 def open_teacher(
@@ -162,7 +181,10 @@ def open_teacher(
     if (teacher := config.named_teacher) is None:
         return open_scorer(config, weights=weights)
     wanted = ModelConfig(
-        name=teacher.model, revision=teacher.revision, trust_remote_code=config.model.trust_remote_code
+        name=teacher.model,
+        revision=teacher.revision,
+        images=config.model.images,
+        trust_remote_code=config.model.trust_remote_code,
     )
     try:
         found = open_model(wanted, tell, weights=weights, copies=copies)
@@ -183,6 +205,11 @@ def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | No
     names = [*config.reward_models]
     if not names:
         return None
+    if config.model.images:
+        raise InputError(
+            f"Reward {names[0]!r}: a reward model reads text alone, and the rollouts have images.",
+            "Score them with a function (--reward path/to/file.py:function), which is given the images.",
+        )
     teacher = config.named_teacher
     if len(names) > 1 or teacher:
         others = [*names[1:], *([f"the teacher {teacher.model}"] if teacher else [])]

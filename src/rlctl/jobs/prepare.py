@@ -430,6 +430,7 @@ def _scores(method: Method, prompts: PromptStream | None) -> bool:
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
     NoPlanError when nothing fits."""
+    resolved = with_images(resolved)
     config = resolved.config
     require_backends(config)
     method = method_from_config(config, tries_loss=False)
@@ -460,7 +461,8 @@ def _prompts_here(resolved: Resolved, method: Method, tell: Tell) -> PromptStrea
         tell("transformers is not installed, so the lengths of prompts are assumed.")
         return None
     try:
-        source = find_model(config.model.name or "", config.model.revision, weights=False)
+        model = config.model
+        source = find_model(model.name or "", model.revision, weights=False, images=model.images)
     except InputError:
         tell(f"The tokenizer of {config.model.name} is not on this machine, so the lengths of prompts are assumed.")
         return None

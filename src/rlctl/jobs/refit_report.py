@@ -176,15 +176,16 @@ def run(
     logprob_limit: LogprobLimit,
     timeout_s: float,
     new_tokens: int,
+    never: tuple[int, ...] = (),
     tell: Callable[[str], None],
 ) -> RefitTestReport:
     """Refit `repeat` times (at least twice) and compare everything each time. `compare_logprobs` compares the engine's
-    log-probs with those that the policy gives the same tokens."""
+    log-probs with those that the policy gives the same tokens, of which `never` are not drawn."""
     session = sync.session
 
     def generate(version: int) -> list[GroupResult]:
         with sync.generating():
-            return _generate(sync.engines, prompts, version, new_tokens, timeout_s)
+            return _generate(sync.engines, prompts, version, new_tokens, timeout_s, never)
 
     test = RefitTestReport(model, session.mover, session.receive, logprob_limit)
     test.limit_gb_per_s = _copy_speed(session, timeout_s)
@@ -250,13 +251,18 @@ def _compared(session: RefitSession, test: RefitTestReport) -> list[Comparison]:
 
 
 def _generate(
-    engines: EngineClient, prompts: list[tuple[int, ...]], version: int, new_tokens: int, timeout_s: float
+    engines: EngineClient,
+    prompts: list[tuple[int, ...]],
+    version: int,
+    new_tokens: int,
+    timeout_s: float,
+    never: tuple[int, ...],
 ) -> list[GroupResult]:
     """Greedy and sampled completions of each prompt, from the first engine."""
     results: list[GroupResult] = []
     for offset, temperature in ((0, 0.0), (len(prompts), 1.0)):
         asked = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
-        sampling = Sampling(new_tokens, temperature=temperature)
+        sampling = Sampling(new_tokens, temperature=temperature, never=never)
         first = engines.generate([asked] * len(engines), sampling, timeout_s)[0]
         if isinstance(first, RlctlError):
             raise first

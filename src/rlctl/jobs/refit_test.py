@@ -110,6 +110,7 @@ def refit_workers(
             logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
             timeout_s=settings.timeout_s,
             new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
+            never=job.facts.never_sampled,
             tell=tell,
         )
 

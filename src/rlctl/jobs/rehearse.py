@@ -27,7 +27,7 @@ from rlctl.errors import AbsentError, InputError, KilledError, RlctlError, Verif
 from rlctl.jobs.backend_arguments import differences
 from rlctl.jobs.dry_run import about
 from rlctl.jobs.open_model import published_facts, published_teacher
-from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job
+from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, with_images
 from rlctl.jobs.row_checks import look_at_rows, look_at_run
 from rlctl.jobs.run import RunSummary
 from rlctl.jobs.shrink import MOST_LENGTH, REHEARSAL, VARYING, Change, Stage, changes, shrunk, usual_letter
@@ -108,6 +108,7 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
     """Rehearse a run. Raises what `train` refuses the configuration for before it starts anything; what fails later is
     the `error` of the result. `keep` is a directory for model, rows, run and export, which are otherwise removed."""
     started = time.perf_counter()
+    resolved = with_images(resolved)
     method = checked_method(resolved, tell)
     config = resolved.config
     facts, teacher = published_facts(config.model, tell), published_teacher(config, tell)

@@ -160,7 +160,9 @@ class RunWorkers:
         if decode_limit is not None:
             vocab, length = policy.facts.text_vocab, engine.max_length
             kept = policy.truncation or Truncation()
-            sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p)
+            sampling = Sampling(
+                NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p, never=policy.facts.never_sampled
+            )
             graphs = self.spec.engines.backend.without_graphs
             options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs)
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}

@@ -107,7 +107,8 @@ def vision_tokenizer(directory: Path, family: str) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), *others]})
     if family == "gemma3":  # vLLM looks these up in the vocabulary
-        tokenizer.add_tokens([AddedToken("\n" * lines, normalized=False) for lines in range(1, 5)])
+        blank: Any = [AddedToken("\n" * lines, normalized=False) for lines in range(1, 5)]
+        tokenizer.add_tokens(blank)
     tokenizer.chat_template = CHAT.replace("IMAGE", written)
     tokenizer.init_kwargs.pop("extra_special_tokens", None)
     directory.mkdir(parents=True, exist_ok=True)

@@ -173,6 +173,11 @@ class ModelFacts:
         """Tokens with a lower number are of text alone; those that stand for images have higher ones."""
         return self.vocab if self.vision is None else self.vision.image_token // 2
 
+    @property
+    def never_sampled(self) -> tuple[int, ...]:
+        """The token that stands for images: in a completion it would be taken for an image."""
+        return () if self.vision is None else (self.vision.image_token,)
+
     def is_windowed(self, layer: int) -> bool:
         """Whether `layer` (from 0) attends to the window only."""
         return self.sliding_window is not None and layer not in (self.full_attention_layers or ())

@@ -113,7 +113,7 @@ class RowImages:
             raise InputError(
                 f"A rollout has the token {self._token} at place {int(outside_T.argmax())}, which stands for an image, "
                 "and there is no image.",
-                "Keep the engine from sampling it (generation.bad_tokens).",
+                "Take its text out of the row, or give the row an image.",
             )
 
     def _pixels(self, part: MediaPart) -> dict[str, Tensor]:

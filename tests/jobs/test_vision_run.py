@@ -1,0 +1,102 @@
+"""`rlctl train grpo` on images, from a model's own directory to the same model trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.models.vision import VISION_FAMILIES
+from support.runs import REWARD, results, resume
+from support.vision_models import square, write_vision_model
+
+RLCTL = str(Path(sys.executable).with_name("rlctl"))
+COLORS = ("red", "green", "blue", "yellow")
+SIZES = ((64, 64), (96, 48), (40, 100), (70, 70))
+
+
+def write_rows(folder: Path) -> Path:
+    """Rows with one image, two and none."""
+    rows = []
+    for number in range(8):
+        color, size = COLORS[number % 4], SIZES[number % 4]
+        square(color, size).save(folder / f"{number}.png")
+        images = {0: {}, 1: {"image": f"{number}.png"}, 2: {"images": [f"{number}.png", "0.png"]}}[number % 3]
+        rows.append({"prompt": f"what color is square {number}?", "answer": color, **images})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(model: Path, data: Path, run: Path, *more: str) -> list[str]:
+    reward = data.parent / "reward.py"
+    reward.write_text(REWARD)
+    return [
+        RLCTL, "train", "grpo", "--model", str(model), "--data", str(data), "--reward", f"{reward}:even", "--gpu",
+        "cpu", "--prompts", "4", "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--seed", "1",
+        "--run-dir", str(run), "--set", "run.checkpoint_every=2", "--set", "training.threads=1", "--set",
+        "generation.threads=1", *more,
+    ]  # fmt: skip
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_a_model_is_trained_on_images_resumed_and_published(here: Any, family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, data = write_vision_model(tmp_path / "model", family), write_rows(tmp_path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = here(command(model, data, whole, "--steps", "4", "--set", "training.dp=2"))
+    assert done.returncode == 0, done.stderr
+    assert "reads images: all of it is trained, by the backend dtensor" in done.stderr
+    done = here(command(model, data, parts, "--steps", "2", "--set", "training.dp=2"))
+    assert done.returncode == 0, done.stderr
+    done = here(resume(parts, "--steps", "4"))
+    assert done.returncode == 0, done.stderr
+    assert all(line["logprob_diff"]["max"] < 1e-5 for line in results(whole))
+
+    megatron_to_hf(whole, tmp_path / "exported")
+    megatron_to_hf(parts, tmp_path / "resumed")
+    begun, trained, resumed = (read(place) for place in (model, tmp_path / "exported", tmp_path / "resumed"))
+    assert trained.keys() == begun.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in trained.items())
+    loaded, told = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    first = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())
+    part_of = VISION_FAMILIES[family].part_of
+    moved = {part_of(name) for name, value in loaded.named_parameters() if not torch.equal(value, first[name])}
+    assert moved == {"vision", "projector", "language"}
+
+    # vLLM loads the export too, and says what transformers says.
+    asked = ["--set", "model.images=true", "--prompt", "what color?", "--max-new-tokens", "4", "--temperature", "0"]
+    done = here([RLCTL, "generate", "--model", str(tmp_path / "exported"), *asked, "--gpu", "cpu", "--json"])
+    assert done.returncode == 0, done.stderr
+    chosen = json.loads(done.stdout)["completions"][0]["token_ids"]
+    tokenizer = AutoProcessor.from_pretrained(tmp_path / "exported").tokenizer
+    said = [{"role": "user", "content": [{"type": "text", "text": "what color?"}]}]
+    inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        answered = loaded.eval().generate(**inputs, max_new_tokens=len(chosen), do_sample=False)
+    assert answered[0, inputs["input_ids"].shape[1] :].tolist() == chosen
+
+
+@pytest.mark.slow
+def test_samples_in_flight_see_their_images_under_new_weights(here: Any, tmp_path: Path) -> None:
+    """What the tower made of an image goes with its weights, also where a sample is half done."""
+    model, data = write_vision_model(tmp_path / "model", "idefics3"), write_rows(tmp_path)
+    more = ["--steps", "4", "--async", "--set", "refit.in_flight=keep", "--set", "refit.verify_every=1"]
+    done = here(command(model, data, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    lines = results(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["logprob_diff"]["max"] < 1e-5
