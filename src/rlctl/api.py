@@ -92,7 +92,7 @@ def generate(
         checkpoint = None
         if run_dir is not None:
             config, checkpoint = of_run(Path(run_dir), step, config)
-        rows = read_prompts(prompts, None, config.config.data.prompt_field)
+        rows = read_prompts(prompts, None, config.config.data)
         return list(complete(completion_job(config, n, checkpoint, len(rows), tell), rows, tell))
 
 

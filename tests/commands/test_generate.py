@@ -13,6 +13,7 @@ import torch
 from rlctl.commands.generate import text_of
 from rlctl.errors import InputError
 from rlctl.jobs.generate import read_prompts
+from rlctl.settings.data import DataConfig
 from support.commands import Run
 
 
@@ -52,17 +53,17 @@ def test_generate_json_lines_agree_with_transformers(run_here: Run, tiny_llama: 
 
 def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 3 + 4?\n\nName a color.\n"))
-    rows = read_prompts([], "-", "prompt")
+    rows = read_prompts([], "-", DataConfig())
     assert [(row.where, row.prompt) for row in rows] == [
         ("stdin, line 1", "What is 3 + 4?"), ("stdin, line 3", "Name a color."),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\u2028prompt\x0cof a line\nanother"))
-    assert [row.prompt for row in read_prompts([], "-", "prompt")] == ["one\u2028prompt\x0cof a line", "another"]
+    assert [row.prompt for row in read_prompts([], "-", DataConfig())] == ["one\u2028prompt\x0cof a line", "another"]
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdin", terminal)
     with pytest.raises(InputError, match="stdin is a terminal"):
-        read_prompts([], "-", "prompt")
+        read_prompts([], "-", DataConfig())
 
 
 def test_several_completions_of_a_prompt_are_numbered() -> None:

@@ -94,7 +94,7 @@ def test_tools_thoughts_and_calls_reach_the_template_in_prompts_and_texts(
         assert text.tokens_T.tolist()[: text.prompt_tokens] == expected
         assert encoder.tokenizer.decode(expected) == encoder.text(prompts[index])
     if form == "jsonl":
-        assert [encoder.encode(row) for row in read_prompts([], name, "prompt")] == [
+        assert [encoder.encode(row) for row in read_prompts([], name, DataConfig())] == [
             encoder.encode(prompts[index]) for index in range(len(ROWS))
         ]
 

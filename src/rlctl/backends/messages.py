@@ -158,6 +158,10 @@ class GroupResult:
     """The counts of each episode, where there is an environment."""
     transcripts: Any = None
     """The episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
+    images: tuple[int, ...] = ()
+    """Images of each episode; empty: none has any."""
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that they are read as."""
 
 
 VALUES_A_GROUP = 3

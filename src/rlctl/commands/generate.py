@@ -26,6 +26,10 @@ TRAINING_KEYS = (
 Prompt = Annotated[
     list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Prompt to complete. Can be repeated.")
 ]
+Images = Annotated[
+    list[str] | None,
+    typer.Option("--image", metavar="FILE|URL", help="Image in front of the text of each --prompt. Can be repeated."),
+]
 PromptsFile = Annotated[
     str | None,
     typer.Option(
@@ -47,6 +51,7 @@ Step = Annotated[
         "rlctl generate --model ./my-model --prompts-file questions.txt --n 4 --temperature 0.7",
         "grep 'How many' questions.txt | rlctl generate --model ./my-model --prompts-file -",
         'rlctl generate --run-dir runs/my-run --prompt "What is 3 + 4?" --json',
+        'rlctl generate --model ./my-vlm --image cat.png --prompt "What is it?"',
     ),
 )
 @options.taking(
@@ -58,6 +63,7 @@ def generate(
     dry_run: bool,
     explain: bool,
     prompt: Prompt = None,
+    image: Images = None,
     prompts_file: PromptsFile = None,
     n: Samples = 1,
     step: Step = None,
@@ -73,7 +79,9 @@ def generate(
     from rlctl.jobs.generate import read_prompts
     from rlctl.settings.run import MOST_ROLLOUTS
 
-    rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
+    rows = read_prompts(prompt or [], prompts_file, resolved.config.data, image or [])
+    if resolved.config.model.images is None and any(row.images for row in rows):
+        resolved = resolved.with_values({"model.images": True})
     if len(rows) * n > MOST_ROLLOUTS:
         raise InputError(
             f"--n {n} of {len(rows)} prompts are more than {MOST_ROLLOUTS:,} completions.", "Ask for fewer."
@@ -122,6 +130,8 @@ def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptR
 def text_of(record: dict[str, Any]) -> str:
     """One prompt and its completions for a reader at the terminal."""
     prompt = record["prompt"] if isinstance(record["prompt"], str) else record["prompt"][-1]["content"]
+    if not isinstance(prompt, str):
+        prompt = " ".join(part.get("text") or "[image]" for part in prompt)
     lines, several = [f"> {prompt}"], len(record["completions"]) > 1
     for number, completion in enumerate(record["completions"], 1):
         cut = "" if completion["finish_reason"] == "stop" else " [cut off at the length limit]"

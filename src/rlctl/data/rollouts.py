@@ -154,6 +154,10 @@ class Rollout:
     """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
     episode: EpisodeFacts | None = None
     """None: it has one turn and no environment."""
+    images: int = 0
+    """Images in it."""
+    image_tokens: int = 0
+    """Tokens that they are read as."""
 
     @property
     def first_version(self) -> int:

@@ -13,6 +13,7 @@ from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.config.files import user_path
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments, differences
 from rlctl.jobs.cpu_format import format_notes, with_cpu_format
@@ -146,7 +147,9 @@ class FirstLook:
             trained = None
             if isinstance(job.prompts, TextStream):
                 trained = max((int(one.mask_T.sum()) for one in job.prompts.texts(row)), default=0)
-            prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else (), trained))
+            text, images, seen = _with_images_named(job, row, text)
+            trials = plan.trials if plan else ()
+            prompts.append(FirstPrompt(row.where, len(tokens), text, trials, trained, images, seen))
         return cls(tuple(prompts), job.prompt_tokens, job.prompts.kind)
 
     def text(self) -> list[str]:
@@ -154,7 +157,9 @@ class FirstLook:
         lines = []
         for prompt in self.prompts:
             trained = "" if prompt.trained is None else f", {prompt.trained:,} of them with a loss"
-            lines += [f"  {f'first {self.kind}':<12}  {prompt.where}, {prompt.tokens:,} tokens{trained}"]
+            several = "s" * (prompt.images > 1)
+            images = f", {prompt.image_tokens:,} of {prompt.images} image{several}" if prompt.images else ""
+            lines += [f"  {f'first {self.kind}':<12}  {prompt.where}, {prompt.tokens:,} tokens{images}{trained}"]
             lines += _shown(prompt.text)
             lines += [line for trial in prompt.trials for line in _given(trial)]
         ordered = sorted(self.prompt_tokens)
@@ -175,6 +180,25 @@ class FirstPrompt:
     """Its reference answer, and the completion that the user gave if there is one."""
     trained: int | None = None
     """Tokens with a loss, where it is a text to train on."""
+    images: int = 0
+    image_tokens: int = 0
+    """Tokens that its images are read as."""
+
+
+def _with_images_named(job: Job, row: PromptRow, text: str) -> tuple[str, int, int]:
+    """Return a prompt as text, in which each image stands as one word, its images, and their tokens."""
+    if not row.images:
+        return text, 0, 0
+    encoder = next(one.encoder for one in job.prompts.sources if one.label == row.source)
+    prompt, decode = encoder.prompt(row), encoder.tokenizer.decode
+    pieces, after = [], 0
+    for part in prompt.media:
+        before = decode(list(prompt.tokens[after : part.start]), skip_special_tokens=False)
+        height, width = part.data.shape[:2]
+        pieces += [before, f"[image of {width} x {height} pixels, {part.tokens:,} tokens]"]
+        after = part.start + part.tokens
+    rest = decode(list(prompt.tokens[after:]), skip_special_tokens=False)
+    return "".join(map(str, [*pieces, rest])), len(prompt.media), sum(part.tokens for part in prompt.media)
 
 
 def _shown(text: str) -> list[str]:

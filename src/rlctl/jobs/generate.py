@@ -21,7 +21,8 @@ from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.image_rows import shown_prompt
+from rlctl.data.image_rows import shown_prompt, with_images
+from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_rows import PromptRow, checked_prompt, prompt_field_in, row_from_record
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments
@@ -151,12 +152,26 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
     return resolved, found[-1]
 
 
-def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:
-    """Return the prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text with one prompt a
-    line in a file or (`-`) on stdin. Raises InputError naming the flag, the file and the line."""
-    found = [PromptRow(i, f"--prompt number {i + 1}", text, None) for i, text in enumerate(texts)]
+def read_prompts(
+    texts: Sequence[str], file: str | None, data: DataConfig, images: Sequence[str] = ()
+) -> list[PromptRow]:
+    """Return the prompts of `--prompt`, each with the `images`, and of `--prompts-file`: a .jsonl file with
+    `data.prompt_field`, or a text with one prompt a line in a file or (`-`) on stdin. Raises InputError naming the
+    flag, the file and the line."""
+    if images and not texts:
+        raise InputError("--image is for --prompt.", 'Give --prompt TEXT; a .jsonl file has a field "image".')
+    found = [
+        with_images(
+            PromptRow(i, f"--prompt number {i + 1}", text, None),
+            {IMAGES: list(images)},
+            data.model_copy(update={"name": None}),
+        )
+        for i, text in enumerate(texts)
+    ]
+    for image in (one for row in found[:1] for one in row.images):
+        image.size()  # a missing file is told before the model is opened
     if file is not None:
-        found += _file_prompts(Path(file), field)
+        found += _file_prompts(Path(file), data)
     if file is not None and len(found) == len(texts):
         raise InputError(f"--prompts-file {file} holds no prompt.", "Write one on each line.")
     if not found:
@@ -164,14 +179,14 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
     return [replace(row, index=index) for index, row in enumerate(found)]
 
 
-def _file_prompts(path: Path, field: str) -> Iterator[PromptRow]:
+def _file_prompts(path: Path, data: DataConfig) -> Iterator[PromptRow]:
     text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
     for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a prompt
         where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
         if not line.strip():
             continue
         if path.suffix == ".jsonl":
-            yield _json_row(line, where, field)
+            yield _json_row(line, where, data.model_copy(update={"name": str(path)}))
         else:
             yield PromptRow(0, where, checked_prompt(line, "prompt", where), None)
 
@@ -186,17 +201,19 @@ def _stdin() -> str:
         raise InputError(f"--prompts-file -: stdin is not UTF-8 text: {error}.") from error
 
 
-def _json_row(line: str, where: str, field: str) -> PromptRow:
+def _json_row(line: str, where: str, data: DataConfig) -> PromptRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"--prompts-file: {where} is not JSON: {error}.") from error
-    if not isinstance(row, dict) or prompt_field_in(row, field) not in row:
+    if not isinstance(row, dict) or prompt_field_in(row, data.prompt_field) not in row:
         have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise InputError(
-            f"--prompts-file: {where} has no field `{field}` (it has: {have}).", "Name it with --set data.prompt_field."
+            f"--prompts-file: {where} has no field `{data.prompt_field}` (it has: {have}).",
+            "Name it with --set data.prompt_field.",
         )
-    made = row_from_record(row, 0, f"--prompts-file: {where}", DataConfig(prompt_field=field))
+    read = DataConfig(name=data.name, prompt_field=data.prompt_field)
+    made = row_from_record(row, 0, f"--prompts-file: {where}", read)
     return replace(made, where=where, answer=None)
 
 

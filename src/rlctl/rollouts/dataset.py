@@ -346,6 +346,8 @@ def group_of(position: int, row: PromptRow, texts: Sequence[TrainedText], column
             reward=None,
             terms={},
             accuracy=None,
+            images=len(text.media),
+            image_tokens=sum(part.tokens for part in text.media),
         )
         for sample, text in enumerate(texts)
     )

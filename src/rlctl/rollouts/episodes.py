@@ -399,6 +399,8 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         versions=tuple(tuple(sorted(Counter(of).items())) or ((version, 0),) for of in sampled),
         rewards=tuple(sum(episode.rewards) if episode.rewards else None for episode in episodes),
         episodes=tuple(map(_facts, episodes)) if plays else (),
+        images=tuple(len(one.media) for one in episodes) if columns.media_G else (),
+        image_tokens=tuple(sum(p.tokens for p in one.media) for one in episodes) if columns.media_G else (),
     )
 
 

@@ -200,6 +200,8 @@ def groups_of(
                 accuracy=None if scores.accuracies is None else scores.accuracies[sample],
                 answered=None if scores.answered is None else scores.answered[sample],
                 episode=result.episodes[sample] if result.episodes else None,
+                images=result.images[sample] if result.images else 0,
+                image_tokens=result.image_tokens[sample] if result.images else 0,
             )
             for sample, seed in enumerate(seeds[result.group])
             if not (scores.dropped and scores.rewards[sample] is None)

@@ -332,10 +332,19 @@ def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
         "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
+        **image_metrics(batch),
         "tokens": sum(rollout.tokens for rollout in rollouts),
         "positions": ranges(group.position for group in batch.groups),
         **(sampling_metrics(sampled, version) if sampled else {}),
     }
+
+
+def image_metrics(batch: RolloutBatch) -> dict[str, Any]:
+    """Return the images of a batch's prompts, counted once for a group, and the mean of a rollout's image tokens; empty
+    where there are none."""
+    images = sum(max((one.images for one in group.rollouts), default=0) for group in batch.groups)
+    tokens = [one.image_tokens for one in batch.rollouts]
+    return {"images": images, "image_tokens_mean": float(np.mean(tokens))} if images else {}
 
 
 def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:

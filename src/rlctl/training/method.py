@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 ENTROPY = Metric("entropy", "mean", "entropy (nats)", "entropy")
 NAMES_OF_A_STEP = frozenset({
     "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
-    "grad_norm", "groups_without_signal", "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
+    "grad_norm", "groups_without_signal", "image_tokens_mean", "images",
+    "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
     "positions", "prompt_tokens_mean",
     "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
