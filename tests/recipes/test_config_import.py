@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,21 @@ def test_a_run_stops_with_what_cannot_be_run_and_goes_on_when_allowed(
     assert code == 0, err
     assert "left out: grpo.malformed_thinking_advantage = 2" in " ".join(out.split())
     assert " ".join(out.split()).count("policy.model_name is rlctl's model.name") == 1
+
+
+def test_a_dry_run_shows_first_what_differs_and_names_the_recipe_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "a-folder-with-a-name-that-nobody-wants-to-read-66-times"
+    folder.mkdir()
+    path = folder / "recipe.yaml"
+    path.write_text(f"defaults: {FORM}\ngrpo: {{ key_of_tomorrow: 3 }}\n")
+    code, out, err = rlctl(capsys, "train", "--config", str(path), "--dry-run", "--gpu", "h100")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "  differs from the file"
+    assert "left out: grpo.key_of_tomorrow = 3" in lines[1]
+    assert out.index("key_of_tomorrow") < out.index("training    megatron")
+    assert out.count(folder.name) == 1
+    assert re.search(r"^    batch\.prompts +\d+ +grpo\.num_prompts_per_step$", out, re.MULTILINE)
+    assert out.count("key_of_tomorrow") == 1

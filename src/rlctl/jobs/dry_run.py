@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,8 @@ from rlctl.rollouts.dataset import TextStream
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.settings.data import ModelConfig
 
+OF_A_RECIPE = re.compile(r"file (.+), \S+")
+"""Origin of a value that a key of a recipe gives."""
 DECIDED = (DEFAULT, PLANNER, "prompts")
 """Origins of values that nobody set."""
 SHOWN_LINES = 8
@@ -86,17 +89,21 @@ class DryRun:
         }
 
     def text(self, explain: bool) -> str:
-        """Return what was not checked, the plan, what was set and what to know; with `explain` also the rule behind
-        each value, every value with its origin, and the engines' arguments."""
-        lines = [line for text in self.unchecked for line in wrapped(text, "not checked: ", " " * 13)]
-        lines += [""] if lines else []
+        """Return what differs from a recipe, what was not checked, the plan, what was set and what to know; with
+        `explain` also the rule behind each value, every value with its origin, and the engines' arguments."""
+        lines = self._differing()
+        lines += [line for text in self.unchecked for line in wrapped(text, "not checked: ", " " * 13)]
+        lines += [""] if self.unchecked else []
         lines += [plan_text(self.plan, self.resolved.config.model.name or "", reasons=explain), ""]
-        lines += ["  values" if explain else "  set", *self._values(explain), ""]
+        by_recipe = f", by {self.recipe} where a key of it stands" if self.recipe else ""
+        lines += [*wrapped(f"{'values' if explain else 'set'}{by_recipe}", "  ", "    "), *self._values(explain), ""]
         if explain:
             lines += [*self.arguments.text(), ""]
         lines += [*self.first_look.text(), ""] if self.first_look else []
         lines += [*(line for trial in self.trials for line in _given(trial)), ""] if self.trials else []
-        notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]
+        others = (line for line in self.notes if line not in self.resolved.notes)
+        pinned = (line.replace(f"(file {self.recipe}, ", "(") for line in self.arguments.pinned(self.resolved))
+        notes = [*(f"pinned: {line}" for line in pinned), *others]
         lines += [
             "  to know",
             *[line for note in notes for line in wrapped(note.removeprefix("note: "), "    ", "      ")],
@@ -106,9 +113,23 @@ class DryRun:
             lines.append("  --explain shows the rule behind each value, all values, and the engines' arguments.")
         return "\n".join(lines).rstrip()
 
+    @property
+    def recipe(self) -> str | None:
+        """The file of a recipe, whose own keys are the origins of most values; None: there is none, or several."""
+        found = {match[1] for one in self.resolved.origin.values() if (match := OF_A_RECIPE.fullmatch(one))}
+        return found.pop() if len(found) == 1 else None
+
+    def _differing(self) -> list[str]:
+        """Return lines on what runs differently from what a file has."""
+        told = [line.removeprefix("note: ").removeprefix("runs differently: ") for line in self.resolved.notes]
+        lines = [line for text in told for line in wrapped(text, "    ", "      ")]
+        return ["  differs from the file", *lines, ""] if lines else []
+
     def _values(self, every: bool) -> list[str]:
         """Return lines of key, value and origin; without `every`, of those that somebody set."""
         origin = self.resolved.origin
+        if self.recipe is not None:
+            origin = {key: one.removeprefix(f"file {self.recipe}, ") for key, one in origin.items()}
         rows = [
             (key, f"{value!r}", origin[key])
             for key, value in self.resolved.leaves()
