@@ -1,6 +1,7 @@
 """Measures packing on the lengths of real rollouts: padding, imbalance between ranks, and training tokens per second.
 
     python benchmarks/packing.py [--lengths FILE] [--dp 4] [--micro-batch-tokens 2048] [--model DIR --threads 2]
+    python benchmarks/packing.py --rollouts 8192 --dp 8 --micro-batch-tokens 16384
 
 Compares rlctl's packing (with and without shared prompts) and its dynamic batching with what is commonly done: no
 packing (as many rollouts to a micro-batch as fit at the longest length, padded to the longest of them), and
@@ -11,6 +12,9 @@ minus 1; compute counts the quadratic attention with the model's own sizes (with
 --model it also trains: every rank's share, one after the other in one process on random tokens of these lengths; a step
 takes as long as its slowest rank, and tokens per second are those of the rollouts, prompts counted for each. Times are
 the best of the repeats, all ways taking turns. Prints one JSON object.
+
+With --rollouts it packs so many rollouts of each of several distributions of lengths, groups of 16 with prompts of 49
+tokens, and prints the CPU seconds of the driver, and the rows over those of first-fit-decreasing on single rollouts.
 
 `data/rollout_lengths.csv`: 24 reasoning-gym prompts of 12 tasks, 8 completions each, sampled with temperature 1 from
 SmolLM2-135M-Instruct, at most 384 tokens.
@@ -61,12 +65,12 @@ def padded(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int,
 
 def first_fit_decreasing(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
     bins: list[list[WeightedRollout]] = []
+    rooms = np.full(len(rows), limit)
     for row in sorted(rows, key=lambda row: -row.tokens):
-        fits = (b for b in bins if sum(r.tokens for r in b) + row.tokens <= limit)
-        if (place := next(fits, None)) is None:
-            bins.append([row])
-        else:
-            place.append(row)
+        place = int(np.argmax(rooms >= row.tokens))
+        rooms[place] -= row.tokens
+        bins += [[] for _ in range(place + 1 - len(bins))]
+        bins[place].append(row)
     bins += [[] for _ in range(-len(bins) % dp)]
     return tuple(BatchShard(columns, (tuple(tuple(b) for b in bins[r::dp]),)) for r in range(dp))
 
@@ -150,6 +154,39 @@ def train_seconds(plans: dict[str, Shards], args: argparse.Namespace) -> dict[st
     return {name: max(seconds) for name, seconds in best.items()}
 
 
+def distributions(count: int, limit: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    drawn = {
+        "uniform": rng.uniform(0, 1, count),
+        "log-normal": rng.lognormal(-1.7, 0.8, count),
+        "exponential": rng.exponential(0.25, count),
+        "near a third": rng.uniform(0.305, 0.372, count),
+        "near a half": rng.uniform(0.458, 0.543, count),
+        "near a quarter": rng.uniform(0.238, 0.268, count),
+        "short": rng.uniform(0, 0.03, count),
+        "equal": np.full(count, 1 / 3 + 1e-4),
+    }
+    return {name: np.clip(part * limit, 50, limit).astype(int) for name, part in drawn.items()}
+
+
+def at_scale(count: int, dp: int, limit: int) -> dict[str, Any]:
+    """Pack many rollouts of each distribution, without and with shared prompts."""
+    report: dict[str, Any] = {"rollouts": count, "ranks": dp, "row": limit, "must": {"cpu_s": 0.5, "rows_ratio": 1.02}}
+    for name, lengths in distributions(count, limit).items():
+        rows = [WeightedRollout(i // 16, i % 16, 49, n, 1.0, 0.01) for i, n in enumerate(lengths.tolist())]
+        columns: dict[int, object] = {group: f"handle {group}" for group in range(count // 16 + 1)}
+        reference = -(-len(first_fit_decreasing(rows, {}, 1, limit)[0].minibatches[0]) // dp)
+        for share in (False, True):
+            begun = time.process_time()
+            stats = plan_batch([rows], columns, dp=dp, micro_batch_tokens=limit, share_prompts=share).stats
+            report[name + ", shared prompts" * share] = {
+                "cpu_s": round(time.process_time() - begun, 3),
+                "rows_ratio": round(stats.micro_batches / reference, 4),
+                "imbalance": round(stats.imbalance, 5),
+            }
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="CSV: group, prompt_tokens, completion_tokens")
@@ -157,7 +194,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, help="use only this many prompts, from the first on")
     for name, value in (("dp", 4), ("micro-batch-tokens", 2048), ("threads", 2), ("repeats", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rollouts", type=int, help="pack so many of several distributions instead")
     args = parser.parse_args()
+    if args.rollouts:
+        json.dump(at_scale(args.rollouts, args.dp, args.micro_batch_tokens), sys.stdout, indent=1)
+        print()
+        return
     facts = lookup("SmolLM2-135M")
     if args.model is not None:
         facts = facts_of(args.model)

@@ -11,11 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlctl.backends.batch import BatchShard, MicroBatch, WeightedRollout
+from rlctl.backends.bin_packing import first_fit_decreasing, least_bins, pack, spread
 from rlctl.errors import ConfigError
 
 ATTENTION_TOKENS = 4096
 """Sequence length at which the quadratic part of a layer's attention costs as much as its linear part (6-12 x hidden in
 published models; only the balance depends on it)."""
+MORE_ROWS = 1.02
+"""Rows that whole groups may take over those of single rollouts before groups are divided to fill rows better. Each
+part has its own copy of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,11 @@ def plan_batch(
     bins_of = _packed if packing else _rectangles if dynamic else _single
     ranks = []
     for rollouts in minibatches:
-        units = _units(rollouts, micro_batch_tokens, share, whole_groups)
+        _require_fit(rollouts, micro_batch_tokens)
+        step = dp * micro_batch_multiple
+        units = _units(rollouts, micro_batch_tokens, step, share, whole_groups)
         units.sort(key=lambda u: (-u.cost, u.rollouts[0].position, u.rollouts[0].key))
-        ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
+        ranks.append(_spread(bins_of(units, step, micro_batch_tokens), dp))
     shards = []
     for rank in range(dp):
         minis = tuple(tuple(_micro_batch(units) for units in rows[rank]) for rows in ranks)
@@ -115,15 +121,19 @@ def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> i
     return total - sum(rollout.prompt_tokens for rollout in rollouts) + sum(prompts.values())
 
 
+def _require_fit(rollouts: Sequence[WeightedRollout], limit: int) -> None:
+    longest = max((rollout.tokens for rollout in rollouts), default=0)
+    if longest > limit:
+        raise ConfigError(
+            f"A rollout of {longest} tokens does not fit training.micro_batch_tokens = {limit}.",
+            "Set that to at least model.max_length.",
+        )
+
+
 def _units(
-    rollouts: Sequence[WeightedRollout], limit: int, share: bool, whole_groups: bool = False
+    rollouts: Sequence[WeightedRollout], limit: int, step: int, share: bool, whole_groups: bool
 ) -> list[PackingUnit]:
-    for rollout in rollouts:
-        if rollout.tokens > limit:
-            raise ConfigError(
-                f"A rollout of {rollout.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
-                "Set that to at least model.max_length.",
-            )
+    """Whole groups, or parts of groups where whole ones would take over 2 % more rows than single rollouts do."""
     if not share and not whole_groups:
         return [_unit((rollout,)) for rollout in rollouts]
     groups: dict[int, list[WeightedRollout]] = defaultdict(list)
@@ -131,7 +141,14 @@ def _units(
         groups[rollout.position].append(rollout)
     if whole_groups:
         return [_whole_group(group, limit, share) for group in groups.values()]
-    return [_unit(part) for group in groups.values() for part in _split_group(group, limit)]
+    ordered = [sorted(group, key=lambda rollout: rollout.key) for group in groups.values()]
+    most = MORE_ROWS * least_bins([rollout.tokens for rollout in rollouts], limit, step)
+    parts = [part for group in ordered for part in _split_group(group, limit)]
+    for halvings in range(1, limit.bit_length()):
+        if least_bins([row_tokens(part, True) for part in parts], limit, step) <= most:
+            break
+        parts = [part for group in ordered for part in _split_group(group, limit >> halvings)]
+    return [_unit(part) for part in parts]
 
 
 def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> PackingUnit:
@@ -145,32 +162,28 @@ def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> Packi
     return unit
 
 
-def _split_group(group: list[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
-    """Parts of a group, each of which fits a row; as few copies of the prompt as first-fit finds."""
-    parts: list[list[WeightedRollout]] = []
-    for rollout in sorted(group, key=lambda r: (-r.tokens, r.key)):
-        for part in parts:
-            if row_tokens([*part, rollout], share_prompts=True) <= limit:
-                part.append(rollout)
-                break
-        else:
-            parts.append([rollout])
-    return [tuple(sorted(part, key=lambda r: r.key)) for part in parts]
+def _split_group(group: Sequence[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
+    """Parts of a group of at most `limit` tokens, as few as first-fit-decreasing finds; a longer rollout is a part."""
+    prompt = group[0].prompt_tokens
+    if prompt + sum(rollout.tokens - prompt for rollout in group) <= limit:
+        return [tuple(group)]
+    room = max(1, limit - prompt)
+    completions = [min(room, max(1, rollout.tokens - prompt)) for rollout in group]
+    return [tuple(group[index] for index in sorted(part)) for part in first_fit_decreasing(completions, room)]
 
 
 def _unit(rollouts: tuple[WeightedRollout, ...], share: bool = True) -> PackingUnit:
     prompt = rollouts[0].prompt_tokens if share else 0
-    tokens = row_tokens(rollouts, share)
-    attention = prompt**2 / 2 + sum((rollout.tokens**2 - prompt**2) / 2 for rollout in rollouts)
+    lengths = [rollout.tokens for rollout in rollouts]
+    tokens = sum(lengths) - prompt * (len(lengths) - 1)
+    attention = (sum(length**2 for length in lengths) - prompt**2 * (len(lengths) - 1)) / 2
     return PackingUnit(rollouts, tokens, tokens + attention / ATTENTION_TOKENS * 2)
 
 
 def _packed(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
-    """A multiple of `step` bins, as few as the units (by falling cost) fit, of even cost."""
-    count = max(1, -(-sum(unit.tokens for unit in units) // (limit * step))) * step
-    while (bins := _fill(units, count, limit)) is None:
-        count += step
-    return bins
+    """A multiple of `step` bins, as few as first-fit-decreasing needs, of even cost where possible."""
+    bins = pack([unit.tokens for unit in units], [unit.cost for unit in units], limit, step)
+    return [[units[index] for index in bin_] for bin_ in bins]
 
 
 def _single(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
@@ -199,31 +212,10 @@ def _filled_up(bins: list[list[PackingUnit]], step: int) -> list[list[PackingUni
     return [*bins, *([] for _ in range(missing))]
 
 
-def _fill(order: list[PackingUnit], count: int, limit: int) -> list[list[PackingUnit]] | None:
-    """Units by falling cost, each into the cheapest of `count` bins that has room; None when one has no place."""
-    bins: list[list[PackingUnit]] = [[] for _ in range(count)]
-    cost, tokens = [0.0] * count, [0] * count
-    for unit in order:
-        free = [b for b in range(count) if tokens[b] + unit.tokens <= limit]
-        if not free:
-            return None
-        best = min(free, key=lambda b: (cost[b], b))
-        bins[best].append(unit)
-        cost[best] += unit.cost
-        tokens[best] += unit.tokens
-    return bins
-
-
 def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[list[PackingUnit]]]:
-    """Bins by falling cost, each to the rank with the least to do that still lacks one; as many on each rank."""
-    count = len(bins) // dp
-    ranks: list[list[list[PackingUnit]]] = [[] for _ in range(dp)]
-    load = [0.0] * dp
-    for units in sorted(bins, key=lambda units: -sum(unit.cost for unit in units)):
-        rank = min((r for r in range(dp) if len(ranks[r]) < count), key=lambda r: (load[r], r))
-        load[rank] += sum(unit.cost for unit in units)
-        ranks[rank].append(units)
-    return ranks
+    """The bins of each rank, as many on each, by falling cost."""
+    ranks = spread([sum(unit.cost for unit in units) for units in bins], dp)
+    return [[bins[index] for index in own] for own in ranks]
 
 
 def _micro_batch(units: list[PackingUnit]) -> MicroBatch:

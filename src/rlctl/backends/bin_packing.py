@@ -1,0 +1,171 @@
+"""Bin packing of numbered items by size, and the balance of bins over ranks by cost. O(items log items).
+
+A bin is a list of item numbers. Every rank gets the same number of bins.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+Bin = list[int]
+
+BALANCED = 1e-3
+"""Difference of the busiest and the idlest rank, over the mean, at which no more bins are exchanged."""
+EXCHANGES = 100
+"""Most exchanges of bins between ranks, and of items between bins."""
+
+
+def first_fit_decreasing(sizes: Sequence[int], limit: int) -> list[Bin]:
+    """Return the bins of first-fit-decreasing (Johnson 1973) in the order in which it opens them.
+
+    First-fit-decreasing gives each bin, from the first on, the largest item left that still fits, so that bins can be
+    filled one after the other. Items of one size are taken together, and `below` skips sizes that are used up.
+    """
+    items: dict[int, Bin] = defaultdict(list)
+    for number in range(len(sizes) - 1, -1, -1):
+        items[sizes[number]].append(number)
+    distinct = sorted(items)
+    below = list(range(len(distinct) + 1))  # entry i: the largest index < i with items left is at most below[i] - 1
+
+    def largest(index: int) -> int:
+        while below[index] != index:
+            below[index] = below[below[index]]
+            index = below[index]
+        return index - 1
+
+    bins: list[Bin] = []
+    while (index := largest(len(distinct))) >= 0:
+        room, bin_ = limit, Bin()
+        while index >= 0:
+            left = items[distinct[index]]
+            count = min(len(left), room // distinct[index])
+            bin_ += left[: -count - 1 : -1]
+            del left[-count:]
+            room -= count * distinct[index]
+            if not left:
+                below[index + 1] = index
+            index = largest(bisect_right(distinct, room))
+        bins.append(bin_)
+    return bins
+
+
+def least_bins(sizes: Sequence[int], limit: int, step: int) -> int:
+    """Return the multiple of `step` bins that first-fit-decreasing needs."""
+    return _up(len(first_fit_decreasing(sizes, limit)), step)
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def pack(sizes: Sequence[int], costs: Sequence[float], limit: int, step: int) -> list[Bin]:
+    """Return a multiple of `step` bins, at most as many as first-fit-decreasing needs, of even cost where possible.
+
+    Items come by falling cost, and none is larger than `limit`. Some bins may be empty.
+    """
+    least = max(step, _up(-(-sum(sizes) // limit), step))
+    if (bins := even_bins(sizes, costs, limit, least)) is not None:
+        return bins
+    fitting = first_fit_decreasing(sizes, limit)
+    count = _up(len(fitting), step)
+    if count > least and (bins := even_bins(sizes, costs, limit, count)) is not None:
+        return bins
+    return level([*fitting, *([] for _ in range(count - len(fitting)))], sizes, costs, limit)
+
+
+def level(bins: list[Bin], sizes: Sequence[int], costs: Sequence[float], limit: int) -> list[Bin]:
+    """Return the bins after moves and exchanges of items between the costliest bin and the cheapest."""
+    bins = [list(bin_) for bin_ in bins]
+    totals = [sum(costs[item] for item in bin_) for bin_ in bins]
+    for _ in range(EXCHANGES):
+        pair = max(range(len(bins)), key=totals.__getitem__), min(range(len(bins)), key=totals.__getitem__)
+        full, empty = (bins[number] for number in pair)
+        given_I, taken_J = np.array(full), np.array([*empty, -1])
+        size_I, size_J = np.array([sizes[i] for i in full]), np.array([*(sizes[j] for j in empty), 0])
+        cost_I, cost_J = np.array([costs[i] for i in full]), np.array([*(costs[j] for j in empty), 0.0])
+        moved_IJ = size_I[:, None] - size_J
+        fits_IJ = (moved_IJ <= limit - size_J.sum()) & (-moved_IJ <= limit - size_I.sum())
+        gap = totals[pair[0]] - totals[pair[1]]
+        off_IJ = np.where(fits_IJ, np.abs(cost_I[:, None] - cost_J - gap / 2), np.inf)
+        i, j = divmod(int(off_IJ.argmin()), len(cost_J))
+        if not off_IJ[i, j] < gap / 2 * (1 - BALANCED):
+            break
+        given, taken = int(given_I[i]), int(taken_J[j])
+        bins[pair[0]] = [*(item for item in full if item != given), *([taken] if taken >= 0 else [])]
+        bins[pair[1]] = [*(item for item in empty if item != taken), given]
+        for number in pair:
+            totals[number] = sum(costs[item] for item in bins[number])
+    return bins
+
+
+def even_bins(sizes: Sequence[int], costs: Sequence[float], limit: int, count: int) -> list[Bin] | None:
+    """Put each item into the cheapest of `count` bins that has room; return None when an item has no place.
+
+    Bins without room for the last items wait in a second heap until a smaller item comes.
+    """
+    bins: list[Bin] = [[] for _ in range(count)]
+    room = [limit] * count
+    cheapest = [(0.0, number) for number in range(count)]
+    waiting: list[tuple[int, float, int]] = []  # (-room, cost, bin), the roomiest first
+    for item, (size, cost) in enumerate(zip(sizes, costs, strict=True)):
+        while waiting and -waiting[0][0] >= size:
+            _, total, number = heapq.heappop(waiting)
+            heapq.heappush(cheapest, (total, number))
+        while cheapest and room[cheapest[0][1]] < size:
+            total, number = heapq.heappop(cheapest)
+            heapq.heappush(waiting, (-room[number], total, number))
+        if not cheapest:
+            return None
+        total, number = cheapest[0]
+        bins[number].append(item)
+        room[number] -= size
+        heapq.heapreplace(cheapest, (total + cost, number))
+    return bins
+
+
+def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Deal bins, by falling cost, each to the rank with the least to do that still lacks one; then exchange bins
+    between ranks while that makes them more even. Return the bins of each rank by falling cost."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0.0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        so_far, rank = heapq.heappop(load)
+        dealt[rank].append(number)
+        if len(dealt[rank]) < len(costs) // ranks:
+            heapq.heappush(load, (so_far + costs[number], rank))
+    _exchange(dealt, costs)
+    return dealt
+
+
+def _exchange(dealt: list[list[int]], costs: Sequence[float]) -> None:
+    loads = [sum(costs[number] for number in own) for own in dealt]
+    for _ in range(EXCHANGES):
+        busy, idle = max(range(len(dealt)), key=loads.__getitem__), min(range(len(dealt)), key=loads.__getitem__)
+        gap = loads[busy] - loads[idle]
+        if gap <= BALANCED * sum(loads) / len(loads):
+            return
+        pair = _closest([costs[number] for number in dealt[busy]], [costs[number] for number in dealt[idle]], gap)
+        if pair is None:
+            return
+        i, j = pair
+        dealt[busy][i], dealt[idle][j] = dealt[idle][j], dealt[busy][i]
+        for rank in (busy, idle):
+            dealt[rank].sort(key=lambda number: -costs[number])
+            loads[rank] = sum(costs[number] for number in dealt[rank])
+
+
+def _closest(ours: Sequence[float], theirs: Sequence[float], gap: float) -> tuple[int, int] | None:
+    """Return the numbers of the costs, both in falling order, whose exchange closes a gap best; None: none helps."""
+    rising = [-cost for cost in theirs]
+    best, found = gap / 2 * (1 - 1e-6), None
+    for i, cost in enumerate(ours):
+        place = bisect_left(rising, gap / 2 - cost)
+        for j in (place - 1, place):
+            if 0 <= j < len(theirs) and (off := abs(cost - theirs[j] - gap / 2)) < best:
+                best, found = off, (i, j)
+    return found
