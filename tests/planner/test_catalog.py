@@ -99,6 +99,9 @@ WHOLE = {
     "Qwen/Qwen3-VL-2B-Instruct": (2_127_532_032, "Qwen/Qwen3-1.7B"),
     "Qwen/Qwen3-VL-4B-Thinking": (4_437_815_808, "Qwen/Qwen3-4B"),
     "Qwen/Qwen3-VL-8B-Instruct": (8_767_123_696, "Qwen/Qwen3-8B"),
+    "google/gemma-3-4b-it": (4_300_079_472, "google/gemma-3-4b-it"),
+    "google/gemma-3-12b-it": (12_187_325_040, "google/gemma-3-12b-it"),
+    "google/gemma-3-27b-it": (27_432_406_640, "google/gemma-3-27b-it"),
 }
 # Every published size that has to be known, base models and those tuned from them.
 QWEN25 = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")

@@ -83,7 +83,7 @@ def known_facts(name: str, *, images: bool = False) -> ModelFacts | None:
     entry = lookup_entry(name)
     if entry is None or (images and vision_family(entry.config) is None):
         return None
-    return entry.facts or _from_transformers(entry.names[0], images)
+    return (None if images else entry.facts) or _from_transformers(entry.names[0], images)
 
 
 @cache
