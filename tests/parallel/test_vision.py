@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def require_same(given: VisionCase, directory: Path, pools: Pools) -> None:
     found = pools(given.case.parallel.world_size).run(run_vision, given, directory)
-    loss, gradient, logprobs = vision_cases.reference(directory)
+    loss, gradient, logprobs = vision_cases.reference(directory, given.never)
     result = only_result([results[0] for results, *_ in found])
     assert result.loss == pytest.approx(loss, rel=1e-5)
     ours = torch.cat([values for _, _, rows, _ in found[:: given.case.parallel.tp] for _, values, _ in rows])
@@ -60,6 +60,12 @@ def test_ranks_without_images_take_part(family: str, models: Callable[[str], Pat
 def test_the_language_part_is_divided(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     parallel = ParallelSpec(tp=2, sequence_parallel=True)
     require_same(VisionCase(Case(backend="dtensor", parallel=parallel)), models(family), pools)
+
+
+def test_tokens_that_are_never_drawn_have_no_share(models: Callable[[str], Path], pools: Pools) -> None:
+    """As in engines, to whose logits the same is added."""
+    parallel = ParallelSpec(tp=2, sequence_parallel=True)
+    require_same(VisionCase(Case(backend="dtensor", parallel=parallel), never=(2, 251, 325)), models("idefics3"), pools)
 
 
 @pytest.mark.parametrize("freeze", [("vision",), ("vision", "projector"), ("language",)], ids="+".join)

@@ -84,6 +84,7 @@ class VisionCase:
     case: Case
     freeze: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
+    never: tuple[int, ...] = ()
     steps: int = 1
     lr: float = 0.0
 
@@ -97,7 +98,7 @@ def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
     more: dict[str, Any] = {"freeze": given.freeze} if given.freeze else {}
     worker = make_worker(
         rank, case, directory, own_facts=facts_in(directory), optimizer=OptimizerConfig(clip_grad=0), lora=given.lora,
-        **more,
+        never=given.never, **more,
     )  # fmt: skip
     groups, longest = [], 0
     for position in range(len(IMAGES)):
@@ -118,11 +119,12 @@ def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
     return results, wholes(worker, "grad"), logprobs, wholes(worker, "data")
 
 
-def reference(directory: Path, attention: str = "sdpa") -> tuple[float, dict[str, Tensor], Tensor]:
-    """Loss, gradient, and all log-probs in order, by transformers' model of each text alone; Gemma 3 is causal."""
+def reference(directory: Path, never: tuple[int, ...] = ()) -> tuple[float, dict[str, Tensor], Tensor]:
+    """Loss, gradient, and all log-probs in order, by transformers' model of each text alone; Gemma 3 is causal. Tokens
+    of `never` have the probability 0."""
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     losses = []
     for position in range(len(IMAGES)):
         inputs = written(directory, position).inputs
@@ -136,7 +138,8 @@ def reference(directory: Path, attention: str = "sdpa") -> tuple[float, dict[str
                     own[name] = torch.cat([own[name], torch.full_like(end, int(name == "attention_mask"))], 1)
             if "token_type_ids" in own:
                 own["token_type_ids"] = torch.zeros_like(own["token_type_ids"])
-            logits = model(**own, use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
+            raw = model(**own, use_cache=False).logits[0, prompt - 1 : -1]
+            logits = raw.index_fill(1, torch.tensor(never, dtype=torch.long), -torch.inf).log_softmax(-1)
             losses.append(logits.gather(1, end[0, :, None])[:, 0])
     logprobs = torch.cat(losses)
     loss = -logprobs.mean()

@@ -89,6 +89,8 @@ class PolicySpec:
     truncation: Truncation | None = None
     """The tokens that the rollouts were sampled from; None: all. Log-probs of a training batch are renormalized over
     them, and those that the loss compares with a reference or teacher are not."""
+    never: tuple[int, ...] = ()
+    """Tokens that engines do not draw (`Sampling.never`): log-probs are those of the others."""
     logprob_chunk_tokens: int = 1024
     """Most tokens whose [tokens, vocabulary / tp] logits exist at once."""
     threads: int | None = None

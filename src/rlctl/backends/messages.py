@@ -37,6 +37,10 @@ class Truncation:
         return None if found == cls() else found
 
 
+NEVER = -100.0
+"""What is added to the logit of a token that is not drawn, the lowest that vLLM takes."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; the same for all requests of a call."""
@@ -55,7 +59,7 @@ class Sampling:
     """Stops that end a turn of the chat format. The text of a completion excludes them and the model's own end tokens;
     all other stops are part of it. The tokens of a completion include every stop token."""
     never: tuple[int, ...] = ()
-    """Tokens that are not drawn, as those that stand for images."""
+    """Tokens that are not drawn, as those that stand for images: `NEVER` is added to their logits."""
     timeout_s: float | None = None
     """Longest time from the first token of a sample to its last; it then ends with what it has. None: no limit."""
 

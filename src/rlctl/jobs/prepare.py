@@ -135,6 +135,9 @@ class Job:
         workers = planned_workers(
             self.config, self.facts, self.plan, self.source.directory, self.rewards, self.method, dummy_weights=True
         )
+        if workers.engines is not None and self.facts.vision is not None:
+            never = self.prompts.encoder.never_sampled
+            workers = replace(workers, policy=replace(workers.policy, never=never))
         teacher = None
         if self.teacher is not None:
             top = self.method.teacher_top

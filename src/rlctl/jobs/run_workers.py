@@ -160,9 +160,7 @@ class RunWorkers:
         if decode_limit is not None:
             vocab, length = policy.facts.text_vocab, engine.max_length
             kept = policy.truncation or Truncation()
-            sampling = Sampling(
-                NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p, never=policy.facts.never_sampled
-            )
+            sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p, never=policy.never)
             graphs = self.spec.engines.backend.without_graphs
             options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs)
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
@@ -389,6 +387,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         optimizer=config.optimizer,
         temperature=method.temperature if method else 1.0,
         truncation=method.truncation(facts.vocab) if method else None,
+        never=facts.never_sampled if plan.generation is not None else (),
         threads=training.threads,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,

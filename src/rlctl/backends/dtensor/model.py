@@ -24,6 +24,7 @@ from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
+from rlctl.backends.messages import NEVER
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import (
@@ -126,8 +127,9 @@ class PolicyModel(nn.Module):
 
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__()
-        self.inner, self._head, self._teaches = inner, head_of(inner), spec.teaches
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
+        self.inner, self._teaches = inner, spec.teaches
+        self._head = self._sampled_from(head_of(inner), spec)
         self._temperature, self._truncation = spec.temperature, spec.truncation
         self._chunk = spec.logprob_chunk_tokens
         self._vocab, self._body = spec.facts.vocab, body_path(inner)
@@ -139,6 +141,19 @@ class PolicyModel(nn.Module):
             self.images = RowImages(inner, spec.model_dir, spec.facts.vision, self._tensor)
         self.replays: list[Replay] = []
         """With router replay, the routers that are told a row's experts."""
+
+    def _sampled_from(self, head: Callable[[Tensor], Tensor], spec: PolicySpec) -> Callable[[Tensor], Tensor]:
+        """The head with the logits that engines sample from, which are lower where tokens are never drawn."""
+        width = spec.facts.vocab // self._tensor.size()
+        first = self._tensor.rank() * width
+        own = [token - first for token in spec.never if first <= token < first + width]
+
+        def lowered(hidden_UH: Tensor) -> Tensor:
+            logits = head(hidden_UH)
+            logits[:, own] += NEVER
+            return logits
+
+        return lowered if own else head
 
     def forward(self, row: PackedRow) -> Tensor:
         if self._packs:

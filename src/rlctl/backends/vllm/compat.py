@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rlctl.backends.messages import QUANTIZED, Sampling
+from rlctl.backends.messages import NEVER, QUANTIZED, Sampling
 from rlctl.errors import ConfigError, MachineError, first_line
 from rlctl.models.families import families
 from rlctl.weights.vllm import ExpertSizes
@@ -73,10 +73,6 @@ def without_own_nccl_settings() -> AbstractContextManager[None]:
     return nccl.unpinned_nccl_env()
 
 
-NEVER = -100.0
-"""The lowest bias that vLLM adds to the logit of a token."""
-
-
 def sampling_params(sampling: Sampling, seed: int) -> Any:
     """vLLM's own parameters for drawing the tokens of one sample."""
     from vllm import SamplingParams
@@ -90,7 +86,7 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=seed,
-        logit_bias=dict.fromkeys(sampling.never, NEVER) or None,  # log-probs are those before it
+        logit_bias=dict.fromkeys(sampling.never, NEVER) or None,  # log-probs are those after it
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         skip_special_tokens=False,  # tags such as <answer> may be special tokens
