@@ -252,22 +252,14 @@ def _without_cpu_kernel(facts: ModelFacts) -> str:
     return "layers of a gated delta rule" if facts.family == "OlmoHybridForCausalLM" else ""
 
 
-def _logprobs_mode(config: EngineConfig) -> str:
-    """Return vLLM's name of the log-probs that it records: those of the distribution that was sampled from, after
-    temperature, top-k and top-p. Where there is none of these, but tokens of images are kept from being sampled, it is
-    the model's own distribution, whose log-probs the policy computes."""
-    generation = config.generation
-    plain = generation.temperature == 1 and generation.top_p == 1 and generation.top_k <= 0 and not generation.min_p
-    return "raw_logprobs" if config.model.images and plain else "processed_logprobs"
-
-
 def _common_arguments(config: EngineConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
     pp, ep = config.generation.pp or 1, config.generation.ep or 1
     arguments: dict[str, Any] = {
         "trust_remote_code": config.model.trust_remote_code,
         "tensor_parallel_size": tp,
         "seed": config.run.seed,
-        "logprobs_mode": _logprobs_mode(config),
+        # Log-probs of the distribution that was sampled from: after temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
     }
