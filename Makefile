@@ -1,6 +1,7 @@
-# `make demo` trains a small model, `make test` runs the tests, `make lint` checks style, imports and types, `make docs`
-# builds the documentation into build/docs. Each sets up .venv first and needs only Python 3.11 and pip.
-.PHONY: demo docs lint test venv
+# `make demo` trains a small model, `make test-fast` runs the tests without engines, `make test` runs all but slow tests,
+# `make lint` checks style, imports and types, `make docs` builds the documentation into build/docs. Each sets up .venv
+# first and needs only Python 3.11 or 3.12 and pip.
+.PHONY: demo docs lint test test-fast venv
 
 # Two processes, each with whole folders of tests (tests/conftest.py).
 PYTEST_ARGS ?= -n 2 --no-loadscope-reorder
@@ -10,6 +11,9 @@ demo: venv
 
 test: venv
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-fast: venv
+	.venv/bin/python -m pytest -n 2 --no-loadscope-reorder $(addprefix tests/,config planner methods data models weights)
 
 lint: venv
 	.venv/bin/ruff check

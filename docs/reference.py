@@ -1,14 +1,19 @@
-"""Pages of the site that are generated from the code when it is built: the commands, and the keys of the configuration.
+"""Pages of the site that are generated from the code: commands, configuration keys, and the Python API.
 
-mkdocs calls `on_files` (`hooks` in mkdocs.yml). `python docs/reference.py` prints both pages.
+mkdocs calls `on_files` (`hooks` in mkdocs.yml). `python docs/reference.py` prints the pages.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
+import rlctl
 from rlctl.cli import COMMANDS, load_command
 from rlctl.commands.parsing import help_record
 from rlctl.config.keys import section_names, section_of
@@ -27,7 +32,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 def pages() -> dict[str, str]:
     """Return each page by its path."""
-    return {"reference/commands.md": commands_page(), "reference/configuration.md": configuration_page()}
+    return {
+        "reference/commands.md": commands_page(),
+        "reference/configuration.md": configuration_page(),
+        "reference/api.md": api_page(),
+    }
 
 
 def commands_page() -> str:
@@ -83,6 +92,64 @@ def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
         default = inline_yaml(TypeAdapter(Any).dump_python(field.default, mode="json"))
         words = cell(type_words(field.annotation))
         yield f"| `{prefix}.{key}` | {words} | `{default}` | {cell(plain(field.description))} |"
+
+
+SEAMS = {
+    "rlctl.methods.rl.policy_gradient": ("PolicyGradient",),
+    "rlctl.methods.rl.grpo": ("Grpo",),
+    "rlctl.methods.rl.config": ("RlConfig",),
+    "rlctl.methods.texts": ("TextMethod",),
+    "rlctl.data.row_types": ("RowType", "TextRows"),
+    "rlctl.environments.interface": ("Environment", "Step", "Ask"),
+    "rlctl.backends.lookup": ("PolicyBackend", "EngineBackend"),
+    "rlctl.config.recipes": ("Importer", "Import", "Entry"),
+}
+"""What parts of users derive from or fill in, next to the names of `rlctl`."""
+
+
+def api_page() -> str:
+    """Return the names of `rlctl` and of `SEAMS` with signatures, members and docstrings."""
+    parts = [
+        "# API reference\n\nThis page is generated from the docstrings. [Extend rlctl](../extend.md) has examples."
+    ]
+    names = [(rlctl.API[name], name, f"rlctl.{name}") for name in rlctl.API]
+    names += [(module, name, f"{module}.{name}") for module, found in SEAMS.items() for name in found]
+    for module, name, shown in names:
+        found = getattr(import_module(module), name)
+        parts += [f"## {shown.rpartition('.')[2]}", f"`{shown}{signature(found)}`", *paragraphs(found.__doc__)]
+        if inspect.isclass(found):
+            rows = [f"| `{member}` | {cell(plain(doc))} |" for member, doc in members(found)]
+            parts += ["| member | meaning |\n|---|---|\n" + "\n".join(rows)] if rows else []
+    return "\n\n".join(parts) + "\n"
+
+
+def signature(found: Any) -> str:
+    """Return the parameters of a function; classes have their members."""
+    return "" if inspect.isclass(found) else re.sub(r"'", "", str(inspect.signature(found)))
+
+
+def paragraphs(text: str | None) -> list[str]:
+    """Return a docstring as Markdown; indented lines stay code."""
+    return [inspect.cleandoc(text)] if text else []
+
+
+def members(found: type) -> Iterator[tuple[str, str]]:
+    """Yield the public fields and methods of a class that have a docstring, as written in its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(found))).body[0].body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            name, doc = (
+                f"{node.name}({ast.unparse(node.args).removeprefix('self').removeprefix(', ')})",
+                ast.get_docstring(node),
+            )
+            is_property = any(ast.unparse(one) == "property" for one in node.decorator_list)
+            name = node.name if is_property else name
+        elif isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            name, doc = ast.unparse(node.target), str(after.value.value)
+        else:
+            continue
+        if doc and not name.startswith("_"):
+            yield name, doc
 
 
 def plain(text: str | None) -> str:

@@ -66,7 +66,7 @@ COMMANDS = {
     "rlctl rollout": "tested elsewhere",
     "rlctl samples": "needs a run",
     "rlctl report": "needs a run",
-    "rlctl watch": "needs a run",
+    "rlctl watch": "tested elsewhere",
     "rlctl convert megatron-to-hf": "needs a run",
     "rlctl convert megatron-to-hf ./ckpt": "slow",
     "rlctl convert inspect": "slow",

@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_are_generated(site: Path) -> None:
     page = (site / "reference" / "commands.html").read_text()
     assert [name for name in COMMANDS if f'id="rlctl-{name}"' not in page] == []
-    assert "Number of rollouts of each prompt." in page
+    assert "Rollouts per prompt." in page
 
 
 def test_every_key_is_generated(site: Path) -> None:

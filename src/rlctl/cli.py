@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and the one place where errors become messages and exit codes.
+"""The command line: the list of commands, and the one place that turns errors into messages and exit codes.
 
 A command lives in `commands/<name>.py` as a Typer app called `app`. Its module is imported only when the command is
 used, so that `rlctl --help` stays fast and imports none of the engines.
@@ -27,22 +27,22 @@ from rlctl.telemetry.terminal import Unbreakable
 
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "init": ("rlctl.commands.init", "Write a configuration, data and a reward to begin with."),
-    "train": ("rlctl.commands.train", "Train with reinforcement learning, or on texts or preferences."),
+    "init": ("rlctl.commands.init", "Write a starter configuration, data and reward."),
+    "train": ("rlctl.commands.train", "Train with RL, or on texts or preferences."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
-    "rollout": ("rlctl.commands.rollout", "Play a few episodes of an environment, to look at."),
-    "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
-    "samples": ("rlctl.commands.samples", "Show completions that a run has sampled, with their rewards."),
+    "rollout": ("rlctl.commands.rollout", "Play a few episodes of an environment and show them."),
+    "eval": ("rlctl.commands.eval", "Measure models and checkpoints on tasks, side by side."),
+    "samples": ("rlctl.commands.samples", "Show completions that a run sampled, with their rewards."),
     "rehearse": (
         "rlctl.commands.rehearse",
-        "Run a configuration small and without GPUs.",
+        "Try a configuration at small size, without GPUs.",
     ),
-    "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
-    "convert": ("rlctl.commands.convert", "Convert checkpoints, and take the text part out of a model."),
-    "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and verify every tensor."),
+    "plan": ("rlctl.commands.plan", "Plan parallelism, memory and time of a run."),
+    "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
+    "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and compare every tensor."),
     "report": ("rlctl.commands.report", "Write the report of a run, or compare several on one page."),
-    "watch": ("rlctl.commands.watch", "Serve the report of a run while it trains."),
-    "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
+    "watch": ("rlctl.commands.watch", "Serve the live report of a run."),
+    "doctor": ("rlctl.commands.doctor", "Check this machine and name a fix for each problem."),
     "presets": ("rlctl.commands.presets_", "List, show and copy presets."),
     "config": ("rlctl.commands.config_", "Show and check the configuration."),
 }
@@ -75,14 +75,14 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands below what a person does with them."""
+        """Write the commands, grouped by task."""
         width = max(map(len, COMMANDS))
         for heading, names in GROUPS.items():
             with formatter.section(heading):
                 formatter.write_dl([(f"{name:<{width}}", COMMANDS[name][1]) for name in names])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A bare command with name and summary: enough for the help and for completing names."""
+        """Return a bare command with name and summary, enough for help and completion."""
         if cmd_name not in COMMANDS:
             return None
         return Command(name=cmd_name, help=COMMANDS[cmd_name][1])
@@ -105,7 +105,7 @@ app = App(add_completion=True, cls=LazyGroup)
 
 
 def show_version(value: bool) -> None:
-    """Print the versions of rlctl and of its engines, which are not imported."""
+    """Print the versions of rlctl and of its engines, without importing them."""
     if not value:
         return
     found = {"rlctl": __version__, "python": platform.python_version()} | installed_versions(ENGINES)
@@ -125,13 +125,13 @@ def root(
         bool, typer.Option("--json", callback=output.want_json, is_eager=True, help="With --version: as a JSON object.")
     ] = False,
 ) -> None:
-    """Post-train language models with reinforcement learning, on texts, and on preferences.
+    """Post-train language models with RL, on texts, and on preferences.
 
     Results go to stdout and messages to stderr. Exit codes: 0 success, 1 failure at run time, 2 wrong input,
     3 the machine lacks what was asked for, 4 no plan fits, 5 verification failed, 130 interrupted.
     """
     if json_:  # --version has ended the command by now
-        raise InputError("--json before the command is for --version.", "Put it behind the command.")
+        raise InputError("--json before the command applies to --version only.", "Move it after the command.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -155,7 +155,7 @@ def run(argv: list[str] | None = None) -> int:
     debugging = os.environ.get("RLCTL_DEBUG", "") not in ("", "0")
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
-        if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing
+        if code == EXIT_INTERRUPTED:  # Typer turns KeyboardInterrupt into a code without a message
             output.report_error(InterruptionError("interrupted"))
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
@@ -181,9 +181,9 @@ def run(argv: list[str] | None = None) -> int:
         output.report_error(known)
         return known.exit_code
     except OSError as error:
-        # A refusal of the file system that nobody closer to the cause has explained: the path says what it is about.
+        # An error of the file system that no caller has explained; its path names the cause.
         if (error.filename is None and error.errno != errno.ENOSPC) or debugging:
             raise
         what = "the output" if error.filename is None else os.fsdecode(error.filename)
-        output.report_error(RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met."))
+        output.report_error(RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows the traceback."))
         return 1

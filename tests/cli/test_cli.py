@@ -57,7 +57,7 @@ def test_version_names_the_engines_and_imports_none(capsys: pytest.CaptureFixtur
 
 def test_json_before_a_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--json", "presets", "ls"]) == 2
-    assert "is for --version" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "applies to --version" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -226,7 +226,7 @@ def test_presets_are_listed_shown_and_copied(tmp_path: Path) -> None:
     copy = tmp_path / "mine.yaml"
     assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 0
     assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 2
-    assert json.loads(rlctl("config", "show", "--preset", str(copy), "--json").stdout)["run"]["steps"] == 12
+    assert json.loads(rlctl("config", "show", "--preset", str(copy), "--json").stdout)["run"]["steps"] == 20
 
 
 def test_shown_configuration_reads_back_as_itself(tmp_path: Path) -> None:

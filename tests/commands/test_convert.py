@@ -47,7 +47,7 @@ def test_a_text_part_is_taken_out_to_where_runs_look_for_it(
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
     model = write_multimodal(tmp_path / "model", "mistral3")
     assert cli.run(["convert", "inspect", str(model)]) == 0
-    assert "text part   MistralForCausalLM; `rlctl convert text-part` takes it out" in capsys.readouterr().out
+    assert "text part   MistralForCausalLM; `rlctl convert text-part` extracts it" in capsys.readouterr().out
     assert cli.run(["convert", "text-part", str(model), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["verified"]
@@ -65,14 +65,14 @@ def test_a_text_part_is_taken_out_to_where_runs_look_for_it(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["text-part", "MODEL"], "is not a model that takes images or sound as well as text"),
-        (["text-part", "MODEL", "--revision", "main"], "--revision: .* is a directory"),
-        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL"], "is not a model that takes images or sound"),
+        (["text-part", "MODEL"], "is not a multimodal model"),
+        (["text-part", "MODEL", "--revision", "main"], "--revision applies to hub models, and .* is a directory"),
+        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL"], "is not a multimodal model"),
         (
             ["megatron-to-hf", "MODEL", "out", "--into", "MODEL", "--dtype", "float32"],
-            "--dtype: --into writes",
+            "--dtype: --into keeps",
         ),
-        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL", "--adapter-only"], "--adapter-only: --into writes"),
+        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL", "--adapter-only"], "--adapter-only: --into keeps"),
     ],
 )
 def test_what_has_no_text_part_to_take_out_or_put_back_is_named(

@@ -36,7 +36,9 @@ def test_a_new_run_has_all_that_a_dry_run_asks_for(
     code, out, err = rlctl(capsys, *dry, "--completion", "No idea.")
     assert code == 0, err
     [first] = json.loads(out)["first_look"]["prompts"]
-    answer = json.loads(Path("questions.jsonl").read_text().splitlines()[0])["answer"]
+    rows = Path("questions.jsonl").read_text().splitlines()
+    assert len(set(rows)) == len(rows)  # some are held out
+    answer = json.loads(rows[0])["answer"]
     assert [(trial["completion"], trial["reward"]) for trial in first["trials"]] == [(answer, 1.0), ("No idea.", 0.0)]
 
 

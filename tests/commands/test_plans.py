@@ -143,7 +143,7 @@ def test_a_dry_run_shows_the_plan_then_what_was_set_then_what_to_know(capsys: py
     assert "training.ep=1                          The model has no experts." in out
     code, _, err = rlctl(capsys, "train", "grpo", "--preset", "laptop", "--explain")
     assert code == 2
-    assert "--explain is for --dry-run" in err
+    assert "--explain applies to --dry-run" in err
 
 
 @pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["refit-test"], ["train", "grpo"]])

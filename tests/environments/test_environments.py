@@ -205,7 +205,7 @@ def test_a_function_is_a_tool_without_an_environment() -> None:
     ("settings", "message"),
     [
         ({"name": "guess-nummer"}, "Unknown environment 'guess-nummer' \\(--env\\)"),
-        ({"name": f"{TOYS}:Nobody"}, "the file has no function 'Nobody'"),
+        ({"name": f"{TOYS}:Nobody"}, "the file has no class 'Nobody'"),
         ({"name": f"{TOYS}:double"}, "is not a class with a method `reset`"),
         ({"name": f"{TOYS}:Counting", "params": {"rounds": 3}}, "does not take these parameters .*'rounds'"),
         ({"tools": (f"{TOYS}:undescribed",)}, "Tool 'undescribed' of the tools: .*description"),

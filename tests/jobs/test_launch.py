@@ -176,7 +176,7 @@ def test_a_dry_run_shows_the_first_prompt_and_what_the_rewards_give(files, tiny_
     for line in ("    | <s>0 + 1 =</s>", "1 for '1' (exact-match 1)", "0 for '2' (exact-match 0)", "longest"):
         assert line in shown
     assert run(train(tiny_llama, "--completion", "2")) == 2
-    assert "--completion is for --dry-run" in capsys.readouterr().err
+    assert "--completion applies to --dry-run" in capsys.readouterr().err
 
 
 CATALOG = ["train", "grpo", "--preset", "1node", "--model", "Qwen/Qwen3-8B", "--dry-run"]
@@ -210,7 +210,7 @@ def test_a_dry_run_without_the_model_says_first_what_it_did_not_check(files, cap
         (["--data", "some/where", "--reward", "broken.py:other"], "has no function 'other'"),
         (["--data", "some/where", "--reward", "task"], "some/where is none"),
         (["--data", "some/where"], "No reward"),
-        (["--env", "broken.py:other"], "has no function 'other'"),
+        (["--env", "broken.py:other"], "has no class 'other'"),
         (["--env", "broken.py:words"], "is not a class"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
         assert said in capsys.readouterr().err
     assert [line["step"] for line in read_metrics(files / "run" / "metrics.jsonl")] == [2]  # as if it was killed then
     assert run(train(tiny_llama, "--allow-changes")) == 2
-    assert "--allow-changes is for --resume" in capsys.readouterr().err
+    assert "--allow-changes applies to --resume" in capsys.readouterr().err
 
 
 def test_flags_of_a_resume_are_read_on_top_of_what_the_run_has(files, tiny_llama, capsys):

@@ -69,7 +69,7 @@ def test_without_a_token_or_with_an_impossible_name_nothing_is_converted(
     assert rlctl([*asked, "not a name"]) == 2
     assert "Write OWNER/NAME" in capfd.readouterr().err
     assert rlctl([*asked[:-1], "--private"]) == 2
-    assert "--private is for --push-to-hub" in capfd.readouterr().err
+    assert "--private applies to --push-to-hub" in capfd.readouterr().err
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
     publish.require_hub("me/model")
     with pytest.raises(InputError):

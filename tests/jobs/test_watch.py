@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -67,6 +68,20 @@ def test_the_page_is_that_of_the_run_and_is_sent_again_when_it_changes(run: RunD
     status, text, _ = get(server.address)
     assert status == 503
     assert "metrics.jsonl, line 1 is not the metrics of a step" in text
+
+
+def test_the_metrics_of_the_last_step_are_there_for_prometheus(run: RunDirectory, server: PageServer) -> None:
+    status, text, headers = get(f"{server.address}metrics")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    sample = re.compile(r"""([a-zA-Z_:][a-zA-Z0-9_:]*)\{run="run"\} (\S+)""")  # the format's grammar of a line
+    lines = [line for line in text.splitlines() if not line.startswith("# TYPE ")]
+    values = {found[1]: float(found[2]) for line in lines if (found := sample.fullmatch(line))}
+    assert len(values) == len(lines)
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert values["rlctl_step"] == 5
+    assert values["rlctl_running"] == 0
+    assert values["rlctl_reward_mean"] == last["reward_mean"]
+    assert values["rlctl_seconds_total"] == last["seconds"]["total"]
 
 
 def test_a_run_can_be_watched_before_its_first_step(tmp_path: Path) -> None:

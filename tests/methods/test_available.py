@@ -16,6 +16,7 @@ from rlctl.commands import options
 from rlctl.config.keys import field, known_keys
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
+from rlctl.isolation.user_function import UserCode
 from rlctl.methods import available
 from rlctl.methods.available import (
     ALGORITHMS,
@@ -32,6 +33,7 @@ from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.policy_gradient import PolicyGradient
 from rlctl.training.method import RunLoss
+from rlctl.training.user_loss import UserLoss
 from support.token_batches import token_batch
 
 LOSS = """
@@ -198,7 +200,11 @@ def test_every_key_that_the_documentation_names_exists() -> None:
 
 def test_every_key_of_the_algorithms_is_in_the_documentation() -> None:
     keys = [key for key in known_keys() if key.startswith(("advantage.", "filter."))]
-    keys += [key for key in known_keys() if key.startswith("loss.") and key not in ("loss.function", "loss.needs")]
+    keys += [
+        key
+        for key in known_keys()
+        if key.startswith("loss.") and key not in ("loss.function", "loss.params", "loss.needs")
+    ]
     assert {key for key in keys if key not in PAGE} <= {"loss.dual_clip"}
 
 
@@ -259,7 +265,7 @@ def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
     file.write_text(ALGORITHM)
     for name, said in (
         ("function", "not a class of an algorithm"),
-        ("Absent", "no function 'Absent'"),
+        ("Absent", "no class 'Absent'"),
         ("Half", "does not define token_loss"),
         ("Broken", r"raised ValueError: no such option \(being made; .*own.py"),
         ("Scalar", r"advantages of the .*Scalar returned the scalar 0.5 for 8 rollouts"),
@@ -321,6 +327,31 @@ def test_a_loss_whose_metrics_change_their_names_is_named(losses: Path) -> None:
     algorithm = configured(loss={"function": f"{losses}:seldom"})
     with pytest.raises(InputError, match=r"losses\.py:seldom returned the metrics other, and mine when it was tried"):
         RunLoss(algorithm)(token_batch())
+
+
+def test_a_loss_gets_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "huber.py"
+    file.write_text("def huber(batch, *, delta=1.0):\n    return -delta * batch.logprobs_R * batch.advantages_R\n")
+    code, batch = UserCode.read(f"{file}:huber", "Loss"), token_batch()
+
+    def found(**params: float) -> torch.Tensor:
+        return UserLoss(code, params)(batch, RlConfig().loss)[0]
+
+    expected = -0.25 * batch.logprobs_R * batch.advantages_R
+    torch.testing.assert_close(found(delta=0.25), expected)
+    torch.testing.assert_close(found(), 4 * expected)
+    with pytest.raises(InputError, match=r"huber has no setting 'delt' \(loss.params\). Did you mean delta\?"):
+        found(delt=0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Smooth", "class 'Smooth'. It has First, Second"), ("Frist", "mean First")]
+)
+def test_a_missing_class_is_answered_with_those_of_the_file(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("import rlctl\nclass First(rlctl.Algorithm): pass\nclass Second(First): pass\ndef helper(): pass\n")
+    with pytest.raises(InputError, match=said):
+        UserCode.read(f"{file}:{name}", "Algorithm").load()
 
 
 def test_a_loss_gets_the_log_probs_that_are_asked_for(losses: Path) -> None:

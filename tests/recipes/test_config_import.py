@@ -39,8 +39,8 @@ def test_headings_have_colours_at_a_terminal(
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     _, out, _ = rlctl(capsys, "config", "import", "--all", FORM)
-    assert "\x1b[33mThis runs, but not exactly as written:\x1b[0m" in out
-    assert "\nThese keys are in the configuration:\n" in out
+    assert "\x1b[33mDifferent in rlctl:\x1b[0m" in out
+    assert "\nMapped keys:\n" in out
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in rlctl(capsys, "config", "import", "--all", FORM)[1]
 
@@ -49,7 +49,7 @@ def test_all_reports_every_key_by_section_with_a_reason(capsys: pytest.CaptureFi
     code, out, _ = rlctl(capsys, "config", "import", "--all", FORM)
     assert code == 0
     assert "  policy.model_name = Qwen/Qwen2.5-7B-Instruct: model.name: Qwen/Qwen2.5-7B-Instruct" in out
-    mapped = out.partition("These keys are in the configuration:\n")[2].partition("\nThese keys become nothing")[0]
+    mapped = out.partition("Mapped keys:\n")[2].partition("\nKeys without a counterpart")[0]
     sections = [line.strip().partition(".")[0] for line in mapped.splitlines()]
     assert sections == sorted(sections)
     assert all(f"\n  {entry.key} = " in out for entry in import_recipe(Path(FORM)).entries)
@@ -95,8 +95,8 @@ def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("run: { steps: 3 }\n", "rlctl's own YAML"),
-        ("extends: laptop\ntraining.tp: 2\n", "rlctl's own YAML"),
+        ("run: { steps: 3 }\n", "rlctl YAML"),
+        ("extends: laptop\ntraining.tp: 2\n", "rlctl YAML"),
         ("other_trainer: { rollout: { n: 8 } }\n", "rlctl has no section other_trainer."),
         ("data: { train_files: x }\ntrainer: { nnodes: 1 }\n", "rlctl has no section trainer."),
         ("1: 2\n", "rlctl has no section 1."),
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_recipe_is_told_what_it_is(
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert (code, out) == (2, "")
     assert said in err
-    assert ("rlctl's own YAML" in err) == (said == "rlctl's own YAML")
+    assert ("rlctl YAML" in err) == (said == "rlctl YAML")
 
 
 def test_a_missing_file_of_defaults_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -53,5 +53,11 @@ def test_one_step_of_many_is_no_finding_and_old_metrics_have_none() -> None:
     assert len({one.mark for one in CONDITIONS}) == len(CONDITIONS)
 
 
+def test_what_training_removes_is_no_finding() -> None:
+    cut = GOOD | {"stop_reasons": {"length": 2, "stop": 2}}
+    assert findings([cut] * 8 + [GOOD] * 2) == []
+    assert findings([cut] * 8 + [GOOD, cut]) != []
+
+
 def test_rollouts_ended_by_time_are_not_cut_off_by_the_token_limit() -> None:
     assert marks(GOOD | {"stop_reasons": {"timeout": 4}}) == ""

@@ -47,7 +47,7 @@ class PolicyBackend:
     arguments: Callable[[PolicySpec], Sequence[SectionArguments]]
     """The arguments of its own classes, for a dry run to show."""
     refuse: Callable[[PolicySpec], None]
-    """Raises ConfigError for what it would compute wrongly or not at all."""
+    """Raise ConfigError for what it would compute wrongly or not at all."""
     has_critic: bool = False
     """Whether its worker is a `CriticWorker` too, which can train a value model next to the policy."""
     takes_conversion: bool = False
@@ -84,7 +84,7 @@ class EngineBackend:
     arguments: Callable[[EngineSpec], Sequence[SectionArguments]]
     """The arguments of its own classes, for a dry run to show."""
     refuse: Callable[[EngineConfig, ModelFacts, Device], None]
-    """Raises ConfigError for a combination that the engine cannot run; `spec` does too."""
+    """Raise ConfigError for a combination that the engine cannot run; `spec` does too."""
     without_graphs: str = ""
     """The flag with which it decodes without graphs, which take memory and could keep earlier weights; empty: none."""
 

@@ -187,7 +187,6 @@ def _packed(units: list[PackingUnit], step: int, limit: int) -> list[list[Packin
 
 
 def _single(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
-    """A bin for each unit, and empty ones to a multiple of `step`."""
     return _filled_up([[unit] for unit in units], step)
 
 
@@ -224,7 +223,6 @@ def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
 
 
 def _stats(ranks: list[list[list[list[PackingUnit]]]], unshared: int, multiple: int, rectangular: bool) -> PackingStats:
-    """`ranks`: the bins of each rank, by mini-batch."""
     tokens = padded = 0
     for units in (units for rows in ranks for own in rows for units in own):
         used = length = sum(unit.tokens for unit in units)

@@ -365,7 +365,6 @@ class PolicyRank(WeightSource, ABC):
 
     @contextlib.contextmanager
     def _without_adapters(self) -> Iterator[None]:
-        """Compute with the weights that training began with for a moment."""
         try:
             for name, layer in self.adapters():
                 if name in self._base:

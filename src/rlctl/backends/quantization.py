@@ -25,7 +25,7 @@ class WeightGrid:
     """The parts of matrices that a rank holds and rounds."""
 
     def __init__(self, spec: PolicySpec, layout: Layout) -> None:
-        """Raises ConfigError where the rank has no whole blocks of a matrix."""
+        """Raise ConfigError where the rank has no whole blocks of a matrix."""
         matrices = quantized_matrices(spec.facts, spec.quantization)
         self._groups = scale_groups(matrices)
         self._block = spec.quantization.block

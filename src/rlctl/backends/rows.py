@@ -262,7 +262,6 @@ def _placed(
 
 
 def _media_tokens(media: Sequence[MediaPart], row: PackedRow) -> torch.Tensor | None:
-    """Return `PackedRow.media_T`."""
     if not media:
         return None
     media_T, count = np.full(len(row.tokens_T), -1), 0

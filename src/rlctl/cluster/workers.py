@@ -272,7 +272,6 @@ class WorkerGroup(Generic[W_co]):
             self.ready()
 
     def _host(self, rank: int) -> Any:
-        """The process of a rank."""
         import ray
 
         spec = self.specs[rank]

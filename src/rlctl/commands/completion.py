@@ -1,6 +1,6 @@
-"""The values that a shell completes: presets, models of the catalog, tasks, scorers and GPUs.
+"""Shell completion of presets, catalog models, tasks, scorers and GPUs.
 
-Nothing heavy is imported here: a person waits for each completion.
+Import nothing heavy here: the user waits for each completion.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rlctl.data.prompt_rows import GYM_PREFIX
 
 
 def presets(incomplete: str) -> list[tuple[str, str]]:
-    """Return the shipped presets with their descriptions."""
+
     from rlctl.config.presets import preset_names, read_preset
 
     return [(name, read_preset(name).description) for name in beginning(preset_names(), incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
-    """Return hub names of the catalog."""
+
     from rlctl.models.catalog import entries
 
     names = [name for entry in entries() for name in entry.names]
@@ -29,26 +29,26 @@ def models(incomplete: str) -> list[str]:
 
 
 def data(incomplete: str) -> list[str]:
-    """Return tasks of reasoning-gym; its name alone until it is typed."""
+    """Return reasoning-gym tasks, or only its prefix until that is typed."""
     return beginning([f"{GYM_PREFIX}{task}" for task in gym_tasks()] if ":" in incomplete else [GYM_PREFIX], incomplete)
 
 
 def rewards(incomplete: str) -> list[str]:
-    """Return names of the built-in scorers."""
+
     from rlctl.rewards.scorers import BUILT_IN
 
     return beginning(BUILT_IN, incomplete)
 
 
 def gpus(incomplete: str) -> list[str]:
-    """Return types of GPUs that the planner knows."""
+
     from rlctl.planner.inputs.cluster import DEVICES
 
     return beginning(("auto", "cpu", *DEVICES), incomplete)
 
 
 def gym_tasks() -> list[str]:
-    """Return the names that reasoning-gym registers, read from its files: to import it takes seconds."""
+    """Return the tasks of reasoning-gym, read from its source files, because importing it takes seconds."""
     found = importlib.util.find_spec("reasoning_gym")
     places = (found.submodule_search_locations or []) if found else []
     texts = (path.read_text(errors="replace") for place in places for path in Path(place).rglob("*.py"))
@@ -61,5 +61,5 @@ def gym_tasks() -> list[str]:
 
 
 def beginning(names: Iterable[str], incomplete: str) -> list[str]:
-    """Return the names that begin with what is typed, in whatever case."""
+    """Return the names that start with `incomplete`, ignoring case."""
     return [name for name in names if name.lower().startswith(incomplete.lower())]

@@ -1,4 +1,4 @@
-"""`rlctl config`: the schema, and a resolved configuration with where its values came from."""
+"""`rlctl config`: the schema, and the resolved configuration with the origin of each value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_group() -> None:
 def schema(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD] [SECTION]", help="Only this method or algorithm, and only this section."),
+        typer.Argument(metavar="[METHOD] [SECTION]", help="Only this method or algorithm, only this section."),
     ] = None,
     json_: options.Json = False,
 ) -> None:
@@ -73,8 +73,7 @@ def schema(
 
 
 def json_schema(method: str | None = None) -> dict[str, Any]:
-    """Return the JSON Schema of a method's configuration, or of all methods together, with the fields that sections
-    pass through."""
+    """Return the JSON Schema of one method, or of all methods together, with pass-through fields."""
     from rlctl.config.passthrough import TARGETS, json_properties
 
     configs = [config_class(method)] if method else [config_class(DEFAULT_METHOD), *config_classes()]
@@ -95,7 +94,7 @@ def json_schema(method: str | None = None) -> dict[str, Any]:
 
 
 def passed_lines(section: str, *, whole: bool) -> Iterator[str]:
-    """Yield the fields that a section passes through: all of them, or their number."""
+    """Yield a section's pass-through fields, or their number."""
     from rlctl.config.passthrough import TARGETS, passed_fields, type_words
     from rlctl.config.passthrough import annotation as kind_of
 
@@ -123,7 +122,7 @@ def validate(
     context: typer.Context,
     json_: options.Json = False,
 ) -> None:
-    """Check the keys and values of a configuration; the exit code is 2 when something is wrong."""
+    """Check the keys and values of a configuration. The exit code is 2 if one is wrong."""
     from rlctl.config.load import DEFAULT
     from rlctl.config.passthrough import not_checked
 
@@ -149,10 +148,10 @@ def validate(
 @options.taking("preset config set_")
 def show(
     context: typer.Context,
-    origin: Annotated[bool, typer.Option("--origin", help="Show where each value came from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show the origin of each value.")] = False,
     json_: options.Json = False,
 ) -> None:
-    """Show the whole resolved configuration as YAML that --config reads back."""
+    """Show the whole resolved configuration as YAML for --config."""
     resolved = options.resolve_config(**context.params)
     if json_:
         print_json(resolved.to_json() if origin else resolved.config.model_dump(mode="json"))
@@ -170,9 +169,9 @@ def show(
     ),
 )
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe.")],
-    report: Annotated[bool, typer.Option("--report", help="Report what differs instead.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="Report what became of every key instead.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Recipe of another trainer.")],
+    report: Annotated[bool, typer.Option("--report", help="Report the differences instead.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Report the outcome of every key instead.")] = False,
     json_: options.Json = False,
 ) -> None:
     from rlctl.config.keys import is_section
@@ -184,7 +183,7 @@ def import_(
     if importer is None and not values:
         raise ConfigError(f"{file} is empty: it holds no keys.", f"Name a recipe of {' or '.join(trainers())}.")
     if importer is None and is_own(values):
-        raise ConfigError(f"{file} is no recipe, but rlctl's own YAML.", "Use it as it is with --config.")
+        raise ConfigError(f"{file} is not a recipe but rlctl YAML.", "Pass it to --config unchanged.")
     if importer is None:
         others = [str(key) for key in values if not is_section(str(key).partition(".")[0]) and key not in PRESET_KEYS]
         raise ConfigError(
@@ -212,20 +211,20 @@ def import_(
 
 
 HEADINGS: dict[Status, tuple[str, Severity | None]] = {
-    "not yet": ("rlctl cannot run this yet (`train` stops here, unless you give --allow-differences):", "fail"),
-    "not known": ("rlctl does not know these keys, and runs without them:", "warn"),
-    "changed": ("This runs, but not exactly as written:", "warn"),
-    "logging": ("Logs and validation are rlctl's own:", None),
-    "mapped": ("These keys are in the configuration:", None),
-    "not applicable": ("These keys become nothing, for the reason given:", None),
+    "not yet": ("rlctl cannot run this yet (`train` stops here without --allow-differences):", "fail"),
+    "not known": ("Unknown keys, ignored:", "warn"),
+    "changed": ("Different in rlctl:", "warn"),
+    "logging": ("Logging and validation keys, replaced by rlctl's:", None),
+    "mapped": ("Mapped keys:", None),
+    "not applicable": ("Keys without a counterpart, with the reason:", None),
 }
-"""The heading of each outcome of a key in a report, in the order of the report, and its color."""
+"""The heading and color of each outcome, in the order of the report."""
 REST = ("mapped", "not applicable")
 """Outcomes that only --all shows."""
 
 
 def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = False) -> Iterator[str]:
-    """Yield the report on a recipe for `stream`: counts, then what differs by section, then, if asked for, the rest."""
+    """Yield the report on a recipe for `stream`: counts, differences by section, and on request the rest."""
     from rlctl.config.recipes import grouped
     from rlctl.errors import MOST_LINES
 
@@ -235,7 +234,7 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
         yield colored(recipe.foreign, "fail", stream)
     for status, (heading, color) in HEADINGS.items():
         entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
-        # The sentence on a whole recipe that is not for rlctl says all but what is not known.
+        # The sentence on an unsupported recipe covers all but unknown keys.
         told = recipe.foreign is not None and status != "not known"
         if not entries or ((told or status in REST) and not everything):
             continue
@@ -254,8 +253,8 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
 
 
 def _without_effect(config: RlctlConfig) -> dict[str, str]:
-    """Return the fields of Megatron that do nothing in the configured model, and why; a file must not have them. It is
-    empty for a model that is neither local nor in the catalog, because `import` asks no hub."""
+    """Return the Megatron fields without effect on the configured model, and why. Empty for models that are neither
+    local nor in the catalog, because `import` does not ask the hub."""
     from rlctl.jobs.open_model import published_facts
     from rlctl.jobs.prepare import idle_fields
     from rlctl.models.catalog import lookup_entry
@@ -268,8 +267,8 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
 def key_lines(
     sections: Sequence[type[Section]], indent: str = "  ", *, defaults: Mapping[str, Any], section: str
 ) -> Iterator[str]:
-    """Yield `  key: type = default` for each key of a section in the classes that methods have for it, with its meaning
-    in the line below; sections inside one after it."""
+    """Yield `  key: type = default` for each key of a section's classes, with its meaning on the next line; nested
+    sections come after their key."""
     from pydantic import TypeAdapter
 
     from rlctl.config.keys import section_of
@@ -289,7 +288,7 @@ def key_lines(
 
 
 def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:
-    """Return values by dotted key as YAML sections, with the origin (where given) as a comment."""
+    """Return values by dotted key as YAML sections, with the origin as a comment."""
     lines, opened = list[str](), list[str]()
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -304,7 +303,7 @@ def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:
 
 
 def inline_yaml(value: Any) -> str:
-    """Return a value on one line. JSON is YAML, and shows clearly which values are texts."""
+    """Return a value on one line, as JSON: valid YAML with visible strings."""
     plain_word = isinstance(value, str) and value.replace("-", "").replace("_", "").isalpha()
     reserved = isinstance(value, str) and value.lower() in ("true", "false", "null")
     return value if plain_word and not reserved else json.dumps(value)

@@ -1,4 +1,4 @@
-"""`rlctl convert`: checkpoints between Hugging Face and Megatron, text parts, and what a checkpoint is."""
+"""`rlctl convert`: conversion between Hugging Face and Megatron, text parts, and inspection of checkpoints."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ app = App()
 
 Dtype: TypeAlias = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option("--dtype", help="Precision of the result; by default that of the source."),
+    typer.Option("--dtype", help="Precision of the result; defaults to the source's."),
 ]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an existing destination.")]
 NoVerify: TypeAlias = Annotated[
-    bool, typer.Option("--no-verify", help="Do not read the result back and compare it with the source.")
+    bool, typer.Option("--no-verify", help="Skip reading the result back and comparing it with the source.")
 ]
 Place: TypeAlias = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="DST", help="Directory to write; by default the one where runs look for it.", show_default=False
-    ),
+    typer.Argument(metavar="DST", help="Directory to write; defaults to where runs look for it.", show_default=False),
 ]
 Revision: TypeAlias = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
 Into: TypeAlias = Annotated[
@@ -46,7 +44,7 @@ Into: TypeAlias = Annotated[
     typer.Option(
         "--into",
         metavar="NAME|DIR",
-        help="Write this model, which takes images or sound as well, again with these weights as its text part.",
+        help="Multimodal model to write, with these weights as its text part.",
     ),
 ]
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -54,7 +52,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 @app.callback(epilog=examples("rlctl convert hf-to-megatron meta-llama/Llama-3.1-8B ./ckpt"))
 def convert() -> None:
-    """Convert checkpoints between Hugging Face and Megatron, and take the text part out of a model."""
+    """Convert checkpoints between Hugging Face and Megatron, and extract the text part of multimodal models."""
 
 
 @app.command(
@@ -71,12 +69,13 @@ def hf_to_megatron(
     dtype: Dtype = None,
     revision: Revision = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Also fetch the Python code of a hub model; it is not run.")
+        bool,
+        typer.Option("--trust-remote-code", help="Also download a hub model's Python code; it is not run."),
     ] = False,
     no_verify: NoVerify = False,
     force: Force = False,
     reuse: Annotated[
-        bool, typer.Option("--reuse", help="Keep a destination that was converted from the same source before.")
+        bool, typer.Option("--reuse", help="Keep a destination that was converted from the same source.")
     ] = False,
     json_: options.Json = False,
 ) -> None:
@@ -119,9 +118,9 @@ def text_part(
     force: Force = False,
     json_: options.Json = False,
 ) -> None:
-    """Write the text part of a model that takes images or sound as well as a text model of its own.
+    """Write the text part of a multimodal model as a text model.
 
-    Names, configuration and tokenizer are those of the text model; the values are the same, bit for bit.
+    The result has the names, configuration and tokenizer of a text model; the values stay the same, bit for bit.
     """
     if destination is not None and not force:
         require_absent(destination)
@@ -137,21 +136,20 @@ def text_part(
 
 
 def _with_text_part(name: str, revision: str | None = None) -> Path:
-    """The directory of a model that takes images or sound as well. Raises InputError where it does not."""
+    """Return the directory of a multimodal model. Raises InputError for text models."""
     from rlctl.checkpoints.hf.text_config import has_text_part
     from rlctl.checkpoints.model_source import resolve_model
 
     found = resolve_model(name, revision, tell=message)
     if found.megatron is not None or not has_text_part(found.directory):
-        why = f"{name} is not a model that takes images or sound as well as text."
-        raise InputError(why, "Such a model has a text part; a text model needs no such step.")
+        raise InputError(f"{name} is not a multimodal model.", "A text model needs no extraction; use it directly.")
     return found.directory
 
 
 def _refuse_for_directory(source: str, flag: str | None) -> None:
-    """Raise InputError where a flag that is for models of the hub is given with a directory."""
+    """Raise InputError for a flag of hub models next to a directory."""
     if flag is not None and user_path(source).is_dir():
-        raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
+        raise InputError(f"{flag} applies to hub models, and {source} is a directory.", f"Leave {flag} out.")
 
 
 @app.command(
@@ -165,24 +163,26 @@ def _refuse_for_directory(source: str, flag: str | None) -> None:
     ),
 )
 def megatron_to_hf(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint, or a run of rlctl.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint or rlctl run.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     config_from: Annotated[
-        str | None, typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from.")
+        str | None, typer.Option("--config-from", metavar="NAME|DIR", help="Model that provides config and tokenizer.")
     ] = None,
     into: Into = None,
-    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Largest file.")] = "5GB",
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file.")] = "5GB",
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="Write the adapters alone, as PEFT reads them, instead of merging.")
+        bool, typer.Option("--adapter-only", help="Write the adapters in PEFT's format instead of merging them.")
     ] = False,
     push_to_hub: Annotated[
         str | None,
         typer.Option(
-            "--push-to-hub", metavar="OWNER/NAME", help="Also upload it to the Hugging Face hub, with a card."
+            "--push-to-hub",
+            metavar="OWNER/NAME",
+            help="Also upload to the Hugging Face hub, with a card.",
         ),
     ] = None,
     private: Annotated[
-        bool, typer.Option("--private", help="With --push-to-hub, make a new repository private.")
+        bool, typer.Option("--private", help="With --push-to-hub: create a private repository.")
     ] = False,
     dtype: Dtype = None,
     no_verify: NoVerify = False,
@@ -191,14 +191,14 @@ def megatron_to_hf(
 ) -> None:
     """Write a Hugging Face directory from a Megatron checkpoint: safetensors, config, tokenizer, chat template.
 
-    Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
-    Adapters of a run with training.lora are merged into the model that it began with, or written as such.
+    Reads conversions and runs of rlctl, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge. Adapters of a
+    run with training.lora are merged into its base model, or written as adapters.
     """
     if private and push_to_hub is None:
-        raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
+        raise InputError("--private applies to --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
     if into and (dtype or adapter_only):
         flag = "--dtype" if dtype else "--adapter-only"
-        raise InputError(f"{flag}: --into writes the whole model in its own precisions.", f"Leave {flag} out.")
+        raise InputError(f"{flag}: --into keeps the precisions of the whole model.", f"Leave {flag} out.")
     if not force:
         require_absent(destination)
     from rlctl.checkpoints.conversion import hf_megatron as conversion
@@ -228,18 +228,18 @@ def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint, model directory or run.")],
     json_: options.Json = False,
 ) -> None:
-    """Say what a checkpoint is, and what is missing or wrong."""
+    """Describe a checkpoint: format, family, size, and problems."""
     from rlctl.checkpoints.inspection import inspect as look
 
     found = look(path)
     if json_:
         print_json(asdict(found))
         return
-    agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "bound to its parallel sizes"
+    agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "tied to its parallel sizes"
     output.show(f"format      {found.format} ({agnostic})")
     output.show(f"family      {found.family or 'unknown'}")
     if found.text_part:
-        output.show(f"text part   {found.text_part}; `rlctl convert text-part` takes it out")
+        output.show(f"text part   {found.text_part}; `rlctl convert text-part` extracts it")
     if found.adapters:
         output.show("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
     output.show(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
@@ -250,7 +250,7 @@ def inspect(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `500MiB` or a plain number."""
+    """Parse `5GB`, `500MiB` or a plain number into bytes."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]I?)?B?", text.strip().upper())
     size = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
     if size <= 0:
@@ -260,7 +260,7 @@ def parse_size(text: str) -> int:
 
 @contextlib.contextmanager
 def _settings(json_: bool, **chosen: Any) -> Iterator[Options]:
-    """Provide the options of a conversion, which shows its progress and leaves nothing behind when it is stopped."""
+    """Provide the options of a conversion with a progress bar that removes partial output when stopped."""
     from rlctl.checkpoints.conversion.hf_megatron import Options
     from rlctl.checkpoints.conversion.stream import progress_bar
 

@@ -43,28 +43,28 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 def doctor(
     context: typer.Context,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure the rates of this machine for the planner instead.")
+        bool, typer.Option("--calibrate", help="Measure this machine's speeds for the planner instead.")
     ] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Make the repairs that are safe.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start processes.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Make safe repairs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip checks that start processes.")] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Run probes of every layer instead, from kernels to tiny training runs.")
+        bool, typer.Option("--deep", help="Probe every layer instead, from kernels to tiny training runs.")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="With --deep, run this probe. Can be repeated.")
+        list[str] | None, typer.Option("--only", metavar="NAME", help="With --deep: run this probe. Repeatable.")
     ] = None,
     limit: Annotated[
         float | None,
         typer.Option(
-            "--limit", min=1, metavar="SECONDS", help="With --deep, stop after this time.  [default: 480; 300 on CPUs]"
+            "--limit", min=1, metavar="SECONDS", help="With --deep: stop after this time.  [default: 480; 300 on CPUs]"
         ),
     ] = None,
     json_: options.Json = False,
 ) -> None:
     """Check this machine and print a fix for each problem. The exit code is 3 when a check fails.
 
-    The machine is checked for the laptop preset, or for the preset that is given. With --deep, probes run from the
-    bottom up, each in a separate process: rates, Triton, NCCL, CUDA IPC, vLLM and Megatron alone, then tiny runs.
+    Without --preset, doctor checks what the laptop preset needs. With --deep, probes run bottom-up in separate
+    processes: speeds, Triton, NCCL, CUDA IPC, vLLM and Megatron alone, then tiny runs.
     """
     if deep:
         for name in options.given(context, UNUSED_BY_DEEP):
@@ -76,7 +76,7 @@ def doctor(
         return
     for flag, value in (("--only", only), ("--limit", limit)):
         if value:
-            raise InputError(f"{flag} is for `rlctl doctor --deep`.", "Add --deep, or leave it out.")
+            raise InputError(f"{flag} applies to `rlctl doctor --deep`.", f"Add --deep, or drop {flag}.")
     if calibrate:
         measure(json_)
         return
@@ -96,10 +96,10 @@ def doctor(
     if failed:
         problems = "; ".join(f"{check.name}: {check.detail}" for check in failed)
         raise MachineError(
-            f"{len(failed)} of {len(checks)} checks failed, so a run cannot work on this machine ({problems}).",
+            f"{len(failed)} of {len(checks)} checks failed; a run would fail on this machine ({problems}).",
             "Each failed check names its fix.",
         )
-    message("All checks that a run needs have passed.")
+    message("All required checks passed.")
 
 
 def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json_: bool) -> None:
@@ -123,7 +123,7 @@ def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json
 
 
 def repaired(check: Check) -> Check:
-    """Repair the finding; returns it as ok with a description of the repair, or with the reason why that failed."""
+    """Repair a finding and return it as ok, or with the reason why the repair failed."""
     from rlctl.doctor.finding import Check
 
     assert check.repair is not None
@@ -134,7 +134,7 @@ def repaired(check: Check) -> Check:
 
 
 def measure(json_: bool) -> None:
-    """Measure the machine and store its profile where the planner looks for it."""
+    """Measure the machine and store its profile for the planner."""
     from rlctl.checkpoints.locations import converted_directory
     from rlctl.doctor.calibrate import calibrate, profile_text
     from rlctl.planner.inputs.cluster import profile_path, save_profile
@@ -145,7 +145,7 @@ def measure(json_: bool) -> None:
         print_json({"profile": vars(profile), "path": str(profile_path())})
     else:
         output.show(profile_text(profile))
-    message(f"The planner uses these rates from now on; remove {profile_path()} to go back to the rates in its tables.")
+    message(f"The planner now uses these speeds; remove {profile_path()} to restore the built-in tables.")
 
 
 def show(check: Check) -> None:
@@ -156,8 +156,8 @@ def show(check: Check) -> None:
 
 
 def wanted(config: RlctlConfig) -> Wanted:
-    """Return what this configuration needs of the machine. A named type of GPU needs at least one, and so does a number
-    of nodes. Raises InputError for an unknown type of GPU."""
+    """Return what this configuration needs from the machine. A GPU type or a number of nodes needs at least one GPU.
+    Raises InputError for an unknown GPU type."""
     from rlctl.doctor.examine import Wanted
     from rlctl.planner.inputs.cluster import device_named
 
@@ -179,8 +179,8 @@ def wanted(config: RlctlConfig) -> Wanted:
 
 
 def planned(config: RlctlConfig) -> tuple[float, str]:
-    """Return the bytes of a node's memory that the plan of a run on GPUs needs, and why there is no plan; 0 where the
-    model is not known, where there are no GPUs to plan for, or where the run needs none."""
+    """Return the host memory in bytes that the plan needs per node, and why there is no plan. The memory is 0 for
+    unknown models and for runs without GPUs."""
     from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.errors import ConfigError, InputError, NoPlanError
     from rlctl.methods.available import method_from_config
@@ -194,14 +194,14 @@ def planned(config: RlctlConfig) -> tuple[float, str]:
         plan = plan_from_config(config, facts, workload, top=1)
     except NoPlanError as error:
         return 0.0, error.message
-    except (ConfigError, InputError, MachineError):  # other checks, and the run, tell of them
+    except (ConfigError, InputError, MachineError):  # other checks and the run report these
         return 0.0, ""
     return (0.0 if plan.cluster.is_cpu else plan.host_memory), ""
 
 
 def parameters(name: str | None, revision: str | None) -> int:
-    """Return the parameters of the model, by the catalog or its weights in a local directory; 0 if neither knows it.
-    Raises InputError for a directory that is not there."""
+    """Return the number of parameters of a model from the catalog or a local directory; 0 if unknown. Raises InputError
+    for a missing directory."""
     from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.checkpoints.model_source import require_name_or_directory, stored_parameters
     from rlctl.planner.costs.parameters import count

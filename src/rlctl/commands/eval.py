@@ -1,4 +1,4 @@
-"""`rlctl eval`: how often models and checkpoints of runs answer tasks rightly, side by side."""
+"""`rlctl eval`: accuracy of models and checkpoints on tasks, side by side."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ app = App()
 
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local directory. Can be repeated."),
+    typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local directory. Repeatable."),
 ]
 Runs = Annotated[
     list[str] | None,
-    typer.Option("--run-dir", metavar="DIR", help="Run whose checkpoint is evaluated. Can be repeated."),
+    typer.Option("--run-dir", metavar="DIR", help="Run to evaluate. Repeatable."),
 ]
 Steps = Annotated[
     list[int] | None,
-    typer.Option("--step", help="Step of the checkpoint in --run-dir; by default the last one. Can be repeated."),
+    typer.Option("--step", help="Checkpoint step in --run-dir; defaults to the last. Repeatable."),
 ]
 Tasks = Annotated[
     list[str] | None,
@@ -37,21 +37,21 @@ Tasks = Annotated[
         "-t",
         metavar="TASK",
         help="reasoning-gym:<task>[:key=value,...], gsm8k, math-500, aime24, aime25, gpqa-diamond, mmlu-pro, ifeval, a "
-        ".jsonl or .parquet file, or a Hugging Face dataset. Can be repeated.",
+        ".jsonl or .parquet file, or a Hugging Face dataset. Repeatable.",
     ),
 ]
-Samples = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of samples of each prompt.")]
+Samples = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Samples per prompt.")]
 Ks = Annotated[
     list[int] | None,
-    typer.Option("--k", "-k", min=1, help="k of pass@k; by default the powers of two up to --n. Can be repeated."),
+    typer.Option("--k", "-k", min=1, help="k of pass@k; defaults to the powers of two up to --n. Repeatable."),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option("--limit", min=1, help="Number of prompts of each task; by default 200 of reasoning-gym, else all."),
+    typer.Option("--limit", min=1, help="Prompts per task; defaults to 200 for reasoning-gym, else all."),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", help="Temperature of sampling; by default 0 with --n 1, and 1 with more samples."),
+    typer.Option("--temperature", help="Sampling temperature; defaults to 0 with --n 1, else to 1."),
 ]
 Output = Annotated[
     Path | None,
@@ -59,7 +59,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Write every sample to this JSON Lines file; samples that it has already are not sampled again.",
+        help="Write every sample to this JSON Lines file; samples that it already has are reused.",
     ),
 ]
 
@@ -93,11 +93,11 @@ def evaluate(
     temperature: Temperature = None,
     json_: options.Json = False,
 ) -> None:
-    """Measure how often models answer tasks rightly: pass@k, mean@n and majority@n with their standard errors.
+    """Measure the accuracy of models on tasks: pass@k, mean@n and majority@n with standard errors.
 
-    A checkpoint of a run (--run-dir) is evaluated as it is, without a conversion. Several models get the same prompts
-    and seeds, and the table has them in the order of the command line and says whether they differ from the first one
-    by more than noise. Prompts and sampling are those of the first run, where the command line does not set them.
+    A run (--run-dir) is evaluated without conversion. Several models get the same prompts and seeds; the table lists
+    them in the order of the command line and says whether they differ from the first by more than noise. Settings that
+    the command line leaves open come from the first run.
     """
     options.require_dry_run(explain, dry_run)
     from rlctl.jobs.evaluate import candidates, evaluation, refuse_idle_reward
@@ -149,13 +149,13 @@ def measure(job: Evaluation, output: Path | None, json_: bool) -> None:
             results = run_evaluation(job, file, message)
         except KeyboardInterrupt:
             if output is not None:
-                message(f"The samples so far are in {output}; the same command goes on with them.")
+                message(f"{output} holds the samples so far; the same command continues from there.")
             raise
     print_json({"tasks": [result.to_json() for result in results]}) if json_ else show(table(results))
 
 
 def table(results: list[Result]) -> str:
-    """Return the metrics task by task, one column a model, and below them how far each model is from the first."""
+    """Return the metrics by task, one column per model, followed by each model's difference from the first."""
     blocks = []
     for task in dict.fromkeys(result.task for result in results):
         found = [result for result in results if result.task == task]
@@ -188,7 +188,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _compared(first: Result, other: Result) -> str:
-    """Return whether a model differs from the first one, by mean@n: the metric that uses every sample."""
+    """Return the comparison with the first model by mean@n, the metric that uses every sample."""
     from rlctl.rewards.statistics import paired_difference
 
     name = next(iter(first.metrics))

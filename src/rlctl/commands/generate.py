@@ -23,25 +23,21 @@ TRAINING_KEYS = (
     "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "ddp.", "run.steps", "validation.",
 )  # fmt: skip
 
-Prompt = Annotated[
-    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Prompt to complete. Can be repeated.")
-]
+Prompt = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Prompt to complete. Repeatable.")]
 Images = Annotated[
     list[str] | None,
-    typer.Option("--image", metavar="FILE|URL", help="Image in front of the text of each --prompt. Can be repeated."),
+    typer.Option("--image", metavar="FILE|URL", help="Image before the text of each --prompt. Repeatable."),
 ]
 PromptsFile = Annotated[
     str | None,
     typer.Option(
         "--prompts-file",
         metavar="FILE|-",
-        help="File with one prompt on each line, or a .jsonl file with `prompt`; - reads lines from stdin.",
+        help="File with one prompt per line, or a .jsonl file with `prompt`; - reads stdin.",
     ),
 ]
-Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Number of completions of each prompt.")]
-Step = Annotated[
-    int | None, typer.Option("--step", help="Step of the checkpoint in --run-dir; by default the last one.")
-]
+Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Completions per prompt.")]
+Step = Annotated[int | None, typer.Option("--step", help="Checkpoint step in --run-dir; defaults to the last.")]
 
 
 @app.command(
@@ -71,9 +67,8 @@ def generate(
 ) -> None:
     """Sample completions from a model, or from a checkpoint of a run (--run-dir).
 
-    Prompts go through the model's chat template. The planner decides the number and size of the engines; set them
-    yourself with --set generation.<key>=<value>. With --json the command prints one JSON object for each
-    prompt (JSON Lines).
+    Prompts go through the model's chat template. The planner chooses number and size of the engines; --set
+    generation.KEY=VALUE overrides it. --json prints one JSON object per prompt (JSON Lines).
     """
     resolved, checkpoint = model_or_checkpoint(context, "completions", "reward.")
     from rlctl.jobs.generate import read_prompts
@@ -84,7 +79,7 @@ def generate(
         resolved = resolved.with_values({"model.images": True})
     if len(rows) * n > MOST_ROLLOUTS:
         raise InputError(
-            f"--n {n} of {len(rows)} prompts are more than {MOST_ROLLOUTS:,} completions.", "Ask for fewer."
+            f"--n {n} with {len(rows)} prompts exceeds the limit of {MOST_ROLLOUTS:,} completions.", "Lower --n."
         )
     options.require_dry_run(explain, dry_run)
     if dry_run:
@@ -96,11 +91,10 @@ def generate(
 
 
 def model_or_checkpoint(context: typer.Context, what: str, *unread: str) -> tuple[Resolved, Checkpoint | None]:
-    """Return the configuration of a command that takes a model or a run (--run-dir), and the run's checkpoint. Raises
-    InputError as `refuse_training_keys` does."""
+    """Return the configuration and, with --run-dir, the checkpoint. Raises InputError for keys without effect."""
     run_dir, step = context.params["run_dir"], context.params["step"]
     if step is not None and run_dir is None:
-        raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
+        raise InputError(f"--step {step} needs a run.", "Give --run-dir.")
     from rlctl.jobs.generate import of_run
 
     resolved = options.resolve_config(**context.params | {"run_dir": None})
@@ -109,8 +103,8 @@ def model_or_checkpoint(context: typer.Context, what: str, *unread: str) -> tupl
 
 
 def refuse_training_keys(resolved: Resolved, what: str, *unread: str) -> None:
-    """Raises InputError for a --set of a key that only a training run reads, or of an `unread` one, which has no effect
-    on `what` the command makes. Presets and files are shared between commands."""
+    """Raise InputError for --set of a key that only training reads, or that starts with one of `unread`. `what` names
+    the command's output. Presets and files may have such keys, because commands share them."""
     for key, value in resolved.leaves():
         if resolved.origin[key] == "--set" and key.startswith(TRAINING_KEYS + unread):
             raise InputError(f"--set {key}={value} has no effect on {what}.", "Leave it out.")
@@ -128,7 +122,7 @@ def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptR
 
 
 def text_of(record: dict[str, Any]) -> str:
-    """One prompt and its completions for a reader at the terminal."""
+    """Return a prompt and its completions as text."""
     prompt = record["prompt"] if isinstance(record["prompt"], str) else record["prompt"][-1]["content"]
     if not isinstance(prompt, str):
         prompt = " ".join(part.get("text") or "[image]" for part in prompt)

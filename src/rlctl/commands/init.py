@@ -1,4 +1,4 @@
-"""`rlctl init`: a directory with a configuration, data and a reward to edit."""
+"""`rlctl init`: a starter directory with a configuration, data and a reward."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlctl.commands.parsing import App
 
 app = App()
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; it is made where it is absent.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory to create or fill.")]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="SOURCE", help="Your data; without, an example is written.",
+    typer.Option("--data", metavar="SOURCE", help="Your data; without it, init writes an example.",
                  autocompletion=completion.data),
 ]  # fmt: skip
 Reward = Annotated[
     str | None,
-    typer.Option("--reward", metavar="NAME", help="Your reward; without, an example is written.",
+    typer.Option("--reward", metavar="NAME", help="Your reward; without it, init writes an example.",
                  autocompletion=completion.rewards),
 ]  # fmt: skip
 
@@ -46,19 +46,19 @@ def init(
     reward: Reward = None,
     json_: options.Json = False,
 ) -> None:
-    """Write a configuration, a data file and a reward of your own to begin with.
+    """Write a starter configuration, data file and reward.
 
-    In a terminal it asks for what no flag says. Files that are there already are left as they are.
+    In a terminal, init asks for missing values. It never overwrites files.
     """
     from rlctl.jobs.new_run import CONFIG, NewRun, usual_model, usual_preset
 
     asks = sys.stdin.isatty() and sys.stderr.isatty() and not json_
     preset = preset or asked("Preset (`rlctl presets ls` lists them)", usual_preset(), asks)
-    model = model or asked("Model, a name on the hub or a directory", usual_model(preset), asks)
+    model = model or asked("Model: hub name or directory", usual_model(preset), asks)
     if data is None:
-        data = asked("Data, a .jsonl or .parquet file or a dataset of the hub (nothing: an example)", "", asks)
+        data = asked("Data: a .jsonl or .parquet file or a hub dataset (empty: an example)", "", asks)
     if reward is None:
-        reward = asked("Reward, such as exact-match or math-verify (nothing: a file to edit)", "", asks)
+        reward = asked("Reward, such as exact-match or math-verify (empty: a file to edit)", "", asks)
     run = NewRun(directory, preset, model or None, data or None, reward or None, prompt_field, answer_field)
     written = run.write()
     if json_:
@@ -71,5 +71,5 @@ def init(
 
 
 def asked(question: str, usual: str, asks: bool) -> str:
-    """Return the user's answer, or what is usual where nobody is there to ask."""
+    """Return the user's answer, or the default without a terminal."""
     return typer.prompt(question, default=usual, show_default=bool(usual), err=True).strip() if asks else usual

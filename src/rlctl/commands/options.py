@@ -1,9 +1,9 @@
-"""Flags that several commands share or that set a key of the configuration.
+"""Flags that several commands share or that set a configuration key.
 
 Typer takes options from the parameters of one function. Fifty flags in ten commands would be 250 declarations, so this
-table declares each flag once, with its key. A command takes them by name (`@taking("model preset")`), and hands all
-its parameters to `resolve_config`: `options.resolve_config(**context.params)`. A flag that was not given leaves its
-key to the other sources.
+table declares each flag once, with its key. A command takes flags by name (`@taking("model preset")`) and passes all
+its parameters to `resolve_config`: `options.resolve_config(**context.params)`. A flag that is not given leaves its key
+to weaker sources.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Json: TypeAlias = Annotated[
 
 
 LORA, LORA_RANK = "--lora", 16
-"""A flag that may have a value, and the value that it has alone."""
+"""A flag with an optional value, and its default."""
 
 
 class Flag(NamedTuple):
@@ -37,112 +37,118 @@ class Flag(NamedTuple):
 
     kind: Any
     key: str | None
-    """The key of the configuration that it sets, if any."""
+    """The configuration key that it sets, if any."""
     help: str
     metavar: str | None = None
     names: str | None = None
-    """Its names, where they do not follow from that of the parameter."""
+    """Its names, if they differ from the parameter's."""
 
 
 FLAGS = {
     "overrides": Flag(list[str], None, "Keys to set: rlctl's own, or those of another trainer's recipe.", "KEY=VALUE"),
     "preset": Flag(str, None, "Preset to start from; `rlctl presets ls` lists them.", "NAME|FILE", "--preset -p"),
     "model": Flag(str, "model.name", "Hub name or local Hugging Face directory.", "NAME|DIR", "--model -m"),
-    "tokenizer": Flag(str, "model.tokenizer", "Tokenizer in place of the model's own.", "NAME|DIR"),
-    "chat_template": Flag(str, "model.chat_template", "Jinja chat template in place of the model's own.", "FILE|TEXT"),
+    "tokenizer": Flag(str, "model.tokenizer", "Tokenizer; replaces the model's.", "NAME|DIR"),
+    "chat_template": Flag(str, "model.chat_template", "Jinja chat template; replaces the model's.", "FILE|TEXT"),
     "data": Flag(
         list[str],
         "data.name",
-        "A .jsonl or .parquet file, a hub dataset, or reasoning-gym:<task>. Repeat it to mix.",
+        "A .jsonl or .parquet file, a hub dataset, or reasoning-gym:<task>. Repeat to mix.",
         "SOURCE",
     ),
-    "prompt_field": Flag(str, "data.prompt_field", "Column of the data that holds the prompt.", "NAME"),
-    "answer_field": Flag(str, "data.answer_field", "Column of the data that holds the answer.", "NAME"),
+    "prompt_field": Flag(str, "data.prompt_field", "Data column with the prompt.", "NAME"),
+    "answer_field": Flag(str, "data.answer_field", "Data column with the reference answer.", "NAME"),
     "val_data": Flag(
-        str, "validation.data.name", "Data to validate on, before the first step and after the last.", "SOURCE"
+        str, "validation.data.name", "Validation data, used before the first step and after the last.", "SOURCE"
     ),
     "reward": Flag(
         list[str],
         "reward.terms",
-        "task, exact-match, math-verify, dapo-math, ifeval, file.py:function; repeat to add.",
+        "task, exact-match, math-verify, dapo-math, ifeval, file.py:function; repeatable.",
         "NAME[=WEIGHT]",
     ),
     "env": Flag(
-        str, "environment.name", "Environment that answers the model: a built-in one, or your own.", "NAME|FILE:CLASS"
+        str, "environment.name", "Environment of several turns: a built-in one, or your class.", "NAME|FILE:CLASS"
     ),
-    "tool": Flag(list[str], "environment.tools", "Function that the model may call. Can be repeated.", "FILE:FUNCTION"),
+    "tool": Flag(list[str], "environment.tools", "Function that the model may call. Repeatable.", "FILE:FUNCTION"),
     "algorithm": Flag(
-        str, "run.algorithm", "grpo, dapo, ppo, gspo, rloo, distillation and six more, or your own.", "NAME|FILE:CLASS"
+        str,
+        "run.algorithm",
+        "grpo, dapo, ppo, gspo, rloo, distillation and six more, or your class.",
+        "NAME|FILE:CLASS",
     ),
     "teacher": Flag(
-        str, "teacher.model", "Model to learn from, with --algorithm distillation or `train distill`.", "NAME|DIR"
+        str, "teacher.model", "Teacher model, for --algorithm distillation or `train distill`.", "NAME|DIR"
     ),
     "steps": Flag(int, "run.steps", "Number of training steps."),
-    "prompts": Flag(int, "batch.prompts", "Number of prompts in each step."),
-    "batch_size": Flag(int, "batch.prompts", "Number of texts, or of pairs, in each step."),
-    "epochs": Flag(float, "run.epochs", "Number of times that each row is trained on, in place of --steps."),
-    "beta": Flag(float, "preference.beta", "Weight of the distance to the model that the run began with."),
-    "generations": Flag(int, "batch.generations", "Number of rollouts of each prompt."),
-    "temperature": Flag(float, "generation.temperature", "Temperature of sampling; 0 takes the most likely token."),
-    "top_p": Flag(float, "generation.top_p", "Sample among the most likely tokens whose probabilities add up to this."),
-    "max_new_tokens": Flag(int, "generation.max_new_tokens", "Most tokens of a completion.", "TOKENS"),
-    "max_length": Flag(int, "model.max_length", "Most tokens of prompt and completion together.", "TOKENS"),
-    "mean_length": Flag(int, "generation.mean_length", "Mean completion length that the planner assumes.", "TOKENS"),
+    "prompts": Flag(int, "batch.prompts", "Prompts per step."),
+    "batch_size": Flag(int, "batch.prompts", "Texts or pairs per step."),
+    "epochs": Flag(float, "run.epochs", "Passes over the data; replaces --steps."),
+    "beta": Flag(float, "preference.beta", "Strength of the pull toward the reference model."),
+    "generations": Flag(int, "batch.generations", "Rollouts per prompt."),
+    "temperature": Flag(float, "generation.temperature", "Sampling temperature; 0 is greedy."),
+    "top_p": Flag(float, "generation.top_p", "Nucleus sampling: keep the most likely tokens up to this probability."),
+    "max_new_tokens": Flag(int, "generation.max_new_tokens", "Maximum length of a completion.", "TOKENS"),
+    "max_length": Flag(int, "model.max_length", "Maximum length of prompt plus completion.", "TOKENS"),
+    "mean_length": Flag(int, "generation.mean_length", "Mean completion length, for the planner.", "TOKENS"),
     "async_": Flag(
-        bool | None, "rollouts.mode", "Sample while the policy trains, or before each step.", names="--async/--sync"
+        bool | None, "rollouts.mode", "Generate while the policy trains, or before each step.", names="--async/--sync"
     ),
-    "max_staleness": Flag(int, "rollouts.max_staleness", "With --async, most versions that rollouts may be old."),
+    "max_staleness": Flag(int, "rollouts.max_staleness", "With --async: maximum age of a rollout, in weight versions."),
     "colocated": Flag(
         bool | None,
         "generation.colocated",
-        "Generate on the training devices, or on others.",
+        "Generate on the training devices, or on separate ones.",
         names="--colocated/--split",
     ),
     "lr": Flag(float, "optimizer.lr", "Learning rate."),
     "lora": Flag(
-        int, "training.lora.rank", f"Train adapters in place of all weights; RANK is {LORA_RANK} if unsaid.", "[RANK]"
+        int,
+        "training.lora.rank",
+        f"Train LoRA adapters, not all weights; RANK defaults to {LORA_RANK}.",
+        "[RANK]",
     ),
-    "seed": Flag(int, "run.seed", "Seed of the data order and of sampling."),
+    "seed": Flag(int, "run.seed", "Seed for data order and sampling."),
     "run_dir": Flag(str, "run.dir", "Directory of the run.", "DIR"),
-    "show_samples": Flag(int, "run.show_samples", "Show the best and worst completion every N steps (0: never).", "N"),
-    "wandb": Flag(bool, None, "Log to Weights & Biases (with --tensorboard to both)."),
-    "tensorboard": Flag(bool, None, "Log to TensorBoard (with --wandb to both)."),
-    "backend": Flag(str, "training.backend", "megatron, dtensor (FSDP2), or auto: megatron where it can."),
+    "show_samples": Flag(int, "run.show_samples", "Show the best and worst completion every N steps; 0: never.", "N"),
+    "wandb": Flag(bool, None, "Log to Weights & Biases. Combines with --tensorboard."),
+    "tensorboard": Flag(bool, None, "Log to TensorBoard. Combines with --wandb."),
+    "backend": Flag(str, "training.backend", "megatron, dtensor (FSDP2), or auto: megatron if it can."),
     "tp": Flag(int, "training.tp", "Tensor parallel size of training."),
     "dp": Flag(int, "training.dp", "Data parallel size of training."),
     "generation_tp": Flag(int, "generation.tp", "Tensor parallel size of the engine."),
     "mover": Flag(
         Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"],
         "refit.mover",
-        "Mover that carries the bytes; auto chooses by where the engines are.",
+        "Transport of the weights; auto chooses by where the engines run.",
     ),
     "sparse": Flag(
-        bool | None, "refit.sparse", "Send only changed elements. The test then perturbs few of them between refits."
+        bool | None, "refit.sparse", "Send only changed elements; the test then changes few of them between refits."
     ),
     "nodes": Flag(int, "cluster.nodes", "Number of nodes."),
-    "gpus_per_node": Flag(int, "cluster.gpus_per_node", "Number of GPUs of each node."),
-    "gpu": Flag(str, "cluster.gpu", "Type of GPU; auto looks which is installed, cpu uses none.", "TYPE|auto|cpu"),
-    "ray_address": Flag(str, "cluster.ray_address", "Join this Ray cluster.", "HOST:PORT"),
+    "gpus_per_node": Flag(int, "cluster.gpus_per_node", "GPUs per node."),
+    "gpu": Flag(str, "cluster.gpu", "GPU type; auto detects it, cpu uses none.", "TYPE|auto|cpu"),
+    "ray_address": Flag(str, "cluster.ray_address", "Ray cluster to join.", "HOST:PORT"),
     "goal": Flag(
         str,
         "run.goal",
-        "Plan for short steps, free memory or few GPU seconds.",
+        "Plan for fast steps, free memory, or low cost in GPU seconds.",
         "fast|safe|cheap",
     ),
     "config": Flag(
         list[str],
         None,
-        "YAML file, or another trainer's recipe, over the preset. Repeat it: the last wins.",
+        "YAML file or another trainer's recipe, over the preset. Repeatable; the last wins.",
         "FILE",
         "--config -c",
     ),
-    "set_": Flag(list[str], None, "Set any key. Repeat it: the last wins.", "SECTION.KEY=VALUE", "--set -s"),
-    "dry_run": Flag(bool, None, "Check and show plan, prompt and rewards; start nothing."),
-    "explain": Flag(bool, None, "With --dry-run: every value, its rule, and the engines' arguments."),
-    "resume": Flag(bool, None, "Continue the run in --run-dir (or the newest one)."),
-    "allow_changes": Flag(bool, None, "With --resume: go on though data, model or settings changed."),
-    "allow_differences": Flag(bool, None, "Go on without what a recipe asks for and rlctl lacks."),
-    "completion": Flag(str, None, "With --dry-run: a completion to show the rewards of.", "TEXT"),
+    "set_": Flag(list[str], None, "Set any key. Repeatable; the last wins.", "SECTION.KEY=VALUE", "--set -s"),
+    "dry_run": Flag(bool, None, "Check everything; show plan, first prompt and rewards; start nothing."),
+    "explain": Flag(bool, None, "With --dry-run: show every value, its rule, and the engines' arguments."),
+    "resume": Flag(bool, None, "Continue the run in --run-dir, or the newest run."),
+    "allow_changes": Flag(bool, None, "With --resume: continue although data, model or settings changed."),
+    "allow_differences": Flag(bool, None, "Run a recipe although rlctl lacks some of its settings."),
+    "completion": Flag(str, None, "With --dry-run: score this completion.", "TEXT"),
 }
 TRAINING = (
     "overrides preset model data prompt_field answer_field val_data reward env tool algorithm teacher steps "
@@ -150,7 +156,7 @@ TRAINING = (
     "run_dir show_samples wandb tensorboard tokenizer chat_template backend goal nodes gpus_per_node gpu ray_address "
     "config set_"
 )
-"""Flags that say what is trained, on what and how."""
+"""Flags of RL training."""
 COMPLETIONS = {
     "preset": completion.presets,
     "model": completion.models,
@@ -165,7 +171,6 @@ KEYS = {name: one.key for name, one in FLAGS.items() if one.key} | {"loggers": "
 
 
 def _parameter(name: str) -> inspect.Parameter:
-    """Return the parameter of a command by which Typer knows a flag."""
     one = FLAGS[name]
     texts: dict[str, Any] = {"metavar": one.metavar, "help": one.help, "autocompletion": COMPLETIONS.get(name)}
     option = typer.Argument(**texts) if name == "overrides" else typer.Option(*names_of(name), **texts)
@@ -174,8 +179,8 @@ def _parameter(name: str) -> inspect.Parameter:
 
 
 def taking(flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command flags, named with spaces between. It gets the values of those that its function names; all are in
-    `context.params`."""
+    """Add flags to a command; `flags` lists their names, separated by spaces. The function receives the flags that it
+    names as parameters; `context.params` holds all."""
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
         names = flags.split()
@@ -195,12 +200,12 @@ def taking(flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def names_of(name: str) -> list[str]:
-    """Return the flag of a parameter as the user types it, and its short form."""
+    """Return the long and short form of a parameter's flag."""
     return (FLAGS[name].names or f"--{name.replace('_', '-')}").split()
 
 
 def given(context: typer.Context, names: Sequence[str]) -> list[str]:
-    """Return those of the parameters that are on the command line."""
+    """Return the parameters that the command line sets."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
@@ -219,15 +224,15 @@ def resolve_config(
     command: str | None = None,
     **params: Any,
 ) -> Resolved:
-    """Return the configuration of this command line; of `params`, those in `KEYS` are flags that set a key. `command`
-    is the algorithm where a command of `train` is one. Raises ConfigError for a key or value that is wrong, naming it,
-    where it came from and the nearest known one."""
+    """Return the configuration of this command line. `params` in `KEYS` are flags that set a key; `command` is the
+    algorithm, for the commands of `train` that name one. Raises ConfigError for a wrong key or value, with its origin
+    and the nearest known key."""
     from rlctl.config.load import resolve
     from rlctl.config.sources import Flag as Given
     from rlctl.settings.config import RolloutConfig
 
     if params.get("steps") is not None and params.get("epochs") is not None:
-        raise InputError("--steps and --epochs both say how long the run is.", "Give one of them.")
+        raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")
     stored = None
     if params.get("resume"):
         from rlctl.jobs.train import values_of_run as stored
@@ -251,7 +256,7 @@ def resolve_config(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )
     if (length := given.get("max_length")) and isinstance(resolved.config, RolloutConfig):
-        # Where nobody says it, completions take what a prompt of 256 tokens, or of an eighth, leaves.
+        # By default completions get what a prompt of 256 tokens, or of an eighth, leaves.
         new = max(1, length - min(256, length // 8))
         resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")
     if resolved.config.data.name and resolved.config.data.name.startswith(GYM_PREFIX):
@@ -260,21 +265,21 @@ def resolve_config(
                 raise InputError(
                     f"{flag(name)} has no effect: {resolved.config.data.name} has no columns.", "Leave it out."
                 )
-    # A run that goes on has the mode of its manifest, and a comparison may have both modes.
+    # A resumed run has the mode of its manifest, and a comparison may have both modes.
     elsewhere = params.get("resume") or params.get("compare")
     if "max_staleness" in given and not resolved.config.samples_while_training and not elsewhere:
-        raise InputError("--max-staleness is for --async: rollouts are made before each step here.", "Add --async.")
+        raise InputError("--max-staleness applies to --async; this run generates before each step.", "Add --async.")
     return resolved
 
 
 def require_dry_run(explain: bool, dry_run: bool) -> None:
-    """Raises InputError where --explain was given and --dry-run was not."""
+    """Raise InputError for --explain without --dry-run."""
     if explain and not dry_run:
-        raise InputError("--explain is for --dry-run: it shows what is behind a plan.", "Add --dry-run.")
+        raise InputError("--explain applies to --dry-run.", "Add --dry-run.")
 
 
 def parse_reward(text: str) -> dict[str, Any]:
-    """`task`, `task=0.5` or `path/to/file.py:function=2` as a reward term."""
+    """Parse `task`, `task=0.5` or `path/to/file.py:function=2` into a reward term."""
     name, equals, weight = text.rpartition("=")
     if not equals:
         return {"name": text}

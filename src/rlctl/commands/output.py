@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class JsonMode:
-    """Whether this process was asked for --json, and whether its object has been printed."""
+    """Whether the user asked for --json, and whether the object has been printed."""
 
     wanted = False
     printed = False
 
 
 class OwnProcess:
-    """Whether this process is a command's own from beginning to end, rather than that of a program that calls it."""
+    """Whether this process runs one command, rather than a program that calls rlctl."""
 
     is_one = False
 
 
 def examples(*lines: str) -> str:
-    """Help epilogue with one example a line (the \\b keeps the renderer from joining them)."""
+    """Return a help epilogue with one example per line (the \\b keeps the renderer from joining them)."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
 
 
 def want_json(value: bool) -> bool:
-    """Callback of the --json flag."""
+
     JsonMode.wanted = value
     return value
 
@@ -46,8 +46,8 @@ def print_json(value: Any, *, lines: bool = False) -> None:
 
 
 def show(text: str) -> None:
-    """Print a result on stdout. Raises RlctlError where it cannot be written; a reader that has seen enough, as `head`
-    has, ends the command without a word."""
+    """Print a result on stdout. Raises RlctlError if stdout cannot be written. A closed pipe (`| head`) ends the
+    command silently."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -60,28 +60,28 @@ def show(text: str) -> None:
 
 
 def show_dry_run(report: DryRun, json_: bool, explain: bool) -> None:
-    """Print a dry run; `explain` adds what is behind it, which --json always has."""
+    """Print a dry run; `explain` adds the rules, which --json always includes."""
     print_json(report.to_json()) if json_ else show(report.text(explain))
 
 
 def message(text: str) -> None:
-    """Print a message for the person at the terminal (stderr), unless -q was given."""
+    """Print a message on stderr, unless -q was given."""
     if not Verbosity.quiet:
         complain(text)
 
 
 def shows_progress(json_: bool) -> bool:
-    """Return whether to show bars and spinners: not for a program, and not with -q."""
+    """Return whether to show progress: neither with --json nor with -q."""
     return not (json_ or Verbosity.quiet)
 
 
 def complain(text: str) -> None:
-    """Print what has to be said, also with -q."""
+    """Print a message on stderr, also with -q."""
     print(text, file=sys.stderr, flush=True)
 
 
 def report_error(error: RlctlError) -> None:
-    """Say what went wrong and what to do next; a reader of --json gets an object, unless it already got one."""
+    """Print an error and its hint; with --json also an object, unless one was printed already."""
     complain(f"{colored('rlctl:', 'fail', sys.stderr)} {error.message}")
     if error.hint:
         complain(f"  {error.hint}")

@@ -1,7 +1,7 @@
-"""How command lines are read: flags of every command, other trainers' names for ours, and errors that list what exists.
+"""Command-line parsing: flags of every command, aliases from other trainers, and errors that list the alternatives.
 
-Users of other trainers type the names that they know. A name with the same meaning works and is not in the
-help; one with a similar meaning is refused with the flag or the key to use.
+Users of other trainers type the names that they know. A name with the same meaning works without being listed in the
+help; a name with a similar meaning is refused with the flag or key to use.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlctl.telemetry.terminal import be_quiet, be_verbose, without_color
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 ALIASES: dict[str, str] = NAMES["flags"]
-"""Names of other trainers with the meaning of ours, for every command that has ours."""
+"""Aliases from other trainers, for every command that has the rlctl flag."""
 SIMILAR: dict[str, str] = {name: f"Use --set {key}=VALUE." for name, key in NAMES["flags_of_keys"].items()}
 SIMILAR |= {name: group["use"] for group in NAMES["similar_flags"] for name in group["flags"]}
-"""Names of other trainers that mean something else or are a key here, with what to use."""
+"""Names from other trainers with another meaning or without a flag here, with the replacement."""
 
 GIVEN = "rlctl.given"
 """Key of `context.meta`: the names of the parameters in the order of the command line, one for each time given."""
@@ -49,17 +49,18 @@ PANELS = {
     "Configuration": ("preset", "config", "set_", "allow_differences"),
     "Looking without starting": ("dry_run", "explain", "completion", "top", "compare", "run"),
 }  # fmt: skip
-"""Headings of a long help, and the parameters below each; all others come last."""
+"""Headings of a long help and their parameters; other parameters come last."""
 LONG = 14
-"""Options from which on a help has headings."""
+"""Number of options from which a help has headings."""
 HELP_WIDTH = 118
 
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print errors and the result alone."),
+    typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print only errors and the result."),
 ]
 Verbose = Annotated[
-    bool, typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started.")
+    bool,
+    typer.Option("-v", callback=be_verbose, expose_value=False, help="Also print what is read and started."),
 ]
 NoColor = Annotated[
     bool, typer.Option("--no-color", callback=without_color, expose_value=False, help="Print without colors.")
@@ -68,7 +69,7 @@ NoColor = Annotated[
 
 @cache
 def everywhere() -> tuple[Any, ...]:
-    """Return the options that every command has, as Typer makes them of a function's parameters."""
+    """Return the options that every command has."""
     app = typer.Typer(add_completion=False)
 
     @app.command()
@@ -78,7 +79,7 @@ def everywhere() -> tuple[Any, ...]:
 
 
 class Command(TyperCommand):
-    """A command with the flags of every command, which knows other trainers' names for its own."""
+    """A command with the common flags and with aliases from other trainers."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -89,7 +90,7 @@ class Command(TyperCommand):
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, and the options below what a person does with them."""
+        """Write the arguments, and the options grouped by task."""
         found = [(param, record) for param in self.get_params(ctx) if (record := help_record(param, ctx))]
         headings = {name: heading for heading, names in PANELS.items() for name in names}
         if len(found) < LONG:
@@ -105,8 +106,8 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note the order of the parameters, and give --lora its rank where no number follows it: Typer's options have a
-        value always or never."""
+        """Record the order of the parameters, and add the default rank to a bare --lora: Typer has no options with an
+        optional value."""
         from rlctl.commands.options import LORA, LORA_RANK
 
         alone = {LORA, *(name for name, ours in ALIASES.items() if ours == LORA)}
@@ -121,14 +122,14 @@ class Command(TyperCommand):
 
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)
-        options = parser._long_opt  # the help lists parameters, so that an alias is in no help
+        options = parser._long_opt  # the help lists parameters, so it does not show aliases
         options.update({name: options[ours] for name, ours in ALIASES.items() if ours in options})
         return parser
 
 
 def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
-    """Return an option as the help shows it, with the default of the key that it sets. A command of `train` that is an
-    algorithm shows the value that the algorithm sets."""
+    """Return the help line of an option with the default of its key. Commands of `train` show their method's
+    defaults."""
     from rlctl.commands.options import KEYS, LORA
     from rlctl.config.keys import field
     from rlctl.config.kinds import DEFAULT_METHOD, config_class, defaults_of
@@ -144,7 +145,7 @@ def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
 
 
 class Group(TyperGroup):
-    """A command with subcommands, which lists them where none of them is named."""
+    """A command with subcommands, which lists them if none is given."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if not ctx.resilient_parsing and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
@@ -154,7 +155,7 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def meant(self, ctx: Any, name: str) -> str | None:
-        """Return the command that `name` was probably meant for: an algorithm of `train` is a flag of `train grpo`."""
+        """Return the command that `name` probably means; an algorithm name means `train grpo --algorithm`."""
         from rlctl.methods.available import ALGORITHMS
 
         found: dict[str, Any] = {own: self.get_command(ctx, own) for own in self.list_commands(ctx)}
@@ -164,7 +165,7 @@ class Group(TyperGroup):
         return next(iter(difflib.get_close_matches(name, found, 1)), None)
 
     def there_are(self, ctx: Any) -> str:
-        """Return the subcommands with what each does, a line each."""
+        """Return the subcommands with their summaries, one per line."""
         found: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         commands = [(name, command.get_short_help_str(160)) for name, command in found.items()]
         width = max(len(name) for name, _ in commands)
@@ -172,8 +173,7 @@ class Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """A Typer app whose commands are ours: plain help instead of panels, which renders in a third of the time and
-    reads the same in a log."""
+    """A Typer app with plain help instead of panels: faster, and the same in a log."""
 
     def __init__(self, *, add_completion: bool = False, cls: type[TyperGroup] = Group) -> None:
         super().__init__(
@@ -187,7 +187,7 @@ class App(typer.Typer):
 
 
 def explained(error: Any) -> InputError:
-    """Return what is wrong with a command line in rlctl's words; `error` is a CommandLineError."""
+    """Return the InputError for a CommandLineError."""
     context = error.ctx
     if context is None:
         return InputError(error.format_message())
@@ -196,7 +196,7 @@ def explained(error: Any) -> InputError:
     if (option := getattr(error, "option_name", None)) is not None and hasattr(error, "possibilities"):
         return InputError(f"`{path}` has no flag {option}.", _meant(option, path, command) or see)
     if type(error).__name__ == "MissingParameter" and error.param is not None:
-        # Arguments are filled in order, so that those after the first that is missing are missing too.
+        # Arguments are filled in order: all after the first missing one are missing too.
         after = command.params[command.params.index(error.param) :]
         needed = [one for one in after if one.required and one.param_type_name == error.param.param_type_name]
         missing = " and ".join((one.metavar or one.human_readable_name.upper()).strip("{}[]") for one in needed)
@@ -207,7 +207,6 @@ def explained(error: Any) -> InputError:
 
 
 def _meant(option: str, path: str, command: Any) -> str | None:
-    """Return what to use in place of a flag that the command does not have."""
     own = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     if any(option in param.opts for param in everywhere()):
         return f"Give it after the whole command: `{path} ... {option}`."

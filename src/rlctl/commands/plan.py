@@ -1,4 +1,4 @@
-"""`rlctl plan`: how a model trains on a machine, with memory, seconds and reasons, before anything starts."""
+"""`rlctl plan`: the layout, memory, time and reasons of a run, without starting it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ app = App()
 
 ALTERNATIVES = 3
 
-Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic, and the engines' exact arguments.")]
-Top = Annotated[int | None, typer.Option("--top", min=1, help="List this many alternatives.  [default: 3]")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic and the engines' arguments.")]
+Top = Annotated[int | None, typer.Option("--top", min=1, help="Number of alternatives to list.  [default: 3]")]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(
         "--compare",
         metavar="A B",
-        help="Show two plans side by side. Each is given as pins (a=1,b=2), a preset or a YAML file.",
+        help="Show two plans side by side; each is pins (a=1,b=2), a preset or a YAML file.",
     ),
 ]
 Run = Annotated[
-    Path | None, typer.Option("--run", metavar="DIR", help="Compare the prediction for a run with its measurements.")
+    Path | None, typer.Option("--run", metavar="DIR", help="Compare a run's prediction with its measurements.")
 ]
 
 
@@ -60,15 +60,14 @@ def plan(
     run: Run = None,
     json_: options.Json = False,
 ) -> None:
-    """Work out how a model trains on a machine: parallelism, memory, seconds, and the rule behind each value.
+    """Plan a run: parallelism, memory, seconds per step, and the rule behind each value.
 
-    Any value can be pinned with --set, and the rest is planned around it. The command needs no GPU, and no download for
-    the models of the catalog. It takes the flags of `rlctl train`, and its plan is the one that a run would have. It
-    ends with exit code 4 if no plan fits.
+    --set pins a value and plans the rest around it. The command needs no GPU, and no download for models of the
+    catalog. It takes the flags of `rlctl train` and returns the plan of that run. The exit code is 4 if no plan fits.
     """
     if run is not None:
         others = [name for name in context.params if name not in ("run", "json_")]
-        refuse_with(f"--run {run} shows the plan that the run was made with", options.given(context, others))
+        refuse_with(f"--run {run} shows the plan of the run", options.given(context, others))
         show_run(run, json_)
         return
     Process.reads_tokenizers_alone = OwnProcess.is_one
@@ -82,7 +81,7 @@ def plan(
         from rlctl.jobs.prepare import shown_plan
 
         refuse_with("--compare shows two plans and no alternatives", ["top"] if top else [])
-        once = functools.cache(message)  # what is true of both plans
+        once = functools.cache(message)  # messages that apply to both plans
         plans = [shown_plan(resolved_with(*side(text)), ALTERNATIVES, once) for text in compare]
         show_comparison(plans, compare, explain, json_)
         return
@@ -90,14 +89,14 @@ def plan(
 
 
 def refuse_with(reason: str, given: list[str]) -> None:
-    """Raises InputError naming the flag of the first of the parameters, if there is one."""
+    """Raise InputError naming the flag of the first parameter in `given`, if any."""
     for name in given:
         flag = "KEY=VALUE" if name == "overrides" else options.flag(name) if name in options.FLAGS else f"--{name}"
         raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
 
 
 def side(text: str) -> tuple[list[str], str | None, list[str]]:
-    """One side of --compare: pins, a preset, or a YAML file."""
+    """Parse one side of --compare: pins, a preset, or a YAML file."""
     from rlctl.config.presets import preset_names
 
     if "=" in text:
@@ -113,7 +112,7 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 
 
 def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
-    """Plan and show it; with --json also what there is to say where nothing fits."""
+    """Plan and print the result; with --json also if nothing fits."""
     from rlctl.jobs.prepare import shown_plan
     from rlctl.planner.views.render import no_plan_values
 
@@ -152,7 +151,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
 
 
 def folded(text: str) -> list[str]:
-    """Return the lines of an explanation, those that are too long in several."""
+    """Return the lines of an explanation, wrapped."""
     from rlctl.planner.views.render import wrapped
 
     lines = [(line.strip(), " " * (len(line) - len(line.lstrip()))) for line in text.splitlines()]
@@ -188,5 +187,5 @@ def show_run(run: Path, json_: bool) -> None:
         print_json({"run": str(run)} | values)
         return
     output.show(f"{run}\n{comparison_text(rows, 'phase', 's')}")
-    missing = "  memory was not measured: the run did not come to its end"
+    missing = "  memory was not measured, because the run did not finish"
     output.show(comparison_text(memory, "process", "GiB") if memory else missing)

@@ -17,7 +17,7 @@ app = App()
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="NAME", help="A preset's name, or a .yaml file.", show_default=False, autocompletion=completion.presets
+        metavar="NAME", help="Preset name or .yaml file.", show_default=False, autocompletion=completion.presets
     ),
 ]
 
@@ -29,7 +29,7 @@ def presets() -> None:
 
 @app.command("ls", epilog=examples("rlctl presets ls", "rlctl presets ls --json"))
 def list_presets(json_: options.Json = False) -> None:
-    """List the presets with what each is for."""
+    """List the presets and their purposes."""
     from rlctl.config.presets import preset_names, read_preset
 
     found = {name: read_preset(name).description for name in preset_names()}
@@ -43,7 +43,7 @@ def list_presets(json_: options.Json = False) -> None:
 
 @app.command("show", epilog=examples("rlctl presets show laptop", "rlctl presets show 8nodes --json"))
 def show(name: Name, json_: options.Json = False) -> None:
-    """Show what a preset decides, those it extends included, and which of them decided it."""
+    """Show the values of a preset, including inherited ones, with their origin."""
     from rlctl.commands.config_ import origin_yaml
     from rlctl.config.load import DEFAULT, resolve
     from rlctl.config.presets import read_preset
@@ -61,9 +61,9 @@ def show(name: Name, json_: options.Json = False) -> None:
 @app.command("cp", epilog=examples("rlctl presets cp 1node mine.yaml", "rlctl train grpo --preset mine.yaml"))
 def copy(
     name: Name,
-    destination: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; it must not exist yet.")],
+    destination: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")],
 ) -> None:
-    """Copy a preset to a file of your own; use it with --preset FILE."""
+    """Copy a preset to a file; use the copy with --preset FILE."""
     from rlctl.config.presets import read_preset
 
     if destination.suffix not in (".yaml", ".yml"):

@@ -24,22 +24,21 @@ Receive = Annotated[
     Literal["auto", "loader", "direct"],
     typer.Option(
         "--receive",
-        help="direct writes into the engine's parameters, loader uses the engine's own loader, and auto chooses for "
-        "each tensor.",
+        help="direct writes into the engine's parameters, loader uses the engine's loader, auto chooses per tensor.",
     ),
 ]
-Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Number of refits; weights are perturbed between them.")]
+Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Number of transfers; weights are perturbed in between.")]
 Explain = Annotated[
     bool,
     typer.Option(
-        "--explain", help="Show the receive path of each tensor, and why; with --dry-run, what is behind the plan."
+        "--explain", help="Show the receive path of each tensor and why; with --dry-run, the rules of the plan."
     ),
 ]
 Synthetic = Annotated[
     str | None,
     typer.Option(
         "--synthetic",
-        help="Move all tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without engines.",
+        help="Transfer all tensors of a published model (deepseek-v3, ...) at reduced width, without engines.",
     ),
 ]
 
@@ -66,12 +65,11 @@ def refit_test(
     synthetic: Synthetic = None,
     json_: options.Json = False,
 ) -> None:
-    """Transfer weights from the policy into the engines and verify every tensor.
+    """Transfer weights from the policy into the engines and compare every tensor.
 
-    Starts the policy and the engines as `train` would lay them out (pin any of it with --set), refits at least twice
-    with perturbed weights in between, reads every tensor back from the memory that the engine computes with, and
-    compares log-probs of greedy and sampled tokens. If anything differs, the command names it and ends with exit
-    code 5.
+    Starts policy and engines with the layout of `train` (--set pins values), transfers at least twice with perturbed
+    weights in between, reads every tensor back from the engine's memory, and compares log-probs of greedy and sampled
+    tokens. The exit code is 5 if anything differs.
     """
     resolved = options.resolve_config(**context.params)
     if synthetic is not None:
@@ -79,7 +77,7 @@ def refit_test(
 
         loader = "--receive loader" if receive == "loader" else None
         if other := next(filter(None, ("--dry-run" if dry_run else None, model and f"--model {model}", loader)), None):
-            why = f"--synthetic {synthetic} has tensors of its own, no plan and no engine: {other} would do nothing."
+            why = f"--synthetic {synthetic} uses neither a model nor a plan nor an engine: {other} would do nothing."
             raise InputError(why, "Leave one of them out.")
         _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_, explain)
     elif dry_run:
@@ -93,14 +91,14 @@ def refit_test(
 
 
 def _show(test: RefitTestReport, json_: bool, explain: bool) -> None:
-    """The result; exit code 5 where tensors differ."""
+    """Print the result and exit with code 5 if tensors differ."""
     print_json(test.to_json(explain)) if json_ else print("\n".join(text_of(test, explain)))
     if not test.passed:
         raise typer.Exit(EXIT_MISMATCH)
 
 
 def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
-    """The result for a reader at the terminal; with `explain` a line for each tensor."""
+    """Return the result as lines; with `explain` one line per tensor."""
     found = test.to_json()
     lines = [
         f"refit of {found['model']}: {found['tensors']} tensors, {found['payload_bytes'] / 1e6:.0f} MB, "
@@ -131,13 +129,13 @@ def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
     if explain:
         lines += [f"  {one['name']}: {one['path']}, {one['reason']}" for one in test.tensor_paths]
     if test.synthetic:
-        lines.append("parameters of reduced width without an engine: every tensor compared, nothing generated")
+        lines.append("reduced width, no engine: every tensor compared, nothing generated")
     left_out = colored("not compared", "warn", sys.stdout)
     lines += [f"{left_out}: {name}: {why}" for name, why in test.unread[:NAMED]]
     if len(test.unread) > NAMED:
         lines.append(f"{left_out}: {len(test.unread) - NAMED} more (--json names them)")
     if test.quantized:
-        lines.append("log-probs are those of quantized weights: they need only be closer than with the weights before")
+        lines.append("the engine's weights are quantized: log-probs must be closer than with the previous weights")
     equal = "every tensor equal" if not test.unread else f"{found['tensors']} tensors equal, the others not compared"
     wrong = colored("WRONG", "fail", sys.stdout)
     lines += [f"{wrong}  {problem}" for problem in test.problems] or [colored(equal, "ok", sys.stdout)]

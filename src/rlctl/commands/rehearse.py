@@ -1,4 +1,4 @@
-"""`rlctl rehearse`: a run of the same configuration on a machine without GPUs."""
+"""`rlctl rehearse`: a small run of any configuration, without GPUs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def rehearse(
     allow_differences: bool,
     keep: Annotated[
         Path | None,
-        typer.Option("--keep", metavar="DIR", help="Keep the tiny model, the rows, the run and its export there."),
+        typer.Option("--keep", metavar="DIR", help="Keep the tiny model, rows, run and export in this directory."),
     ] = None,
     json_: options.Json = False,
 ) -> None:
-    """Run the same configuration without GPUs before the cluster is taken: two steps of a tiny model of its family.
+    """Try a configuration without GPUs before the cluster is booked: two steps with a tiny model of the same family.
 
-    Data, prompts, rewards, algorithm, parallelism, saves, a kill, a resume and an export are the run's own, made small.
-    The table says what was rehearsed, what was made smaller, and what could not be.
+    The rehearsal covers data, prompts, rewards, algorithm, parallelism, saves, a kill, a resume and an export. Its
+    table lists what was rehearsed, what was shrunk, and what could not be rehearsed.
     """
     resolved = options.resolve_config(**context.params)
     resolved = resolved.allowing_differences() if allow_differences else resolved

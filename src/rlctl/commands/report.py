@@ -1,4 +1,4 @@
-"""`rlctl report`: the report of a run, or of several runs on one page."""
+"""`rlctl report`: the report of one or several runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ app = App()
     epilog=examples("rlctl report runs/my-run", "rlctl report runs/first runs/second --output comparison.html")
 )
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", metavar="FILE",
-            help="Page to write; by default report.html in the run's directory, and of several runs here.",
+            help="Page to write; defaults to report.html in the run directory, or here for several runs.",
         ),
     ] = None,
     json_: options.Json = False,
 ) -> None:  # fmt: skip
-    """Write the report of a run again, or compare runs on one page.
+    """Write the report of a run, or compare runs on one page.
 
-    The page needs no network: open it in any browser. A run that trains rewrites its own report.html every few steps.
+    The page needs no network; open it in any browser. A running run rewrites its report.html every few steps.
     """
     from rlctl.jobs.report import compare_runs
 

@@ -1,4 +1,4 @@
-"""`rlctl rollout`: a few episodes of an environment, to look at."""
+"""`rlctl rollout`: play and show a few episodes of an environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlctl.commands.parsing import App
 app = App()
 
 Episodes = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of episodes.")]
-Check = Annotated[bool, typer.Option("--check", help="Compare the log-probs of each episode with those of a policy.")]
+Check = Annotated[bool, typer.Option("--check", help="Compare the engine's log-probs with a policy's.")]
 
 
 @app.command(
@@ -37,10 +37,10 @@ def rollout(
     check: Check = False,
     json_: options.Json = False,
 ) -> None:
-    """Play a few episodes with a model, or with a checkpoint of a run (--run-dir), and show them turn by turn.
+    """Play a few episodes with a model or a checkpoint (--run-dir) and show them turn by turn, without training.
 
-    Nothing is trained. With --check a policy computes the log-probs of what the engine sampled, over all turns, and the
-    difference is shown. With --json the command prints one JSON object for each episode (JSON Lines).
+    --check computes the log-probs of the sampled tokens with a policy and shows the difference. --json prints one JSON
+    object per episode (JSON Lines).
     """
     from rlctl.jobs.rollout import episodes_job, play
 
@@ -53,7 +53,7 @@ def rollout(
 
 
 def text_of(record: dict[str, Any]) -> str:
-    """Return an episode for a reader at the terminal."""
+    """Return an episode as text."""
     reward = "no reward" if record["reward"] is None else f"reward {record['reward']:.3g}"
     head = [f"episode {record['episode']}", reward, f"ended by {record['stop_reason']}"]
     head += [f"{name} {value:g}" for name, value in record.get("counts", {}).items() if value]

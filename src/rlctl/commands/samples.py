@@ -1,4 +1,4 @@
-"""`rlctl samples`: the samples of completions that a run has kept."""
+"""`rlctl samples`: the completions that a run has logged."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ app = App()
     ),
 )
 def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Step to show, counted from 1; by default the last one.")
+        int | None, typer.Option("--step", min=1, help="Step to show, counted from 1; defaults to the last.")
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="Show those with the highest rewards, of all steps unless --step is given.")
+        bool, typer.Option("--best", help="Show the highest rewards, from all steps unless --step is given.")
     ] = False,
     worst: Annotated[
-        bool, typer.Option("--worst", help="Show those with the lowest rewards, of all steps unless --step is given.")
+        bool, typer.Option("--worst", help="Show the lowest rewards, from all steps unless --step is given.")
     ] = False,
-    n: Annotated[int, typer.Option("-n", "--n", min=1, help="Number of samples to show, of each kind.")] = 4,
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="Number of samples to show.")] = 4,
     json_: options.Json = False,
 ) -> None:
-    """Show completions that a run has sampled: the prompt as the model saw it, the completion, and each reward.
+    """Show completions that a run sampled: the prompt as the model saw it, the completion, and each reward.
 
-    A run keeps some of each step (run.log_rollouts), the best and the worst by reward among them.
+    A run logs some completions per step (run.log_rollouts), the best and the worst by reward included.
     """
     from rlctl.runs.samples import kept_steps, read_samples, sample_text
 

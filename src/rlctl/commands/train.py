@@ -23,7 +23,7 @@ NAMELESS = "recipe"
 
 
 class TrainGroup(Group):
-    """`rlctl train`: a command for each training method. Without one, a recipe, a preset or a run says the method."""
+    """`rlctl train`: one command per training method. Without a command, the recipe, preset or run sets the method."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         named = [name for name in super().list_commands(ctx) if name != NAMELESS]
@@ -60,7 +60,7 @@ RL_EXAMPLES = (
 
 @app.callback(invoke_without_command=True, epilog=examples("rlctl train grpo --preset laptop"))
 def train(context: typer.Context) -> None:
-    """Train a model with reinforcement learning, or on texts or preferences."""
+    """Train a model with RL, or on texts or preferences."""
     if context.invoked_subcommand is None:
         from rlctl.jobs.open_model import what_there_is
 
@@ -89,7 +89,6 @@ def recipe(context: typer.Context, json_: options.Json = False) -> None:
 
 
 def _methods() -> dict[str, type[Method]]:
-    """Return the method of each command."""
     from rlctl.methods.available import commands
 
     return commands()
@@ -97,7 +96,6 @@ def _methods() -> dict[str, type[Method]]:
 
 @functools.cache
 def _command(name: str) -> Any:
-    """Return the command that trains with a method, from what the method says of itself."""
     method = _methods()[name]
     one = App()
 
@@ -113,20 +111,20 @@ def _command(name: str) -> Any:
 
 
 def _train(command: str | None, context: typer.Context) -> None:
-    """Begin or continue a run, or show what it would be. `command`: its name; None: what is given says it."""
+    """Start, continue or dry-run a training run. A `command` of None leaves the method to recipe, preset or run."""
     params = context.params
     dry_run, explain, resume, json_ = (params[name] for name in ("dry_run", "explain", "resume", "json_"))
     allow_changes, completion = params["allow_changes"], params.get("completion")
     if completion is not None and not dry_run:
-        raise InputError("--completion is for --dry-run, which shows its rewards.", "Add --dry-run.")
+        raise InputError("--completion applies to --dry-run.", "Add --dry-run.")
     if allow_changes and not resume:
-        raise InputError("--allow-changes is for --resume.", "Leave it out.")
+        raise InputError("--allow-changes applies to --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
     resolved = options.resolve_config(**params, command=None if command == "grpo" else command)
     if command is None and not resume and "run.algorithm" not in {value.key for value in resolved.given()}:
-        resolved.require_supported()  # a recipe of another kind is told so
+        resolved.require_supported()  # refuses recipes of unsupported kinds
         commands = " or ".join(f"`rlctl train {name} ...`" for name in _methods())
-        raise InputError("`rlctl train`: nothing given says what is trained (run.algorithm).", f"Write {commands}.")
+        raise InputError("`rlctl train` does not know which method to use (run.algorithm).", f"Write {commands}.")
     resolved = resolved.allowing_differences() if params["allow_differences"] else resolved
     if dry_run:
         show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
@@ -137,12 +135,12 @@ def _train(command: str | None, context: typer.Context) -> None:
     try:
         print_json(dataclasses.asdict(summary)) if json_ else show(summary.text())
     finally:
-        if summary.interrupted:  # also where the terminal that was to show it is what was closed
+        if summary.interrupted:  # also if the terminal is gone
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion: str | None) -> DryRun:
-    """Return what a run would start with, or with `resume` what it would go on with."""
+    """Return the dry run of a new run, or with `resume` of a continued one."""
     from rlctl.data.chat import Process
     from rlctl.jobs.dry_run import dry_train
     from rlctl.jobs.train import dry_resume

@@ -441,6 +441,6 @@ def _import_without_torch() -> None:
 
 
 def require_directory(tokenizer: str | None) -> None:
-    """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
+    """Raise InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
     if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")

@@ -110,7 +110,6 @@ class ControlTokens:
 
     @cached_property
     def _texts(self) -> re.Pattern[str]:
-        """The texts, the longest first: `<s>` may begin another."""
         return re.compile("|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))) or r"(?!)")
 
     @cached_property

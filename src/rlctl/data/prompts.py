@@ -253,7 +253,7 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
         import datasets.exceptions
     except ModuleNotFoundError as error:
         raise MachineError(
-            "Hugging Face datasets need the package datasets.", "Install rlctl[cpu] or [cuda]."
+            "Hugging Face datasets need the package datasets.", "Install it with `pip install datasets`."
         ) from error
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
@@ -334,7 +334,6 @@ def build_task(task: GymTask) -> ProceduralDataset:
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Return dataset and config class of every task."""
     try:
         with warnings.catch_warnings():
             # One of its dependencies compares with `is`, which Python remarks on at every first import.

@@ -240,7 +240,6 @@ def _has_loss(message: Mapping[str, Any]) -> bool:
 
 
 def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
-    """Return the place of the first message with a loss."""
     places = [place for place, message in enumerate(messages) if _has_loss(message)]
     if not places or places[0] == 0 or (last and places[-1] != len(messages) - 1):
         wrong = "begins with a" if places and not places[0] else "does not end with a" if places else "has no"

@@ -168,7 +168,6 @@ class TurnEncoder:
         return MARK in written and "rlctl-thought" not in written
 
     def _opening(self) -> tuple[int, ...]:
-        """Return `opening`."""
         user = {"role": "user", "content": HISTORIES[0]}
         begun = self.encoder.encode_messages([user], "a message")
         answered = self.encoder.render([user, {"role": "assistant", "content": MARK}, user])

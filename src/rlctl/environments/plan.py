@@ -137,7 +137,6 @@ class RunningEpisode:
         self._made: Any = None
 
     def _begin(self) -> None:
-        """Make an instance of the user's class, once."""
         if self._made is not None:
             return
         self._made = self._make()

@@ -220,7 +220,6 @@ async def _serve(loaded: LoadedEnvironment, connection: Connection) -> None:
 
 
 def _told(plan: EnvironmentPlan, error: BaseException, method: str) -> str:
-    """Return what to say of an error in a method of the environment."""
     if isinstance(error, RlctlError):
         return error.message
     codes = [*plan.tools, *([plan.code] if plan.code else [])]

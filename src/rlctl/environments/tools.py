@@ -193,7 +193,6 @@ def _python_call(tree: ast.expr) -> Call:
 
 
 def _gemma_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
-    """Read a call of Gemma 4: `call:add{a:2,note:<|"|>a text<|"|>}`."""
     name = _matched(r"[\w.-]+", text, opening.end())
     written, end = "", name.end()
     for number, part in enumerate(text[name.end() :].split('<|"|>')):  # every second part is a text

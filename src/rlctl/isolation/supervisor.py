@@ -37,7 +37,6 @@ def supervise(connection: int) -> None:
 
 
 def _fork(connection: int, signal_of_death: signal.Signals) -> None:
-    """Fork, return in the child, and supervise it in the parent."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     parent = os.getpid()

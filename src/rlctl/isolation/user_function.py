@@ -29,6 +29,8 @@ from rlctl.errors import InputError, RlctlError, suggest, suggest_file
 from rlctl.settings.rewards import MODEL
 
 T = TypeVar("T")
+CLASSES = ("Algorithm", "Environment")
+"""What a file names as `path/to/file.py:Class`; all else is a function."""
 TURNS = "turns"
 """Argument of a reward function that takes all turns of an episode."""
 LARGEST_REWARD = 1e30
@@ -73,9 +75,10 @@ class UserCode:
         module = _module(self)
         if callable(found := getattr(module, self.name, None)):
             return found
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        near = suggest(self.name, functions) or f"It has {', '.join(functions) or 'none'}."
-        raise InputError(f"{self.what} {self.reference!r}: the file has no function {self.name!r}.", near)
+        kind, is_kind = ("class", inspect.isclass) if self.what in CLASSES else ("function", inspect.isfunction)
+        own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
+        near = suggest(self.name, own) or f"It has {', '.join(own) or 'none'}."
+        raise InputError(f"{self.what} {self.reference!r}: the file has no {kind} {self.name!r}.", near)
 
     def place(self, error: BaseException) -> str | None:
         """Return the last line of the file on the way to an error; None: the error is not of the file."""

@@ -236,7 +236,6 @@ def _shown(text: str) -> list[str]:
 
 
 def _given(trial: Trial) -> list[str]:
-    """Return lines with what the rewards give a completion."""
     each = ", ".join(f"{name} {'does not apply' if value is None else f'{value:g}'}"
                      for name, value in trial.scores.items())  # fmt: skip
     total = "none" if trial.reward is None else f"{trial.reward:g}"

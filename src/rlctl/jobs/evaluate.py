@@ -240,7 +240,7 @@ def _brings_scorer(name: str) -> bool:
 
 
 def _require_source(name: str) -> None:
-    """Raises InputError for a name that is neither a file nor could be one of the hub's."""
+    """Raise InputError for a name that is neither a file nor could be one of the hub's."""
     if "/" in name or Path(name).suffix.lower() in FILE_SUFFIXES or Path(name).exists():
         return
     raise InputError(
@@ -430,7 +430,6 @@ def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, 
 def _scored(
     one: Encoded, task: Task, part: Mapping[int, list[int]], engines: EngineClient, scorer: RewardWorker | None
 ) -> list[dict[str, Any]]:
-    """Return the records of these samples."""
     config, places = one.job.config, {row: place for place, row in enumerate(task.rows)}
     rows = {row: task.prompts[places[row]] for row in part}
     seed = config.run.seed
@@ -457,7 +456,6 @@ def _scored(
 
 
 def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sample: int) -> dict[str, Any]:
-    """Return a sample as the file keeps it."""
     text = fetch(group.texts)[rollout.sample]
     turns = fetch(group.transcripts)[rollout.sample] if group.transcripts else None
     return {

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.files import cache_directory
-from rlctl.errors import MachineError, VerificationError, WaitTimeoutError
+from rlctl.errors import MachineError, VerificationError, WaitTimeoutError, install_extra
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LABEL = "smollm2-135m-instruct-q4_1"
@@ -82,7 +82,7 @@ def require_converter() -> None:
     needed = ("torch", "transformers", "gguf", "accelerate", "pip")
     missing = [name for name in needed if not importlib.util.find_spec(name)]
     if missing:
-        hint = "Install it with `pip install 'rlctl[demo]'`, or give --model a local directory."
+        hint = f"Install the extra `demo` ({install_extra('demo')}), or give --model a local directory."
         raise MachineError(f"Making {LABEL} needs {', '.join(missing)}.", hint)
 
 

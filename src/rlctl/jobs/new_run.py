@@ -1,7 +1,8 @@
-"""A directory for a run of one's own: a configuration with comments, and where none are named, data and a reward."""
+"""`rlctl init`: a configuration with comments, and example data and reward if the user names none."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ TEXTS = Path(__file__).with_name("init")
 
 @dataclass(frozen=True)
 class NewRun:
-    """The wishes of a user. Data and reward that are None are examples."""
+    """The user's choices. Data and reward that are None become examples."""
 
     directory: Path
     preset: str
@@ -39,8 +40,7 @@ class NewRun:
     answer_field: str | None = None
 
     def write(self) -> list[Path]:
-        """Write the files and return their paths. Raises InputError where one of them is there already, and for what is
-        wrong with the data."""
+        """Write the files and return their paths. Raises InputError for an existing file and for unreadable data."""
         config = resolve(self.preset, environment={}).config
         if self.model is None:
             raise InputError(f"The preset {self.preset} names no model.", "Give --model NAME or DIR.")
@@ -85,8 +85,8 @@ class NewRun:
         return "task" if (self.data or "").startswith("reasoning-gym:") else OWN_REWARD
 
     def _fields(self) -> tuple[str, str] | None:
-        """Return the columns of prompt and answer; None: the data are no file. Raises InputError where a file has no
-        column that is like one of a prompt."""
+        """Return the columns of prompt and answer; None for data that is no file. Raises InputError for a file without
+        a prompt column."""
         if self.data is None:
             return "question", "answer"
         if Path(self.data).suffix.lower() not in FILE_SUFFIXES:
@@ -114,17 +114,17 @@ def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def _written(text: str) -> str:
-    """Return a value as YAML has it: a path so that it holds in every directory, or a name as it is."""
     return json.dumps(str(Path(text).resolve()) if Path(text).exists() else text, ensure_ascii=False)
 
 
 def example_rows() -> list[dict[str, str]]:
-    """Return questions that a small model answers rightly now and then."""
-    chance = random.Random(0)
-    rows = []
-    for _ in range(QUESTIONS):
-        a, b = chance.randint(1, 9), chance.randint(1, 9)
-        who, what = chance.choice(["Mia", "Tom", "Ada", "Ben"]), chance.choice(["apples", "coins", "books"])
-        question = f"{who} has {a} {what} and gets {b} more. How many {what} does {who} have now?"
-        rows.append({"question": question, "answer": str(a + b)})
-    return rows
+    """Return distinct questions that a small model sometimes answers correctly."""
+    digits = range(1, 10)
+    every = list(itertools.product(digits, digits, ("Mia", "Tom", "Ada", "Ben"), ("apples", "coins", "books")))
+    return [
+        {
+            "question": f"{who} has {a} {what} and gets {b} more. How many {what} does {who} have now?",
+            "answer": str(a + b),
+        }
+        for a, b, who, what in random.Random(0).sample(every, QUESTIONS)  # no row twice: some are held out
+    ]

@@ -479,7 +479,7 @@ def _prompts_here(resolved: Resolved, method: Method, tell: Tell) -> PromptStrea
 
 
 def _require_places(config: RlctlConfig) -> None:
-    """Raises InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
+    """Raise InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
     require_directory(config.model.tokenizer)
     if config.model.chat_template:
         read_template(config.model.chat_template)
@@ -491,7 +491,7 @@ def _require_places(config: RlctlConfig) -> None:
 
 
 def _require_refit_directory(config: RlctlConfig) -> None:
-    """Raises InputError where the disk mover could write nothing; it makes the directory itself."""
+    """Raise InputError where the disk mover could write nothing; it makes the directory itself."""
     directory = config.refit.directory if isinstance(config, EngineConfig) else None
     if directory is None:
         return

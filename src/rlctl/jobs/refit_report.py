@@ -154,7 +154,6 @@ class RefitTestReport:
 
 
 def _reasons(shares: tuple[Share, ...]) -> dict[str, str]:
-    """Why tensors took each path."""
     by_path: dict[str, list[str]] = {}
     for share in shares:
         by_path.setdefault(share.path, []).append(f"{share.tensors} {share.reason}")
@@ -218,7 +217,6 @@ def _perturb(session: RefitSession, version: int, timeout_s: float) -> None:
 
 
 def _copy_speed(session: RefitSession, timeout_s: float) -> float:
-    """GB/s of copying within the memory of the policy's weights."""
     size = min(session.payload_bytes, COPY_BYTES_LIMIT)
     return only_result(session.policy.within(timeout_s).call(WeightSender.refit_copy_gb_per_s, size))
 
@@ -276,7 +274,6 @@ def _held(session: RefitSession) -> dict[str, int]:
 
 
 def _cause(sync: WeightSync, name: str, before: int | None) -> str:
-    """Fetch both sides' values of one tensor and guess."""
     session = sync.session
     row = next((row for row in session.setup.table if row.name == name), None)
     if row is None:

@@ -129,7 +129,6 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
 def _rehearse(
     resolved: Resolved, method: Method, plan: Plan, folder: Path, found: Rehearsal, tell: Tell, quiet: bool
 ) -> None:
-    """Take the parts one after the other, and note each in `found`."""
     stage = _stage(resolved.config, method, plan, folder, found)
     planned = resolved.with_values(plan.config_values())
     small = shrunk(planned, plan, stage)
@@ -151,7 +150,6 @@ def _rehearse(
 
 
 def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found: Rehearsal) -> Stage:
-    """Write the tiny models and the rows that cannot be had here."""
     tokenizer, why = write_model(folder / "model", config.model, plan)
     found.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
     if why is None:
@@ -215,7 +213,6 @@ def _run(small: Resolved, run: RunDirectory, found: Rehearsal, quiet: bool) -> N
 
 
 def _said(line: dict[str, Any]) -> str:
-    """Return the loss, gradient, rewards and agreement of a step."""
     values = {name: line.get(name) for name in ("loss", "grad_norm", "reward_mean", "accuracy")}
     difference = (line.get("logprob_diff") or {}).get("mean")
     shown = [f"{name} {value:.3g}" for name, value in values.items() if isinstance(value, int | float)]

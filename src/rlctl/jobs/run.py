@@ -279,7 +279,6 @@ def _progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], t
 def _rollouts(
     job: Job, workers: RunWorkers, sync: WeightSync | None, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
-    """Return the method's source of batches."""
     scorers = _scorers(job, workers.reward, workers.policy)
     return job.method.source(SourceParts(job.prompts, timer, scorers, sync, display.say))
 

@@ -153,7 +153,6 @@ def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) 
 
 
 def _latent_config(facts: ModelFacts) -> dict[str, Any]:
-    """Return what differs between the models of DeepSeek-V3's kind."""
     moe, mla = facts.moe, facts.mla
     assert moe is not None
     return {

@@ -187,7 +187,6 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
 
 @contextlib.contextmanager
 def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
-    """Hold the run directory while the block writes to it."""
     lock()
     try:
         with run.writing():
@@ -257,7 +256,6 @@ def _name(job: Job) -> str:
 
 
 def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
-    """Say in a few lines what is about to happen."""
     display.say(f"run: {run.path}")
     for line in about(job):
         display.say(line)

@@ -1,9 +1,11 @@
-"""The report of a run that trains, served to browsers: the same page, which looks every two seconds for a newer one."""
+"""The live report of a run over HTTP, and the metrics of its last step in Prometheus' text format."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+import re
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -14,8 +16,10 @@ from rlctl.errors import InputError
 from rlctl.jobs.report import reported, state_of
 from rlctl.report.page import page
 from rlctl.runs.directory import RunDirectory
+from rlctl.telemetry.metrics import flatten, read_metrics
 
 PORT = 8642
+METRICS, EXPOSITION = "/metrics", "text/plain; version=0.0.4"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 """A browser lets the page do nothing but ask this server."""
 SCRIPT = Path(__file__).with_name("watch.js")
@@ -63,15 +67,32 @@ class PageServer(ThreadingHTTPServer):
                 self._page = (tag, shown.encode(errors="replace"))
             return self._page
 
+    def exposition(self) -> str:
+        """Return the metrics of the last finished step, the step, and whether the run is running, as Prometheus reads
+        them: https://prometheus.io/docs/instrumenting/exposition_formats/."""
+        lines = read_metrics(self.run.metrics) if self.run.metrics.exists() else []
+        values = {"step": 0.0, "running": float(self.run.is_locked())}
+        values |= {name: value for name, value in (flatten(lines[-1]) if lines else ()) if math.isfinite(value)}
+        label = self.run.path.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return "".join(
+            f'# TYPE {full} gauge\n{full}{{run="{label}"}} {value!r}\n'
+            for name, value in values.items()
+            for full in [f"rlctl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"]
+        )
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/":
-            self._answer(HTTPStatus.NOT_FOUND, b"There is one page, at /.")
+        path = self.path.partition("?")[0]
+        if path not in ("/", METRICS):
+            self._answer(HTTPStatus.NOT_FOUND, f"The report is at /, and the metrics are at {METRICS}.".encode())
             return
         try:
+            if path == METRICS:
+                self._answer(HTTPStatus.OK, self.server.exposition().encode(), kind=EXPOSITION)
+                return
             tag, body = self.server.page()
         except InputError as error:  # the run was removed, or a file of it is damaged
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message} {error.hint or ''}".encode())

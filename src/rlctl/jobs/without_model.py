@@ -87,7 +87,6 @@ def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource])
 
 
 def _environment(config: RlctlConfig) -> Iterator[str]:
-    """Import the class and the tools of the environment."""
     if isinstance(config, RolloutConfig) and config.environment.wanted:
         plan = plan_environment(config.environment)
         with closing(EnvironmentHost(plan)) as host:

@@ -136,7 +136,8 @@ def method_from_config(config: RlctlConfig, *, tries_loss: bool = True) -> Metho
     if config.run.algorithm not in BUILT_IN:
         method.try_out(what)
     if function := method.config.loss.function:
-        loss = UserLoss.tried(function, method.config.loss, method.needs, method.teacher_top)
+        options = method.config.loss
+        loss = UserLoss.tried(function, options.params, options, method.needs, method.teacher_top)
         method.use(loss)
         what = f"loss function {loss.code.reference}"
     names = [metric.name for metric in method.metrics]
@@ -202,7 +203,7 @@ class OutsideMethod:
     """The package with its version, which a resume compares."""
 
     def __call__(self, config: RlctlConfig) -> Method:
-        """Raises InputError where the package is not installed here, or it is not a class of a method."""
+        """Raise InputError where the package is not installed here, or it is not a class of a method."""
         what = f"Algorithm {self.code.reference if self.code else self.name!r}"
         if self.code is not None:
             made: Any = self.code.load()

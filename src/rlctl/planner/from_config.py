@@ -274,7 +274,7 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
 
 
 def require_format(config: RlctlConfig, cluster: ClusterFacts) -> None:
-    """Raises ConfigError where the device has no units for the number format."""
+    """Raise ConfigError where the device has no units for the number format."""
     if config.model.dtype in ("auto", "bfloat16") and not cluster.device.has_bfloat16:
         raise ConfigError(
             f"model.dtype = {config.model.dtype} is bfloat16 on GPUs, and {cluster.device.name.upper()} has no units "

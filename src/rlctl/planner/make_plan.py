@@ -160,7 +160,7 @@ APART = ("generation.colocated", "generation.devices")
 
 
 def _check_devices(request: Request) -> None:
-    """Raises ConfigError for engines with devices of their own where that cannot be, whatever the layout."""
+    """Raise ConfigError for engines with devices of their own where that cannot be, whatever the layout."""
     own, total, on_cpu = request.pin("generation.devices"), request.cluster.devices, request.cluster.is_cpu
     alone, kind = total < 2 and not on_cpu, "cores" if on_cpu else "GPUs"  # two sides share one core, and never a GPU
     if own is None:
@@ -177,7 +177,7 @@ def _check_devices(request: Request) -> None:
 
 
 def _check_mover(request: Request) -> None:
-    """Raises ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
+    """Raise ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
     mover, colocated, cluster = request.pin("refit.mover"), request.pin("generation.colocated"), request.cluster
     apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
     shared = {"cuda-ipc": "devices"} | ({"shared-memory": "nodes"} if cluster.nodes > 1 else {})
@@ -209,7 +209,7 @@ def _slower(plan: Plan, best: Plan) -> str:
 
 
 def refuse_unrunnable(plan: Plan) -> None:
-    """Raises ConfigError naming each key of a plan that rlctl cannot run yet."""
+    """Raise ConfigError naming each key of a plan that rlctl cannot run yet."""
     if why := plan.not_runnable_because:
         hint = "Set those keys otherwise (--set section.key=value); `rlctl plan` shows the plan."
         raise ConfigError(f"The plan cannot be run yet: {'; '.join(why)}.", hint)

@@ -28,7 +28,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Raises ConfigError for what is not of the form, and for several values to try, which are no override."""
+        """Raise ConfigError for what is not of the form, and for several values to try, which are no override."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 

@@ -301,7 +301,6 @@ class RefitSender:
 
 
 def _plan(world: World, channel: Channel, channels: Sequence[Channel], places: tuple[SenderPlace, ...]) -> TransferPlan:
-    """Return what the receivers of a channel get from which rank."""
     rounds = cut_rounds(channel.layout, channel.connection.capacity)
     distances = [2 if one.node != channel.node else int(one.device != channel.device) for one in places]
 

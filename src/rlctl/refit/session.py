@@ -351,7 +351,6 @@ class RefitSession:
         return self._guard(phase, lambda: group.within(self.settings.timeout_s).call(method, *args, **kwargs))
 
     def _guard(self, phase: str, wait: Callable[[], T]) -> T:
-        """Wait, and name the phase in whatever error that raises."""
         try:
             return wait()
         except WaitTimeoutError as error:

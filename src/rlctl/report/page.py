@@ -183,10 +183,12 @@ def duration(seconds: float) -> str:
 
 
 def _curves(found: Sequence[Arm]) -> dict[str, Any]:
-    """Return the panels of all metrics, each once: those of `MAIN`, then folded those of the machine and all others."""
+    """Return the panels of all metrics, each once: open those of `MAIN` and of the method, folded all others."""
     names = list(dict.fromkeys(name for arm in found for name in arm.columns if not name.startswith(ELSEWHERE)))
     validation = [name for name in names if name.startswith(VALIDATION) and not name.endswith(NO_SCORE)]
     main = [one for name in MAIN for one in (validation if name == "validation" else [name]) if one in names]
+    declared = {name for arm in found for name in arm.runs[0].titles}  # metrics of the method, or of a user's loss
+    main += [name for name in names if name in declared and name not in main]
     machine = [name for name in names if name.startswith("system/")]
     rest = [name for name in names if name not in {*main, *machine}]
     values = {name: {value for arm in found for _, value in arm.columns.get(name, ())} for name in rest}

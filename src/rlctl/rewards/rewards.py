@@ -99,7 +99,7 @@ def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> boo
 
 
 def require_known(reward: SourceReward) -> None:
-    """Raises InputError for a scorer that no data could bring: an unknown name, or a file or directory that is not
+    """Raise InputError for a scorer that no data could bring: an unknown name, or a file or directory that is not
     there. A reward model of the hub is looked for when a run starts."""
     for term in reward.terms:
         if term.name.startswith(MODEL):
@@ -109,7 +109,6 @@ def require_known(reward: SourceReward) -> None:
 
 
 def _known_name(name: str) -> str:
-    """Return the name as the scoring process understands it."""
     if name.startswith(MODEL):
         return f"{MODEL}{reward_model(name)}"
     if is_reference(name):
@@ -211,7 +210,6 @@ def _scoring(plan: RewardPlan) -> Iterator[Scoring]:
 
 
 def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
-    """Yield a note for each scorer that calls reference answers wrong."""
     judging = [n for n, name in enumerate(plan.scorers) if name in BUILT_IN and name not in (*OF_FORM, "ifeval")]
     if not judging:
         return

@@ -180,7 +180,6 @@ class AsynchronousSource:
     # Admission
 
     def _admit(self, version: int) -> None:
-        """Begin the groups that may be begun under `version`."""
         with self._changed:
             positions = self._ledger.take(self._room())
             self._admitted.update(dict.fromkeys(positions, version))
@@ -199,11 +198,9 @@ class AsynchronousSource:
 
     @property
     def _most(self) -> int:
-        """Groups of a batch, at most."""
         return self._config.batch.prompts * (self._config.filter.max_rounds if self._replaces else 1)
 
     def _sampling(self) -> bool:
-        """Whether an engine that is not lost samples anything."""
         lost = [engine for engine, _ in self._lost]
         return any(groups for engine, groups in self._asked.items() if engine not in lost)
 
@@ -241,7 +238,6 @@ class AsynchronousSource:
         return found
 
     def _by_position(self) -> list[int] | None:
-        """Return the next positions, as many as fill the batch."""
         size, chosen = self._config.batch.prompts, list[int]()
         for position in self._ledger.next_to_hand_over(len(self._finished)):
             if position not in self._finished:
@@ -353,7 +349,6 @@ class AsynchronousSource:
                 self._changed.notify_all()
 
     def _collect(self) -> None:
-        """Take what engines have finished, and ask for more."""
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self._closed)
             calls = {id(one.call): one for one in self._calls}
@@ -391,7 +386,6 @@ class AsynchronousSource:
             self._hand_to_scorer()
 
     def _score(self) -> None:
-        """Score some of what was sampled."""
         with self._changed:
             self._changed.wait_for(lambda: self._sampled or self._closed)
             # The oldest first, and few at a time: a group is finished when all that it was scored with are.

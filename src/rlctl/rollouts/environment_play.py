@@ -284,7 +284,6 @@ class Player:
         return True
 
     async def _turn(self, episode: Episode, session: Session, before: Reply) -> Reply:
-        """Let the model write a turn, and return the environment's reply."""
         read, usual = episode.context, episode.sampling
         asked = before.ask or Ask()
         left = [usual.max_new_tokens, self._play.max_length - len(read), asked.max_tokens]

@@ -273,7 +273,6 @@ class EpisodeRunner:
     # Episodes
 
     def _episodes(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Episode]]:
-        """Return the episodes of each group."""
         call = next(self._calls)
         groups = [
             [

@@ -269,7 +269,6 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
 
 
 def _loaded(of: dict[str, Any]) -> Rollout:
-    """Return the rollout whose scalars were saved."""
     episode = of.get("episode")
     facts = episode and EpisodeFacts(**{**episode, "contexts": tuple(episode.get("contexts", ()))})
     return Rollout(**{**of, "versions": tuple(map(tuple, of["versions"])), "episode": facts})

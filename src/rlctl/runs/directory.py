@@ -53,7 +53,7 @@ class RunDirectory:
         """It is there as long as nobody removes the run, whose directory may be made again by what is written later."""
 
     def require_place(self) -> None:
-        """Raises InputError where `create` cannot make the directory, without making anything."""
+        """Raise InputError where `create` cannot make the directory, without making anything."""
         with self._made():
             self._require_free()
             parent = next(folder for folder in (self.path, *self.path.parents) if folder.exists())

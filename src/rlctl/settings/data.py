@@ -21,55 +21,54 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     tokenizer: PathText | None = None
-    """Directory or hub name of a tokenizer to use instead of the model's own."""
+    """Directory or hub name of a tokenizer that replaces the model's."""
     chat_template: PathText | None = None
-    """Jinja chat template to use instead of the model's own: a file, or the text itself."""
+    """Jinja chat template that replaces the model's: a file, or the text itself."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of training and generation. auto is bfloat16 on a GPU, and on a CPU where a probe shows bfloat16
-    products to be 1.5 times as fast as float32 (else float32). float16 is eight times as fine as bfloat16, and its
-    losses are scaled."""
+    """Number format of training and generation. auto is bfloat16 on GPUs, and on CPUs where a probe shows bfloat16
+    products to be 1.5 times as fast as float32 (else float32). float16 resolves eight times finer than bfloat16 and
+    uses loss scaling."""
     convert: bool = True
-    """Convert the model once into the checkpoint directory, from which every run with Megatron starts; false: start
-    from its own files, as dtensor always does."""
+    """Convert the model once into the checkpoint directory, where every Megatron run starts; false: start from the
+    model's files, as dtensor always does."""
     max_length: Positive | None = None
-    """Largest number of tokens of prompt and completion together."""
+    """Maximum length of prompt plus completion, in tokens."""
     max_position_embeddings: Positive | None = None
-    """Number of positions of the model, where its config.json says another: what is trained keeps this one."""
+    """Number of positions of the model, replacing config.json's; the trained model keeps it."""
     extend_positions: bool = False
-    """Train on up to max_length tokens where config.json has fewer positions: the rotary embedding goes on with the
-    same frequencies, and what is trained has as many positions as that."""
+    """Train on up to max_length tokens although config.json has fewer positions: the rotary embedding continues with
+    the same frequencies, and the trained model has max_length positions."""
     rope_scaling: dict[str, Any] = {}
-    """Rotary embedding instead of the model's own, by the names of a config.json (rope_type, factor, rope_theta and
-    others of its type). With yarn and no `max_position_embeddings`, the model has `factor` times the original ones."""
+    """Rotary embedding that replaces the model's, with the names of config.json (rope_type, factor, rope_theta and
+    others of its type). With yarn and no `max_position_embeddings`, the model has `factor` times its positions."""
     images: bool | None = None
-    """Train a model that takes images with the part that reads them; false: its text part alone. Unset: where the data
-    has images."""
+    """Train a vision-language model with its vision part; false: only its text part. Unset: if the data has images."""
     freeze: tuple[VisionPart, ...] = ()
-    """Parts of a model that reads images which keep their weights: vision (the tower), projector, language."""
+    """Frozen parts of a vision-language model: vision (the tower), projector, language."""
     trust_remote_code: bool = False
-    """Allow Python code that comes with the model to run."""
+    """Allow Python code of the model repository to run."""
 
 
 DataOrder = Literal["shuffled", "as-written", "difficulty", "pass-rate"]
 
 
 class DataConfig(Section):
-    """The prompts, or the texts to train on: where they come from, and how they are put to the model."""
+    """The prompts or texts: their source, and their form for the model."""
 
     name: PathText | None = None
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
-    """Sources instead of `data.name`: each with `name`, `weight`, and keys of `data` and a `reward` of its own."""
+    """Several sources, replacing `data.name`; each has `name`, `weight`, and optionally keys of `data` and a
+    `reward`."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
-    """Treatment of a text that is longer than `model.max_length`, or a prompt that leaves no room for a completion:
-    refuse the data before the run starts, leave it out, or cut it. A plain `text` loses its end, and a prompt its
-    beginning, so that `generation.max_new_tokens` fit; other texts and prompts of environments cannot be cut."""
+    """Treatment of texts longer than `model.max_length` and of prompts without room for a completion: refuse the data
+    before the run starts, drop the row, or cut it. A plain `text` loses its end; a prompt loses its beginning, so that
+    `generation.max_new_tokens` fit. Other texts and prompts of environments cannot be cut."""
     special_tokens: Literal["text", "tokens"] = "text"
-    """Treatment of texts in prompts, tools, completions and messages of environments that the tokenizer has a control
-    token for, such as `<|im_end|>`: ordinary text, or the token. A row with `text` is all that the model reads: there
-    they are tokens."""
+    """Treatment of the texts of control tokens, such as `<|im_end|>`, in prompts, tools, completions and messages of
+    environments: ordinary text, or the token. In rows with `text` they are always tokens."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
@@ -79,25 +78,25 @@ class DataConfig(Section):
     answer_field: str = "answer"
     """Field that holds the reference answer."""
     system_prompt: str | None = None
-    """System message in front of every prompt; an empty text suppresses the one of the chat template."""
+    """System message before every prompt; an empty text suppresses the chat template's."""
     prompt_template: str | None = None
-    """Text of every prompt, where `{prompt}` and `{column}` stand for columns of the row; with `{{ }}` it is Jinja."""
+    """Template of every prompt: `{prompt}` and `{column}` insert columns of the row; with `{{ }}` it is Jinja."""
     prompt_suffix: str | None = None
-    """Text appended to every prompt, for example how to state the answer."""
+    """Text after every prompt, for example how to state the answer."""
     image_pixels: Positive = 50_000_000
-    """Most pixels of an image; a larger one is refused before it is decoded."""
+    """Maximum number of pixels of an image; larger images are refused before they are decoded."""
     image_bytes: Positive = 50_000_000
-    """Most bytes of an image file."""
+    """Maximum size of an image file, in bytes."""
     broken_images: Literal["stop", "drop"] = "stop"
-    """Treatment of rows with an image that is missing, damaged or too large: refuse the data before the run starts, or
-    leave them out; their number is told."""
+    """Treatment of rows with a missing, damaged or too large image: refuse the data before the run starts, or drop the
+    rows and report their number."""
     shuffle: bool = True
-    """Shuffle the prompts; `run.seed` fixes their order. With an order by difficulty or pass rate: equal ones."""
+    """Shuffle the prompts; `run.seed` fixes their order. With an order by difficulty or pass rate, shuffle ties."""
     order: DataOrder | None = None
     """Order of a source's prompts in each epoch; unset: shuffled, or as written with `data.shuffle=false`. difficulty:
-    easy ones first; pass-rate: from the second epoch on, first those that are solved about half of the time."""
+    easy prompts first; pass-rate: from the second epoch on, prompts solved about half of the time first."""
     difficulty_field: str | None = None
-    """Field with the difficulty of a row, a number (the higher the harder), or `field.key` inside of a field."""
+    """Field with the difficulty of a row (a higher number is harder), or `field.key` for a nested value."""
     size: Positive | None = None
     """Number of prompts to generate (reasoning-gym) or to keep (files and datasets)."""
 
@@ -115,20 +114,20 @@ class DataConfig(Section):
 
 
 class TextDataConfig(DataConfig):
-    """The texts to train on: where they come from, and which of their tokens have a loss."""
+    """The texts to train on: their source, and their tokens with a loss."""
 
     train_on: Literal["assistant", "last", "marked", "all"] = "assistant"
-    """Tokens of a text with a loss: all messages of the assistant in `messages`, only the last one, what the chat
-    template marks by {% generation %}, or all tokens. In rows with a `prompt` it is the completion, or with `all` all
-    tokens too, and in those with a `text` all tokens."""
+    """Tokens with a loss. Rows with `messages`: all messages of the assistant, the last one, the parts that the chat
+    template marks with {% generation %}, or all tokens. Rows with `prompt`: the completion, or with `all` every token.
+    Rows with `text`: every token."""
 
 
 class ValidationData(Section):
-    """The prompts of validation. Fields and format that are unset are as in `data`."""
+    """The prompts of validation. Unset keys have the values of `data`."""
 
     name: str | None = None
-    """Source, as `data.name` names one; unset: the prompts held out, or of a reasoning-gym task other questions than
-    those of training."""
+    """Source, in the form of `data.name`; unset: the held-out prompts, or for a reasoning-gym task other questions than
+    in training."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task."""
     split: str | None = None
@@ -140,20 +139,20 @@ class ValidationData(Section):
     system_prompt: str | None = None
     """System message in front of every prompt."""
     prompt_template: str | None = None
-    """Text around every prompt, with `{prompt}` where it stands."""
+    """Template of every prompt, with `{prompt}`."""
     prompt_suffix: str | None = None
     """Text appended to every prompt."""
 
 
 class DataSource(Section):
-    """One of several sources of prompts. A key that is unset has the value that `data` or `reward` gives it."""
+    """One of several sources of prompts. Unset keys have the values of `data` and `reward`."""
 
     name: str
     """As `data.name`."""
     weight: PositiveNumber = 1.0
     """Share of the prompts, in proportion to the weights of the other sources."""
     reward: SourceReward | None = None
-    """Scorers of its completions; unset: those of `reward`."""
+    """Scorers of its completions; unset: the scorers of `reward`."""
     params: dict[str, Any] | None = None
     split: str | None = None
     prompt_field: str | None = None

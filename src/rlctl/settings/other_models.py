@@ -6,7 +6,7 @@ from rlctl.config.section import PathText, Positive, Section
 
 
 class ModelSizes(Section):
-    """The layout of a second model; unset, the planner decides it."""
+    """The layout of a second model; the planner decides unset values."""
 
     tp: Positive | None = None
     """Tensor parallel size."""
@@ -23,24 +23,24 @@ class ModelSizes(Section):
 
 
 class RewardModelConfig(ModelSizes):
-    """The layout of the reward model that `reward.terms` name (`model:DIR`). It is computed by the policy's training
-    engine on the policy's devices; unset, the planner decides."""
+    """The layout of the reward model in `reward.terms` (`model:DIR`). The policy's training backend computes it on the
+    policy's devices; the planner decides unset values."""
 
 
 class TeacherConfig(ModelSizes):
-    """A second model, whose log-probs of the policy's rollouts are learned from. It has the policy's tokenizer, and is
-    computed by the policy's training engine on the policy's devices."""
+    """The teacher, which provides log-probs of the policy's rollouts. It uses the policy's tokenizer; the policy's
+    training backend computes it on the policy's devices."""
 
     model: PathText | None = None
-    """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
+    """Local Hugging Face directory, or name on the hub; unset: no teacher."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
 
 
 class TextTeacherConfig(TeacherConfig):
-    """A second model, whose probabilities of the texts are learned from. It is computed by the policy's training engine
-    on the policy's devices."""
+    """The teacher, which provides probabilities of the texts. The policy's training backend computes it on the policy's
+    devices."""
 
     own_tokenizer: bool = False
-    """With plain texts: the teacher may have another tokenizer than the policy. It reads the texts with its own, and
-    both are compared where their tokens stand for the same characters."""
+    """With plain texts: allow a teacher with another tokenizer. Both models are compared on tokens that cover the same
+    characters."""

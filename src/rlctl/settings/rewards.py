@@ -24,7 +24,7 @@ class SourceReward(Section):
     terms: tuple[RewardTerm, ...] = ()
     """Scorers whose weighted sum is the reward."""
     extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "choice", "full"] = "auto"
-    """How the answer is taken out of the completion; auto does what the task calls for. `choice` takes the letter of an
+    """Extraction of the answer from the completion; auto chooses by the task. `choice` takes the letter of an
     option."""
 
 
@@ -34,35 +34,32 @@ OnError = Literal["stop", "zero", "drop"]
 
 
 class RewardConfig(SourceReward):
-    """Scorers of completions, and what a long completion costs."""
+    """Scorers of completions, and length penalties."""
 
     timeout_s: Seconds = 60.0
-    """Longest time that scoring the rollouts of one step may take."""
+    """Time limit for scoring the rollouts of one step."""
     on_error: OnError = "drop"
-    """Reaction to a function or an environment of yours that fails on a rollout. stop: the run ends; zero: that score
-    is 0; drop: the rollout is left out, but the run ends in its first batch, and later where more than 5% of ten
-    batches fail."""
+    """Reaction to a user function or environment that fails on a rollout. stop: end the run; zero: the score is 0;
+    drop: leave out the rollout, but end the run in the first batch, or later if more than 5% of ten batches fail."""
     shift: float = 0.0
-    """Number that is added to the reward of each rollout before `truncated_factor` and the cost of its length. It is
-    learned from, and is not in `reward_mean`."""
+    """Constant added to each reward before `truncated_factor` and length penalties. It affects advantages;
+    `reward_mean` excludes it."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
-    penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`. The longest turn
-    of an episode counts."""
+    """Fraction of generation.max_new_tokens, at its end, where each token costs reward; 0: none. The penalty min(0,
+    -exceed / buffer) x overlong_factor affects advantages; `reward_mean` excludes it. Episodes use their longest
+    turn."""
     truncated_factor: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Factor of the rewards of completions that a limit of length ended. They are learned from as that says, and
-    `reward_mean` is without it."""
+    """Factor for rewards of completions that hit a length limit. It affects advantages; `reward_mean` excludes it."""
     overlong_factor: PositiveNumber = 1.0
-    """Penalty of a completion that takes all of generation.max_new_tokens."""
+    """Penalty of a completion with the full generation.max_new_tokens."""
 
 
 class EnvironmentConfig(Section):
-    """The environment of rollouts: it answers the model, with tools that the model may call, within these limits. A
-    failure in it is treated as `reward.on_error` says."""
+    """The environment that answers the model, its tools, and its limits. `reward.on_error` covers its failures."""
 
     name: PathText | None = None
-    """A built-in environment, `path/to/file.py:Class`, or one that an installed package adds; unset: a rollout has one
-    turn, unless there are tools."""
+    """Built-in environment, `path/to/file.py:Class`, or an environment of an installed package; unset: rollouts have
+    one turn, unless there are tools."""
     params: dict[str, Any] = {}
     """Arguments of the environment's class."""
     tools: tuple[str, ...] = ()
@@ -71,35 +68,35 @@ class EnvironmentConfig(Section):
         "auto", "hermes", "llama", "mistral", "deepseek", "deepseek-v3.2", "gpt-oss", "qwen3-coder", "glm", "gemma4",
         "kimi-k2", "minimax-m1", "minimax-m2", "seed-oss", "granite", "phi4", "nemotron-v2", "cohere", "pythonic"
     ] = "auto"  # fmt: skip
-    """The format in which the model writes calls; auto finds that of its chat template."""
+    """Format of tool calls; auto detects it from the chat template."""
     append: Literal["template", "raw"] = "template"
-    """How the answers of the environment are written: as messages of the chat template, or as they are."""
+    """Form of the environment's messages: messages of the chat template, or raw text."""
     thinking: Literal["keep", "template"] = "keep"
-    """Whether thoughts (`<think>...</think>`) of earlier turns stay in the context, or go where the chat template takes
-    them out: the model then goes on from a new context, and an episode is trained on as several sequences."""
+    """Treatment of thoughts (`<think>...</think>`) in earlier turns: keep them, or remove them where the chat template
+    does. The model then continues from a new context, and an episode trains as several sequences."""
     turns: Positive = 10
-    """Largest number of turns of the model."""
+    """Maximum number of turns."""
     sampled_tokens: Positive | None = None
-    """Largest number of tokens that the model writes in all turns together; unset: as many as fit."""
+    """Maximum number of sampled tokens over all turns; unset: as many as fit."""
     tool_calls: Positive | None = None
-    """Largest number of calls; unset: as many as there are turns for."""
+    """Maximum number of tool calls; unset: limited by the turns."""
     broken_calls: Positive | None = None
-    """Calls that cannot be read or are refused, after which an episode ends; unset: it goes on."""
+    """Number of unreadable or refused tool calls that ends an episode; unset: no limit."""
     no_reward: tuple[Literal["duplicated-thinking", "empty-answer", "malformed-thinking"], ...] = ()
-    """Faults that take the reward of a whole episode: a turn whose answer is its thought, no answer at the end, or a
-    turn with `<think>`, with `</think>` where no thought has begun or more often, or without it where one has."""
+    """Faults that set an episode's reward to 0: a turn whose answer repeats its thought, no answer at the end, or a
+    turn with unmatched `<think>` and `</think>` tags."""
     unwanted_tokens: tuple[NonNegative, ...] = ()
-    """Token ids that take the reward of an episode in which the model writes one of them."""
+    """Token ids that set an episode's reward to 0 if the model samples one."""
     tool_s: NonNegativeNumber = 0.0
-    """Seconds that the environment takes for one answer on average, for the plan."""
+    """Mean time of one answer of the environment in seconds, for the planner."""
     turn_timeout_s: Seconds = 60.0
-    """Longest time that the environment may take for one answer."""
+    """Time limit for one answer of the environment."""
     timeout_s: Seconds = 600.0
-    """Longest time of an episode."""
+    """Time limit of an episode."""
     retries: NonNegative = 1
-    """How often an episode whose environment failed is played again from its start."""
+    """Number of retries of an episode whose environment failed."""
     memory_gib: PositiveNumber = 4.0
-    """Most memory that the process of one episode may take, in GiB."""
+    """Memory limit of an episode's process, in GiB."""
 
     @model_validator(mode="after")
     def validate_thinking(self) -> EnvironmentConfig:

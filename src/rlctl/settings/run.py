@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ from rlctl.settings.training import LogprobColumn
 
 
 class ValidationConfig(Section):
-    """How often and on which prompts the policy is measured while it trains. Validation changes nothing of training."""
+    """Interval and prompts of validation, which does not affect training."""
 
     every: NonNegative = 0
     """Interval of validations, in steps; 0: none."""
@@ -23,13 +23,13 @@ class ValidationConfig(Section):
     """Validate after the last step too, whatever the interval."""
     data: ValidationData = ValidationData()
     holdout: NonNegative = 0
-    """Number of prompts that are taken away from training; `run.seed` chooses them, and they are validated on where
-    `validation.data.name` is unset."""
+    """Number of prompts held out from training, chosen by `run.seed`; validation uses them if `validation.data.name` is
+    unset."""
     max_prompts: Positive = 256
-    """Largest number of prompts of one validation; `run.seed` chooses them."""
+    """Maximum number of prompts of one validation, chosen by `run.seed`."""
     stop_after: Positive | None = None
-    """End the run after this many validations without improvement of the metric `run.keep_best_by`, or of the mean
-    reward or the loss where that names no metric of validation; unset: never."""
+    """End the run after this many validations without improvement of `run.keep_best_by`, or of the mean reward or loss
+    if that names no validation metric; unset: never."""
 
     @property
     def wanted(self) -> bool:
@@ -44,23 +44,23 @@ class ValidationConfig(Section):
 
 
 class SampledValidationConfig(ValidationConfig):
-    """How often and on which prompts the policy is measured while it trains. Validation changes nothing of training."""
+    """Interval and prompts of validation, which does not affect training."""
 
     samples: Positive = 1
     """Number of samples of each prompt."""
     temperature: NonNegativeNumber = 0.0
-    """Temperature of sampling; 0 takes the most likely token."""
+    """Sampling temperature; 0 is greedy."""
     reward: tuple[RewardTerm, ...] = ()
-    """Scorers of validation; unset: those of the run's reward."""
+    """Scorers of validation; unset: the run's scorers."""
 
 
 class TextValidationConfig(ValidationConfig):
-    """How often and on which texts the policy is measured while it trains. Validation changes nothing of training."""
+    """Interval and texts of validation, which does not affect training."""
 
     answers: NonNegative = 0
-    """Number of held-out texts whose prompts an engine answers at each validation; 0: none, and no engine starts."""
+    """Number of held-out texts whose prompts an engine answers at each validation; 0 starts no engine."""
     temperature: NonNegativeNumber = 0.0
-    """Temperature of these answers; 0 takes the most likely token."""
+    """Sampling temperature of these answers; 0 is greedy."""
 
     @model_validator(mode="after")
     def validate_answers_are_asked_for(self) -> TextValidationConfig:
@@ -83,7 +83,7 @@ class BatchConfig(Section):
     optimizer_steps: Positive = 1
     """Optimizer steps on each batch (PPO mini-batches)."""
     epochs: Positive = 1
-    """Number of times that the optimizer steps of a batch are taken, over the same data (PPO epochs)."""
+    """Passes over each batch (PPO epochs)."""
 
     @property
     def rollouts(self) -> int:
@@ -128,19 +128,21 @@ class TextLossConfig(Section):
     """The loss on texts."""
 
     function: str | None = None
-    """Loss of your own, `path/to/file.py:function`, instead of the method's: it takes a TokenBatch and returns the
+    """Loss function `path/to/file.py:function` that replaces the method's loss. It takes a TokenBatch and returns the
     loss of each response token."""
+    params: dict[str, Any] = {}
+    """Settings of `function`: values of its keyword-only parameters."""
     needs: tuple[LogprobColumn, ...] | None = None
-    """Log-probs that are computed before training, for a loss of your own; unset: those of the method."""
+    """Log-probs that are computed before training, for `function`; unset: those of the method."""
     level: Literal["token", "sequence"] = "token"
-    """Unit of the average: all tokens of the batch, or texts, each with the mean of its tokens."""
+    """Average over all tokens of the batch, or over texts, each with the mean of its tokens."""
 
 
 class ChecksConfig(Section):
     """Limits at which a run stops."""
 
     max_skipped_steps: Positive = 5
-    """Number of steps in a row without any finite gradient that stops the run."""
+    """Number of consecutive steps without a finite gradient that stops the run."""
 
 
 class RolloutChecksConfig(ChecksConfig):
@@ -148,11 +150,11 @@ class RolloutChecksConfig(ChecksConfig):
 
     logprob_diff_warning: PositiveNumber | None = None
     """Mean absolute difference between the engine's and the trainer's log-probs above which a step warns; unset: 1e-4
-    for float32, 0.05 for bfloat16, and 0.2 where linear layers compute in float8."""
+    in float32, 0.05 in bfloat16, and 0.2 with float8 linear layers."""
     logprob_diff_error: PositiveNumber | None = None
     """Mean absolute difference that stops the run; unset: 0.01 for float32, else 0.5."""
     max_steps_without_signal: Positive = 5
-    """Number of steps in a row after which it is said that all rollouts of each prompt have the same reward."""
+    """Number of consecutive steps with equal rewards in every group after which the run warns."""
 
 
 class ClusterConfig(Section):
@@ -161,17 +163,17 @@ class ClusterConfig(Section):
     nodes: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """Number of nodes."""
     gpus_per_node: Annotated[int, Field(ge=0, le=16_384)] | None = None
-    """Number of GPUs of each node; 0 computes on the CPU."""
+    """GPUs per node; 0 computes on the CPU."""
     gpu: str = "auto"
-    """GPU type (h100, a100, ...), `auto` for the type that this machine has, or `cpu`."""
+    """GPU type (h100, a100, ...), `auto` for this machine's, or `cpu`."""
     ray_address: str | None = None
     """Address of a Ray cluster to join; unset: start one on this machine and stop it at the end."""
     start_timeout_s: Seconds = 600.0
-    """Longest time that starting Ray and the workers may take."""
+    """Time limit for starting Ray and the workers."""
     step_timeout_s: Seconds = 3600.0
-    """Longest time of each wait during a step."""
+    """Time limit of each wait during a step."""
     engine_restarts: NonNegative = 3
-    """Number of engines that a run may lose; each is replaced and refitted. With 0 the run ends when one is lost."""
+    """Number of lost engines that a run replaces and refits; with 0 the run ends at the first loss."""
 
     @model_validator(mode="after")
     def validate_gpus_or_none(self) -> ClusterConfig:
@@ -190,40 +192,39 @@ class RunConfig(Section):
     """Length, directory, seed, checkpoints and logs of a run."""
 
     algorithm: str = "grpo"
-    """Algorithm by its name, or one of your own as `path/to/file.py:Class`. It sets the keys that docs/algorithms.md
-    lists for it, and any other source can set them differently."""
+    """Algorithm by name, or `path/to/file.py:Class`. It sets the keys that docs/algorithms.md lists; every other source
+    of values overrides them."""
     steps: Positive = 100
     """Number of steps of the run; each trains on one batch."""
     epochs: PositiveNumber | None = None
-    """Number of times that each row of the data is trained on, in place of `run.steps`."""
+    """Passes over the data; replaces `run.steps`."""
     goal: Literal["fast", "safe", "cheap"] = "fast"
     """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (cheap)."""
     dir: PathText | None = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the order of prompts and of sampling, of 32 bits."""
+    """Seed of data order and sampling (32 bits)."""
     checkpoint_every: NonNegative | None = None
-    """Interval of checkpoints, in steps; 0: only at the end; unset: by time, as `checkpoint_minutes` says."""
+    """Interval of checkpoints, in steps; 0: only at the end; unset: by time (`checkpoint_minutes`)."""
     checkpoint_minutes: PositiveNumber = 5.0
-    """Time between two checkpoints where `checkpoint_every` is unset. It is longer where saving would otherwise take
-    more than 5% of the time of the run."""
+    """Time between checkpoints if `checkpoint_every` is unset; longer if saving would take more than 5% of the run."""
     keep_last: Positive | None = None
-    """Number of newest checkpoints to keep; unset: one if `keep_best` is set, two where `checkpoint_every` is unset,
-    and else all."""
+    """Number of newest checkpoints to keep; unset: one if `keep_best` is set, two if `checkpoint_every` is unset, else
+    all."""
     keep_best: Positive | None = None
-    """Number of checkpoints to keep for their value of `keep_best_by`, in addition to the newest."""
+    """Number of best checkpoints by `keep_best_by` to keep, in addition to the newest."""
     keep_best_by: str = "reward_mean"
-    """Metric by which checkpoints are good: `reward_mean` of the step, or `validation/<name>`, such as
+    """Metric that ranks checkpoints: `reward_mean` of the step, or `validation/<name>`, such as
     `validation/accuracy`."""
     save_final: bool = True
     """Save a checkpoint at the end."""
     stop_within_s: Seconds = 300.0
-    """Longest time that the step under way and its save may take after SIGTERM, SIGUSR1 or SIGHUP. Set it below what
-    the sender leaves before it kills; the processes are ended within 15 s more."""
+    """Time limit for finishing and saving the current step after SIGTERM, SIGUSR1 or SIGHUP. Set it below the sender's
+    grace period; the processes end within 15 s more."""
     log_rollouts: NonNegative = 4
-    """Number of rollouts of each step that are written to rollouts/."""
+    """Rollouts per step that are written to rollouts/."""
     show_samples: NonNegative | None = None
-    """Interval of steps with which the best and the worst completion are shown, 0: never; unset: 10 in a terminal."""
+    """Interval, in steps, for showing the best and worst completion; 0: never; unset: 10 in a terminal."""
     loggers: tuple[LoggerName, ...] | None = None
     """Loggers in addition to metrics.jsonl; unset: tensorboard, and wandb if WANDB_API_KEY is set."""
     project: Annotated[str, Field(min_length=1)] = "rlctl"

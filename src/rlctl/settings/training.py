@@ -36,8 +36,8 @@ class LoraConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """Training that is aware of quantization: policy and engines compute with weights on a coarse grid, held in
-    model.dtype, and gradients move the optimizer's float32 weights as if there was none (straight-through)."""
+    """Quantization-aware training: policy and engines compute with weights rounded to a grid and stored in model.dtype;
+    gradients update the optimizer's float32 weights (straight-through)."""
 
     format: Literal["none", "nvfp4"] = "none"
     """Grid of the weights: nvfp4 has 4-bit numbers (E2M1), a scale (E4M3) for each block along the inputs, and a
@@ -45,19 +45,18 @@ class QuantizationConfig(Section):
     block: Literal[16, 32] = 16
     """Weights of a row that share a scale; NVFP4's tensor cores take 16."""
     tensors: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
-    """Published names of weights that are rounded, as patterns such as `*.mlp.*`. Only linear layers are: embeddings,
-    the output layer and routers never are."""
+    """Published names of weights to round, as patterns such as `*.mlp.*`. Embeddings, the output layer and routers are
+    never rounded."""
     exclude: tuple[str, ...] = ()
-    """Weights among them that are not rounded, as patterns."""
+    """Patterns of weights to leave out of `tensors`."""
 
 
 class TrainingConfig(Section):
-    """How the policy is trained: backend, parallelism, rows of tokens, memory."""
+    """Training of the policy: backend, parallelism, packing, memory."""
 
     backend: str = "auto"
-    """The backend that trains, by the name of its record; auto is megatron where that can run what is asked for, and
-    else dtensor. dtensor trains transformers' own modules with FSDP2: weights, gradients and states are sharded over
-    the data parallel ranks."""
+    """Training backend; auto is megatron if it can run the configuration, else dtensor. dtensor trains transformers'
+    modules with FSDP2, which shards weights, gradients and optimizer states over the data parallel ranks."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None
@@ -65,9 +64,9 @@ class TrainingConfig(Section):
     vpp: Positive | None = None
     """Virtual pipeline stages on each pipeline rank."""
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline stage, which also has the embedding; unset: the most even split."""
+    """Layers of the first pipeline stage, which also has the embedding; unset: an even split."""
     last_stage_layers: Positive | None = None
-    """Layers of the last pipeline stage, which also has the output layer; unset: the most even split."""
+    """Layers of the last pipeline stage, which also has the output layer; unset: an even split."""
     cp: Positive | None = None
     """Context parallel size: number of ranks that share one row of tokens."""
     ep: Positive | None = None
@@ -81,27 +80,27 @@ class TrainingConfig(Section):
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations that the backward pass computes again: none, those of attention and norms (selective), or those of
-    whole layers (full). With `selective`, `megatron.recompute_modules` can name other parts of a layer (core_attn,
-    layernorm, mla_up_proj, mlp, moe, shared_experts)."""
+    """Activation recomputation: none, attention and norms (selective), or whole layers (full). With `selective`,
+    `megatron.recompute_modules` can name other parts of a layer (core_attn, layernorm, mla_up_proj, mlp, moe,
+    shared_experts)."""
     optimizer_offload: bool | None = None
-    """Keep the optimizer's states in host memory; the update brings them to the device, a part at a time."""
+    """Keep optimizer states in host memory; the update moves them to the device in parts."""
     micro_batch_tokens: Positive | None = None
-    """Largest number of tokens in one packed row (micro-batch) on one rank."""
+    """Maximum number of tokens in one packed row (micro-batch) of a rank."""
     packing: bool = True
-    """Pack rollouts of different lengths into one row; false gives each rollout a row of its own."""
+    """Sequence packing: put rollouts of different lengths into one row; false: one row per rollout."""
     dynamic_batching: bool = False
-    """Instead of packing, pad rollouts of similar length to the longest, as many as fit `micro_batch_tokens`."""
+    """Replace packing: pad rollouts of similar length to the longest, as many as fit `micro_batch_tokens`."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     offload: bool | None = None
-    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use. With a
-    critic, true also moves policy and critic while the other computes; unset: where both together do not fit."""
+    """Move weights and optimizer to host memory while the engines generate; unset: on shared GPUs. With a critic, true
+    also offloads policy and critic while the other computes; unset: if both together do not fit."""
     router_replay: bool = False
-    """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
-    still the policy's."""
+    """Route each token to the experts that the engine chose during generation; expert weights are still the
+    policy's."""
     freeze_router: bool = False
-    """Do not train the routers of experts; tokens are still routed differently as the layers below change."""
+    """Freeze the routers of experts. Routing still changes as the layers below train."""
     lora: LoraConfig = LoraConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     threads: Threads | None = None
@@ -136,8 +135,7 @@ class OptimizerConfig(PassThrough):
     """Adam. Further keys are fields of Megatron's OptimizerConfig."""
 
     lr: PositiveNumber = 1e-6
-    """Learning rate; with a schedule its highest value. The default of SFT, reward models and distillation on texts is
-    1e-5."""
+    """Learning rate; with a schedule, its peak. SFT, reward models and distillation on texts default to 1e-5."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -149,8 +147,8 @@ class OptimizerConfig(PassThrough):
     clip_grad: NonNegativeNumber = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
     rounding: Rounding = "unbiased"
-    """How the optimizer's float32 weights become those that the policy and the engines compute with, in bfloat16 and
-    float16: so that their mean is kept, or to the nearest number, which hides steps that are small next to a weight."""
+    """Rounding of the optimizer's float32 weights to bfloat16 or float16: unbiased keeps the mean; nearest loses
+    updates that are small relative to a weight."""
 
 
 class SchedulerConfig(Section):
@@ -161,7 +159,7 @@ class SchedulerConfig(Section):
     init_lr: NonNegativeNumber = 0.0
     """Learning rate at the start of the warm-up."""
     decay: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"
-    """Decay of the learning rate after the warm-up; wsd (warm-up, stable, decay) lets it fall only at the end."""
+    """Decay of the learning rate after the warm-up; wsd (warm-up, stable, decay) decays only at the end."""
     decay_steps: Positive | None = None
     """Step at which `min_lr` is reached; unset: run.steps."""
     min_lr: NonNegativeNumber = 0.0
@@ -189,8 +187,8 @@ class SchedulerConfig(Section):
 
 
 class DdpConfig(PassThrough):
-    """Fields of Megatron's DistributedDataParallelConfig: how gradients are stored and reduced."""
+    """Fields of Megatron's DistributedDataParallelConfig: storage and reduction of gradients."""
 
 
 class MegatronConfig(PassThrough):
-    """Fields of Megatron's TransformerConfig, which replace the values that rlctl would give."""
+    """Fields of Megatron's TransformerConfig, which override rlctl's values."""

@@ -166,11 +166,13 @@ def marks(metrics: Metrics) -> str:
 
 
 def findings(lines: Sequence[Metrics]) -> list[str]:
-    """Return a sentence, with what to do, for each condition that held in some of the steps."""
-    found = []
+    """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
+    last fifth: training removes some by itself."""
+    found, last = [], lines[-math.ceil(len(lines) / 5) :]
     for one in CONDITIONS:
         shares = [one.share(line) or 0.0 for line in lines if one.holds(line)]
-        if shares and len(shares) >= LEAST_SHARE * len(lines):
+        lasts = 2 * sum(map(one.holds, last)) >= len(last)
+        if shares and lasts and len(shares) >= LEAST_SHARE * len(lines):
             said = one.said.format(sum(shares) / len(shares))
             found.append(f"In {len(shares):,} of {len(lines):,} steps {said}. {one.advice}")
     return found

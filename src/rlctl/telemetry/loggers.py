@@ -287,7 +287,8 @@ def wanted_loggers(
     found: list[LoggerName] = []
     for name in default if config.loggers is None else config.loggers:
         problem = f"run.loggers names {name}, and the package `{name}` is not installed."
-        install = f"Install it with `pip install 'rlctl[{name}]'`"
+        package = "mlflow-skinny" if name == "mlflow" else name
+        install = f"Install it with `pip install {package}`"
         # A folder `wandb` that an earlier run left here is a package without an origin.
         if (spec := find_spec(name)) is not None and spec.origin is not None:
             found.append(name)

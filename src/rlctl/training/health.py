@@ -57,7 +57,6 @@ class Health:
         return [f"step {step}: {text}" for text in said]
 
     def _remarks(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Return what a reader of the step should know, apart from its loss."""
         said = []
         self._without_signal = self._without_signal + 1 if NO_SIGNAL.holds(metrics) else 0
         if self._without_signal and self._without_signal == self._signal_steps:

@@ -385,7 +385,7 @@ class RunLoss:
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
-        """Raises ValueError where the method measures other metrics than it declares."""
+        """Raise ValueError where the method measures other metrics than it declares."""
         import torch
 
         reductions = {metric.name: metric.reduce for metric in declared(self.method)}

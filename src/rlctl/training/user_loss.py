@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.child import call_in_child
 from rlctl.config.section import Section
-from rlctl.errors import InputError
+from rlctl.errors import InputError, suggest
 from rlctl.isolation.user_function import UserCode
 
 if TYPE_CHECKING:
@@ -30,13 +31,17 @@ class UserLoss:
     """A user's loss function, which takes the place of an algorithm's own loss and metrics."""
 
     code: UserCode
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the function's keyword-only parameters (`loss.params`)."""
     names: tuple[str, ...] | None = None
     """Names of the metrics that it returns; None: it has not been tried yet."""
 
     @classmethod
-    def tried(cls, reference: str, options: Section, needs: frozenset[str], teacher_top: int) -> UserLoss:
+    def tried(
+        cls, reference: str, params: Mapping[str, Any], options: Section, needs: frozenset[str], teacher_top: int
+    ) -> UserLoss:
         """Return the function that a reference names, after a trial in another process. Raises InputError."""
-        untried = cls(UserCode.read(reference, "Loss"))
+        untried = cls(UserCode.read(reference, "Loss"), params)
         doing = f"the trial of loss function {untried.code.reference}"
         return replace(
             untried,
@@ -50,8 +55,9 @@ class UserLoss:
         function, who = self.code.load(), f"Loss function {self.code.reference}"
         parameters = inspect.signature(function).parameters.values()
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        params = self._checked_params(list(parameters))
         try:
-            found = function(batch, options) if len(positional) > 1 else function(batch)
+            found = function(batch, options, **params) if len(positional) > 1 else function(batch, **params)
         except Exception as error:
             raise self.code.error(error, "computing a loss") from error
         answer: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -76,6 +82,16 @@ class UserLoss:
                     "It returns one number for each response token.",
                 )
         return loss_R, values
+
+    def _checked_params(self, parameters: list[inspect.Parameter]) -> Mapping[str, Any]:
+        """Return `loss.params`. Raises InputError for a name that is no keyword-only parameter of the function."""
+        named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        if any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return self.params
+        if unknown := [name for name in self.params if name not in named]:
+            hint = suggest(unknown[0], named) or f"Declare it: `def {self.code.name}(batch, *, {unknown[0]}=...)`."
+            raise InputError(f"Loss function {self.code.reference} has no setting {unknown[0]!r} (loss.params).", hint)
+        return self.params
 
 
 def trial(

@@ -161,7 +161,6 @@ class ChangePacker:
         self._pieces, self.size = [], 0
 
     def _values(self, copy: Copy) -> torch.Tensor:
-        """The values that a copy would send, as a vector."""
         values = transformed(self.packer.source(copy), copy, rounding=self.packer.rounding)
         return values.to(dtype_of(copy.destination_dtype)).reshape(-1)
 

@@ -41,7 +41,7 @@ class ServedStore(TCPStore):
     longer than until all members have met."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        """Raises WorkerError for an address that is not this node's."""
+        """Raise WorkerError for an address that is not this node's."""
         try:
             family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(place[:2], family=family)
@@ -244,7 +244,6 @@ class CollectiveReceiver:
         self._leaving: dict[int, list[Pending]] = {}
 
     def _introduced(self, rank: int) -> list[tuple[MessagePart, ...]]:
-        """The boxes of a sender's messages, by round."""
         length = self.group.receive_number(rank, self.tag, "its list of boxes")
         body = torch.zeros(length, dtype=torch.uint8, device=self.group.device)
         self.group.receive(body, rank, self.tag).wait("its list of boxes")
@@ -282,7 +281,6 @@ class CollectiveReceiver:
         return self.before is None and self._changes is None
 
     def _expect(self, index: int) -> None:
-        """Begin to receive round `index`."""
         if index >= self._count:
             return
         if self._puts_together:

@@ -101,7 +101,6 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
 
 
 def _published_together(world: DTensorWorld) -> set[str]:
-    """Parameters that are not one published tensor each."""
     layout, held = world.modules, Counter(piece.param for piece in world.modules.pieces)
     return {p.param for p in layout.pieces if held[p.param] > 1 or len(layout.by_tensor[p.tensor]) > 1}
 

@@ -57,7 +57,7 @@ def round_gathered(model: Any, grid: WeightGrid) -> None:
 
 @cache
 def _replace_casts() -> None:
-    """Raises MachineError where this version of torch casts elsewhere."""
+    """Raise MachineError where this version of torch casts elsewhere."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 
     names = "_get_param_all_gather_inputs", "all_gather_inputs"

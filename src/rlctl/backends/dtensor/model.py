@@ -211,7 +211,6 @@ class ValueModel(PolicyModel):
 
 
 def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of `fully_shard`: with two axes it shards along the last."""
     return mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]
 
 

@@ -176,7 +176,6 @@ class DTensorWorker(PolicyRank):
         return Offloaded(moving, (), self.host_memory())
 
     def _states(self) -> list[Tensor]:
-        """This rank's part of the optimizer's states, live."""
         states = self.optimizer.state if self.optimizer is not None else {}
         found = (value for state in states.values() for value in state.values())
         return [local_part(value) for value in found if isinstance(value, Tensor)]

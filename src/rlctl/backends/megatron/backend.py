@@ -53,7 +53,7 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
 
 
 def refuse_wrong_numbers(spec: PolicySpec) -> None:
-    """Raises ConfigError for the first field of the `megatron` section that makes gradients wrong."""
+    """Raise ConfigError for the first field of the `megatron` section that makes gradients wrong."""
     if spec.router_replay and spec.facts.moe is None:
         raise ConfigError("training.router_replay is on, but the model has no experts.", "Turn it off.")
     for key, why in (
@@ -130,7 +130,6 @@ OTHER_EXPERTS = {
 
 
 def _wrong_balance(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    """Auxiliary losses of routers that cannot be what was asked for."""
     given, kind = spec.megatron, spec.megatron.get("moe_router_load_balancing_type", "aux_loss")
     for key in AUXILIARY:
         value = given.get(key)

@@ -107,7 +107,6 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """The live tensors that a checkpoint holds, with their places in it."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,

@@ -108,7 +108,7 @@ def import_transformer_engine(wanted: bool) -> None:
 
 
 def require_transformer_engine() -> None:
-    """Raises MachineError where TransformerEngine is installed and Megatron-Core cannot use it."""
+    """Raise MachineError where TransformerEngine is installed and Megatron-Core cannot use it."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if not getattr(gpt_layer_specs, "HAVE_TE", False):
@@ -120,7 +120,7 @@ def require_transformer_engine() -> None:
 
 
 def require_float8(config: Any) -> None:
-    """Raises ConfigError where the installed TransformerEngine or the device has no way for the float8 products of
+    """Raise ConfigError where the installed TransformerEngine or the device has no way for the float8 products of
     `config`: at start, where the first forward pass would end in TransformerEngine's assertion."""
     from megatron.core.fp8_utils import get_fp8_context
 

@@ -159,7 +159,6 @@ class HostedOptimizer(RoundingOptimizer):
         return [self.optimizer.param_groups[group]["params"][order]]
 
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
-        """For a checkpoint, which gathers them in host memory: copies there."""
         with self.host_states.on_device(self._shard_of(model_param), changed=False):
             found = super()._get_main_param_and_optimizer_states(model_param)
             return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}

@@ -129,7 +129,6 @@ class MegatronWorker(PolicyRank):
             yield name, Adapter(layer.weight.data, layer.lora_a.data, layer.lora_b.data, layer.scale)
 
     def _adapted(self) -> dict[str, AdaptedParallel]:
-        """Adapted layers by the names of their weights."""
         from rlctl.backends.megatron.lora import AdaptedParallel
 
         return {

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.messages import NEVER, QUANTIZED, Sampling
-from rlctl.errors import ConfigError, MachineError, first_line
+from rlctl.errors import INSTALL_CPU, ConfigError, MachineError, first_line, install_extra
 from rlctl.models.families import families
 from rlctl.weights.vllm import ExpertSizes
 
@@ -39,7 +39,9 @@ def check_version() -> None:
     try:
         import vllm
     except ImportError as error:
-        raise MachineError(f"vLLM cannot be imported: {error}.", "Install rlctl[cpu] or rlctl[cuda].") from error
+        raise MachineError(
+            f"vLLM cannot be imported: {error}.", f"Install {INSTALL_CPU}, or {install_extra('cuda')} for GPUs."
+        ) from error
     found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < OLDEST:
@@ -280,7 +282,7 @@ DISTURBANCES = (
 
 @contextmanager
 def memory_to_itself() -> Iterator[None]:
-    """Raises MachineError where vLLM stops in the block because another process changed the GPU's free memory."""
+    """Raise MachineError where vLLM stops in the block because another process changed the GPU's free memory."""
     try:
         yield
     except (AssertionError, RuntimeError) as error:  # the latter from ranks in other processes

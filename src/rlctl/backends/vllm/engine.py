@@ -185,7 +185,6 @@ class VllmEngine:
         return self._updating is not None or not self._memory.whole
 
     def _take(self, outputs: Sequence[Any]) -> None:
-        """Take the outputs that a decode step has."""
         now = self._clock.now()
         for output in outputs:
             if sample := self._samples.get(output.request_id):
@@ -297,7 +296,6 @@ class VllmEngine:
                     sample.mark(self._version)
 
     def _drain(self) -> None:
-        """Let samples in flight finish, and none begin before the refit."""
         deadline = time.monotonic() + self.spec.drain_timeout_s
         self._draining = True
         try:

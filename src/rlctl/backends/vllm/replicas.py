@@ -383,13 +383,11 @@ class Replicas:
         self._first.shut_down()
 
     def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every replica at once."""
         theirs = self._others.submit(VllmReplica.do, method, *args, **kwargs)
         return [getattr(self._first, method)(*args, **kwargs), *theirs.results()]
 
 
 def _group(name: str) -> str:
-    """The group of a sample, by the names that `VllmEngine` gives."""
     return name.rpartition(".")[0]
 
 

@@ -39,7 +39,6 @@ def assembled(tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Spa
 
 
 def _missing(rows_TLK: np.ndarray) -> int:
-    """Tokens at the beginning of which nothing was recorded."""
     known_T = rows_TLK.reshape(len(rows_TLK), -1).max(axis=1, initial=-1) >= 0
     return int(known_T.argmax()) if known_T.any() else 0
 
@@ -96,7 +95,6 @@ class Recorder:
         return answer
 
     def _keep(self, scheduled: Any) -> None:
-        """Deal the rows of the forward pass to their requests."""
         rows = np.full((scheduled.total_num_scheduled_tokens, *self._shape), -1, np.int16)
         for layer, chosen in self._chosen.items():
             rows[:, layer] = chosen[: len(rows)]

@@ -86,7 +86,6 @@ def agents_of(servers: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _servers(head: str) -> dict[str, Any]:
-    """Return what Gym's head server says of its servers."""
     from omegaconf import OmegaConf
 
     try:
@@ -101,7 +100,6 @@ def _servers(head: str) -> dict[str, Any]:
 
 
 async def _listens(host: str, port: int) -> bool:
-    """Return whether a server listens at an address."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection(host, port)
         writer.close()
@@ -110,7 +108,6 @@ async def _listens(host: str, port: int) -> bool:
 
 
 async def _pass_on(request: web.Request) -> web.Response:
-    """Pass a question on to the episode that it belongs to."""
     asked = await request.json()
     address = asked.pop(EPISODE, None)
     if address is None:

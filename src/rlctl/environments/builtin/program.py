@@ -111,7 +111,6 @@ class Program:
         return Step(done=True, metrics={name: value for name, value in numbers.items() if name != "reward"})
 
     async def _finished(self) -> None:
-        """Wait for the end of the program."""
         try:
             self.result = dict(await self.ended)
         except RuntimeError:
@@ -120,7 +119,6 @@ class Program:
             self.result = {"reward": 0.0}  # it was refused an answer
 
     def _end(self) -> None:
-        """Refuse the question that waits, and all that follow."""
         self.over = True
         for one in self.asked:
             if not one.done():

@@ -310,7 +310,6 @@ class Algorithm(Method):
 
 
 def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
-    """Return the batch with the advantages of turns that have a fault."""
     import torch
 
     if not options.judges_turns or (faults_R := batch.extra_R.get(FAULTS)) is None:

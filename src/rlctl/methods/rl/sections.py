@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -59,8 +59,10 @@ class LossConfig(Section):
     """The policy loss, its KL penalty, and the correction for what the engine computes differently."""
 
     function: str | None = None
-    """Loss of your own, `path/to/file.py:function`, instead of the algorithm's: it takes a TokenBatch and returns the
-    loss of each response token."""
+    """Loss function `path/to/file.py:function` that replaces the algorithm's loss. It takes a TokenBatch and returns
+    the loss of each response token."""
+    params: dict[str, Any] = {}
+    """Settings of `function`: values of its keyword-only parameters."""
     needs: tuple[LogprobColumn, ...] | None = None
     """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
     with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""

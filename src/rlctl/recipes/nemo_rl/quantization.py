@@ -61,7 +61,6 @@ def quantized_engines(found: Found) -> None:
 
 
 def _values(found: Found) -> dict[str, Any]:
-    """Return the values of `training.quantization` by key."""
     if found.value in OWN_NAMES:
         tensors, block = OWN_NAMES[found.value]
         return {"format": "nvfp4", "block": block, "tensors": list(tensors), "exclude": list(LEFT_OUT)}
@@ -103,7 +102,6 @@ def _of_rules(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block_of(rule: Mapping[str, Any]) -> int:
-    """Return how many weights share a scale, of a rule in NVFP4."""
     settings = rule.get("cfg") or {}
     sizes = settings.get("block_sizes") or {}
     size, names = sizes.get(-1), (settings.get("num_bits"), sizes.get("scale_bits"), sizes.get("type"))
@@ -120,6 +118,5 @@ def _format(name: Any) -> str:
 
 
 def _pattern(name: str) -> str:
-    """Return the pattern of weights for a pattern of quantizers."""
     pattern = name.removesuffix(WEIGHT)
     return pattern if pattern.endswith("*") else f"{pattern}*"

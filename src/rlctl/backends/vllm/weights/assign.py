@@ -117,7 +117,6 @@ def _layer(name: str) -> str:
 
 
 def _inhabited(layer: str, every: list[StoredMatrix], tensors: Collection[str]) -> bool:
-    """Whether both sides call a layer by this name."""
     inside = {layer} - {MODEL}
     return any(_within(matrix.path, inside) for matrix in every) and any(_within(tensor, inside) for tensor in tensors)
 

@@ -1,0 +1,107 @@
+"""The parts in `examples/extend/` work: those in files by their references, the package by its entry points."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.config.load import resolve
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.environments.interface import Step
+from rlctl.isolation.user_function import UserCode, user_scorer
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.config import RlConfig
+from rlctl.training.user_loss import UserLoss
+from support.token_batches import token_batch
+
+EXTEND = Path(__file__).parents[1] / "examples" / "extend"
+
+
+def test_the_loss_gets_its_setting() -> None:
+    batch = token_batch()
+    code = UserCode.read(f"{EXTEND}/losses.py:softened", "Loss")
+    loss_R, metrics = UserLoss(code, {"temperature": 0.5})(batch, RlConfig().loss)
+    ratio_R = (batch.logprobs_R - batch.rollout_logprobs_R).exp()
+    gate_R = torch.exp(-2 * (ratio_R - 1) ** 2).detach()
+    torch.testing.assert_close(loss_R, -gate_R * ratio_R * batch.advantages_R)
+    torch.testing.assert_close(metrics["gate"], gate_R)
+
+
+def test_the_algorithm_ranks_rewards() -> None:
+    flags = {"run.algorithm": f"{EXTEND}/algorithms.py:RankGrpo", "loss.params": {"power": 2.0}}
+    method = method_from_config(resolve(flags=flags, environment={}).config)
+    squares_G = np.array([0.5, 1.5, 2.5, 3.5]) ** 2
+    expected = (squares_G - squares_G.mean()) / squares_G.std()
+    assert method.advantages(np.array([0.0, 1e9, 3.0, 2.0])) == pytest.approx(expected[[0, 3, 2, 1]], abs=1e-5)
+
+
+def test_the_reward_falls_with_the_distance() -> None:
+    scorer, row = user_scorer(f"{EXTEND}/rewards.py:close"), PromptRow(0, "row 1", "3 + 4?", "7")
+    assert [scorer(text, row) for text in ("It is 7", "5", "none")] == pytest.approx([1, 1 / 3, 0])
+
+
+def test_the_game_answers() -> None:
+    spec = importlib.util.spec_from_file_location("game", EXTEND / "game.py")
+    assert spec is not None
+    assert spec.loader is not None
+    game_file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(game_file)
+    game = game_file.HigherLower(largest=20)
+    assert game.reset({}, 7) == "Guess a number from 1 to 20. Write the number alone."
+
+    def answer(text: str, stop_reason: str = "stop") -> Step:
+        return game.step({"role": "assistant", "content": text, "stop_reason": stop_reason})
+
+    assert [answer("21").messages, answer("0").messages] == ["lower", "higher"]
+    assert answer("1", "length").metrics == answer("one").metrics == {"unreadable": 1}
+    assert (answer(str(game.number)).reward, answer(str(game.number)).done) == (1.0, True)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example package, as an installation leaves it."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "rlctl_example").symlink_to(EXTEND / "rlctl_example")
+    groups = tomllib.loads((EXTEND / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "rlctl_example-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: rlctl-example\nVersion: 0.1\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    rows = [{"prompt": f"What is {a} + 3?", "completion": f"It is {a + 3}."} for a in range(9)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(EXTEND.parents[1] / "src")])}
+    command = [sys.executable, "-m", "rlctl", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_the_parts_of_the_package_are_found(package: Path, tiny_llama: Path) -> None:
+    words = ["--model", str(tiny_llama), "--data", str(package / "rows.jsonl"), "--gpu", "cpu", "--max-length", "96"]
+    shown = rlctl(
+        package, "train", "focal", *words, "--backend", "checked", "--set", "focal.gamma=1", "--dry-run", "--json"
+    )
+    assert shown.returncode == 0, shown.stderr
+    config = json.loads(shown.stdout)["config"]
+    assert (config["focal.gamma"]["value"], config["training.backend"]["value"]) == (1, "checked")
+    words = ["--model", str(tiny_llama), "--data", "reasoning-gym:chain_sum", "--gpu", "cpu", "--algorithm", "rank"]
+    ranked = rlctl(package, "train", "grpo", *words, "--set", "advantage.rank_power=2", "--dry-run", "--json")
+    assert ranked.returncode == 0, ranked.stderr
+    assert json.loads(ranked.stdout)["config"]["advantage.rank_power"]["value"] == 2
+    recipe = package / "recipe.yaml"
+    recipe.write_text("minimal_model: { path: x }\nminimal_train: { learning_rate: 3.0e-6, color: red }\n")
+    imported = rlctl(package, "config", "import", str(recipe), "--json")
+    assert imported.returncode == 0, imported.stderr
+    assert json.loads(imported.stdout)["values"] == {"model.name": "x", "optimizer.lr": 3e-6}
