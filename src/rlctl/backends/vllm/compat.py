@@ -273,6 +273,22 @@ def make_stage_inputs(runner: Any) -> None:
     )
 
 
+def renew_input_norms(runner: Any) -> None:
+    """Give what scales pixels in front of a tower its constants again. vLLM keeps them in buffers, which a start
+    without weights fills with random numbers like parameters (0.32: no refit sends them, and images look otherwise)."""
+    norms = [one for one in runner.get_model().modules() if type(one).__name__ == "FusedMMInputNorm"]
+    if not norms:
+        return
+    import torch
+    from vllm.model_executor.layers.fusion.mm_input_norm import _load_norm_params
+
+    params = _load_norm_params(runner.model_config)
+    mean, std = (torch.tensor(values, dtype=torch.float32) for values in (params.image_mean, params.image_std))
+    for norm in norms:
+        norm.weight.copy_(params.rescale_factor / std)
+        norm.bias.copy_(-mean / std)
+
+
 DISTURBANCES = (
     ("Error in memory profiling", "Another process on this GPU released memory while vLLM measured it"),
     ("Memory usage increased after sleeping", "Another process on this GPU took memory while vLLM gave its own back"),

@@ -189,6 +189,7 @@ class RlctlWorkerExtension:
         """Complete the start, and keep what the model's buffers hold now. Raises VerificationError where a table is
         wrong already."""
         compat.make_stage_inputs(self.model_runner)
+        compat.renew_input_norms(self.model_runner)
         self.rlctl_weights = WorkerWeights(self)
         read_back.record_buffers(self.rlctl_weights.model)
 
