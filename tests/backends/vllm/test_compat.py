@@ -15,7 +15,7 @@ import json, os, types
 import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from rlctl.backends.vllm import compat
+from rlctl.backends.vllm import compat, cpu
 
 tokens, heads, size = 7, 4, 64
 torch.manual_seed(0)
@@ -37,7 +37,7 @@ def errors(rotary):
 with set_current_vllm_config(VllmConfig()):
     rotary = RotaryEmbedding(size, size, 64, 10000.0, False, torch.float32)
 before = errors(rotary)
-compat.rotate_every_head()
+cpu.rotate_every_head()
 after = errors(rotary)
 
 from vllm._custom_ops import cpu_prepack_moe_weight
@@ -66,7 +66,7 @@ def of_experts():
     return float((out - wanted).abs().max() / wanted.abs().max())
 
 spread = [of_experts()]
-compat.find_own_experts()
+cpu.find_own_experts()
 spread.append(of_experts())
 
 def refused(function):
@@ -80,7 +80,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 said = {"in one process": refused(lambda: LLM(model="none", data_parallel_size=2)),
         "unequal parts": refused(lambda: CpuCommunicator.all_gatherv(None, x))}
-compat.gather_unequal_parts()
+cpu.gather_unequal_parts()
 said["fixed"] = refused(lambda: CpuCommunicator.all_gatherv(None, x))
 compat.join_replicas(1, 2, "127.0.0.1", 29500)
 said["dense"] = refused(lambda: ParallelConfig(is_moe_model=False))
@@ -100,7 +100,7 @@ def found() -> dict[str, Any]:
 
 def test_the_kernel_is_wrong_by_itself_and_right_by_head(found: dict[str, Any]) -> None:
     before, after = found["rotary"]
-    assert before[0] > 0.1, "fixed in this version of vLLM: take compat.rotate_every_head away"
+    assert before[0] > 0.1, "fixed in this version of vLLM: take cpu.rotate_every_head away"
     query, key, rest_untouched, in_place = after
     assert max(query, key, in_place) < 1e-5
     assert rest_untouched
@@ -109,7 +109,7 @@ def test_the_kernel_is_wrong_by_itself_and_right_by_head(found: dict[str, Any]) 
 def test_a_rank_computes_with_the_experts_that_it_holds(found: dict[str, Any]) -> None:
     """Each token goes to expert 0, which another rank holds, and to expert 1, which is at place 0 of this one's."""
     before, after = found["spread"]
-    assert before > 0.1, "fixed in this version of vLLM: take compat.find_own_experts away"
+    assert before > 0.1, "fixed in this version of vLLM: take cpu.find_own_experts away"
     assert after < 1e-5
 
 
@@ -117,7 +117,7 @@ def test_vllm_says_what_it_refuses_of_several_replicas(found: dict[str, Any]) ->
     said = found["said"]
     assert "LLM(data_parallel_size=2) is not supported for single-process usage" in said["in one process"]
     assert "Offline data parallel mode is not supported/useful for dense models." in said["dense"]
-    assert said["unequal parts"].startswith("NotImplementedError"), "take compat.gather_unequal_parts away"
+    assert said["unequal parts"].startswith("NotImplementedError"), "take cpu.gather_unequal_parts away"
     assert not said["fixed"].startswith("NotImplementedError")
     assert found["ranks"] == [2, 1, 1]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.backends.base import Device, Dtype, EngineSpec, resolve_dtype
-from rlctl.backends.vllm.interfaces import (
+from rlctl.backends.vllm.cpu import (
     cpu_experts_spread,
     cpu_has_kernel,
     cpu_head_sizes,

@@ -1,6 +1,6 @@
 """Everything that depends on vLLM's version. It was run with 0.26 to 0.32, on CPUs.
 
-Private names of vLLM are used here and nowhere else.
+Private names of vLLM are used here and in `cpu`, which has what its CPU platform alone needs, and nowhere else.
 """
 
 from __future__ import annotations
@@ -116,88 +116,6 @@ def reshaping_loader(model: torch.nn.Module) -> str:
     return next((kind.__name__ for kind in loaders if RESHAPES.search(inspect.getsource(kind))), "")
 
 
-def keep_parameters_plain() -> None:
-    """Make this process's CPU layers compute with parameters as published; to be called before the model is loaded."""
-    import vllm._custom_ops as ops
-
-    ops._supports_onednn = False
-
-
-@cache
-def rotate_every_head() -> None:
-    """Give the CPU platform's rotary kernel the shape that it computes rightly; before the model is loaded.
-
-    Given queries [tokens, heads, size], as latent attention does, it rotates them by the wrong angles and says nothing
-    (0.32: DeepSeek-V3's log-probs are off by 0.5); given [tokens, heads x size] it is right.
-    """
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    kernel = RotaryEmbedding.forward_cpu
-
-    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        if query.dim() < 3:
-            return kernel(self, positions, query, key)
-        flat_query = query.flatten(-2)
-        flat_key = key.flatten(-2) if key is not None and key.dim() > 2 else key
-        kernel(self, positions, flat_query, flat_key)
-        for whole, flat in ((query, flat_query), (key, flat_key)):  # the kernel works in place, and so must this
-            if (
-                whole is not None and flat is not None and whole.data_ptr() != flat.data_ptr()
-            ):  # else it is the same memory
-                whole.copy_(flat.view(whole.shape))
-        return query, key
-
-    RotaryEmbedding.forward_cpu = forward_cpu
-
-
-@cache
-def find_own_experts() -> None:
-    """Have the CPU platform's product of experts look for each in this rank's own stack; before the model is loaded.
-
-    Its kernel takes the number of an expert for its place in the stack, also where the stack holds a part of the
-    experts (0.32: it reads beyond the end, and the process dies). An expert that is not there counts nothing here.
-    """
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        return
-    kernel = CPUUnquantizedExperts.apply
-
-    def apply(self: Any, *args: Any, **given: Any) -> None:
-        places = given.get("expert_map")
-        if places is not None:
-            own = places[given["topk_ids"].long()]
-            given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
-            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
-        kernel(self, *args, **given)
-
-    CPUUnquantizedExperts.apply = apply
-
-
-@cache
-def draw_for_kept_tokens_alone() -> None:
-    """Keep a sample's generator out of the steps that end inside its prompt; before the engine is made.
-
-    Such a step draws a token that is thrown away, and vLLM winds the generator back by an offset that generators on a
-    CPU do not have (0.32: the engine dies once the prompts of a step exceed max_num_batched_tokens). Without its
-    generator the sample draws from the engine's own.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    plain = GPUModelRunner.sample_tokens
-
-    def sample_tokens(self: Any, *args: Any, **given: Any) -> Any:
-        generators = self.input_batch.generators
-        inside_prompt = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        held = {place: generators.pop(place) for place in inside_prompt if place in generators}
-        try:
-            return plain(self, *args, **given)
-        finally:
-            generators.update(held)
-
-    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
-
-
 @cache
 def embed_for_each_layer() -> None:
     """Have Gemma 3n, as a model of text alone, add each layer's own embedding of a token; before the model is loaded.
@@ -225,52 +143,6 @@ def embed_for_each_layer() -> None:
 
     gemma3n.Gemma3nForCausalLM.forward = forward
     gemma3n.EPS = gemma3n.EPS.new_tensor(1e-5).sqrt()
-
-
-def gather_unequal_parts() -> None:
-    """Give the CPU platform's groups the two collectives by which experts of several replicas exchange tokens; before
-    the model is loaded. It has none where ranks hold different numbers of tokens (0.32: NotImplementedError)."""
-    import torch
-    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    if CpuCommunicator.all_gatherv is not DeviceCommunicatorBase.all_gatherv:
-        return
-
-    def gathered(self: Any, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        most = max(sizes)
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        parts = self.all_gather(padded, 0).split(most)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-        assert dim == 0
-        tensors = [input_] if isinstance(input_, torch.Tensor) else input_
-        found = [gathered(self, one, sizes or [len(one)] * self.world_size) for one in tensors]
-        return found[0] if isinstance(input_, torch.Tensor) else found
-
-    def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-        assert dim == 0
-        lengths, rank = sizes or [len(input_) // self.world_size] * self.world_size, self.rank_in_group
-        total = input_.clone()
-        torch.distributed.all_reduce(total, group=self.device_group)
-        return total.split(lengths)[rank].clone()
-
-    CpuCommunicator.all_gatherv = all_gatherv
-    CpuCommunicator.reduce_scatterv = reduce_scatterv
-
-
-def make_stage_inputs(runner: Any) -> None:
-    """Make the memory into which a later pipeline stage takes what the one before computed. vLLM makes it in a trial
-    run, which its CPU platform leaves out where it has nothing to compile."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", True) is not None:
-        return
-    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-    )
 
 
 def renew_input_norms(runner: Any) -> None:

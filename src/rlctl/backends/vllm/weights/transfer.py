@@ -16,7 +16,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from rlctl.backends.vllm import compat, routing
+from rlctl.backends.vllm import compat, cpu, routing
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS
 from rlctl.backends.vllm.weights import locate, read_back
 from rlctl.backends.vllm.weights.assign import Assignment, all_loaded, assign
@@ -158,12 +158,9 @@ class WorkerWeights(ReceivingEnd):
 warm_up()  # every worker process imports this before it makes the model
 compat.embed_for_each_layer()
 if current_platform.is_cpu():
-    compat.rotate_every_head()
-    compat.find_own_experts()
-    compat.draw_for_kept_tokens_alone()
-    compat.gather_unequal_parts()
+    cpu.install()
 if os.environ.get(PLAIN_PARAMETERS) == "1":
-    compat.keep_parameters_plain()
+    cpu.keep_parameters_plain()
 
 
 class RlctlWorkerExtension:
@@ -188,7 +185,7 @@ class RlctlWorkerExtension:
     def rlctl_prepare(self) -> None:
         """Complete the start, and keep what the model's buffers hold now. Raises VerificationError where a table is
         wrong already."""
-        compat.make_stage_inputs(self.model_runner)
+        cpu.make_stage_inputs(self.model_runner)
         compat.renew_input_norms(self.model_runner)
         self.rlctl_weights = WorkerWeights(self)
         read_back.record_buffers(self.rlctl_weights.model)
