@@ -6,6 +6,7 @@ A message with images has `MARK` in its content for each, and their sources in o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
 
 if TYPE_CHECKING:
-    from rlctl.data.prompt_rows import PromptRow
+    from rlctl.data.prompt_rows import PromptRow, PromptSource
 
 COLUMNS = (IMAGES, IMAGE)
 """Columns of a row with its images."""
@@ -63,6 +64,22 @@ def images_of(messages: str | Sequence[Mapping[str, Any]]) -> tuple[ImageSource,
     if isinstance(messages, str):
         return ()
     return tuple(image for message in messages for image in message.get(IMAGES, ()))
+
+
+def broken_images(rows: Sequence[PromptRow] | PromptSource, most: int) -> dict[int, InputError]:
+    """Return the error of each of the first `most` rows that has an image which cannot be decoded, by its place."""
+
+    def trouble(place: int) -> InputError | None:
+        try:
+            for image in rows[place].images:
+                image.decoded()
+        except InputError as error:
+            return error
+        return None
+
+    places = range(min(len(rows), most))
+    with ThreadPoolExecutor() as pool:  # PIL decodes without Python's lock
+        return {place: error for place, error in zip(places, pool.map(trouble, places), strict=True) if error}
 
 
 def in_parts(message: Mapping[str, Any], *, always: bool = False) -> dict[str, Any]:

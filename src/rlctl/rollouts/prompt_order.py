@@ -13,6 +13,7 @@ import numpy as np
 from rlctl.backends.messages import GroupRequest
 from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
+from rlctl.data.image_rows import broken_images
 from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
 from rlctl.data.prompts import open_episodes, open_prompts
@@ -25,6 +26,10 @@ from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 
 SCANNED_PROMPTS = 2048
+CHECKED_IMAGES = 1000
+"""Rows of a source whose images are decoded before a run; later ones when they are drawn."""
+SAMPLED_ROWS = 16
+"""Rows of a source that are looked at for images."""
 # What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
@@ -95,7 +100,9 @@ class PromptStream:
         sources = stream.sources
         if environment is not None:
             sources = [replace(one, encoder=environment.showing_tools(one.encoder)) for one in sources]
-        return cls(sources, stream._mixing, planned, stream.held_out, environment)
+        found = cls(sources, stream._mixing, planned, stream.held_out, environment)
+        found._fitted = stream._fitted
+        return found
 
     @classmethod
     def _of(cls, config: RlctlConfig, model_dir: Path, opened: list[PromptSource]) -> Self:
@@ -122,7 +129,9 @@ class PromptStream:
             for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
         planned = config.batch.prompts * config.run.steps
-        return cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
+        stream = cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
+        stream.leave_out_broken_images(config.run.seed)
+        return stream
 
     rows: RowType = PROMPTS
     """What a row of the data holds."""
@@ -182,6 +191,27 @@ class PromptStream:
     def _too_long(self, row: PromptRow, limit: int) -> bool:
         perhaps = bool(row.images) or len(self.text(row).encode()) + TOKENS_AROUND > limit
         return perhaps and len(self._whole(row)) > limit
+
+    def leave_out_broken_images(self, seed: int) -> None:
+        """Leave out the rows whose images cannot be read, of the sources that want it. Raises InputError for the first
+        such row of the others, and where none is left."""
+        for number, source in enumerate(self.sources):
+            every, drops = source.prompts, source.data.broken_images == "drop"
+            if not any(row.images for row in every.sample(SAMPLED_ROWS)):
+                continue
+            broken = broken_images(every, len(every) if drops else CHECKED_IMAGES)
+            if broken and (not drops or len(broken) == len(every)):
+                raise next(iter(broken.values()))
+            if not broken:
+                continue
+            kept = every.only(np.delete(np.arange(len(every)), [*broken]), broken_images=len(broken))
+            order = PromptOrder.of(kept, source.data, seed, number)
+            first = next(iter(broken.values())).message
+            self._fitted.append(
+                f"{len(broken):,} of {len(every):,} rows are left out (data.broken_images=drop): {first}"
+            )
+            self._named[source.label] = replace(source, prompts=kept, order=order)
+        self.sources = [self._named[source.label] for source in self.sources]
 
     def leave_out_long(self, limit: int, seed: int) -> None:
         """Leave out the prompts of more than `limit` tokens of the sources that want it. Raises InputError where none
