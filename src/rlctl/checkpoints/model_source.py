@@ -93,7 +93,7 @@ def resolve_model(
         if directory is None and supplied is None:
             raise AbsentError(
                 f"model {name}: no directory here, {UNREACHED}",
-                "Give a local directory, or download the model where there is a network with `hf download`.",
+                "Give a local directory, or download the model with `hf download` on a machine with network access.",
             )
         if directory is not None:
             check_directory(directory, weights=weights)
@@ -156,7 +156,7 @@ def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
     if fetched is None:
         raise AbsentError(
             f"--tokenizer {name}: no directory here, {UNREACHED}",
-            "Give a directory with tokenizer.json, or download it where there is a network with `hf download`.",
+            "Give a directory with tokenizer.json, or download it with `hf download` on a machine with network access.",
         )
     return fetched
 

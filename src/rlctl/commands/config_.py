@@ -189,7 +189,7 @@ def import_(
         raise ConfigError(
             f"{file} is neither a recipe of {' or '.join(trainers())} nor rlctl's YAML: rlctl has no section "
             f"{listed(others)}.",
-            "docs/coming_from.md has rlctl's keys for those of other trainers.",
+            "docs/coming_from.md maps keys of other trainers to rlctl's.",
         )
     recipe = importer.read(file, (), None)
     resolved = resolve(files=[file], environment={})

@@ -86,7 +86,7 @@ class Resolved:
         if self.refusals:
             raise ConfigError(
                 "The configuration asks for what rlctl cannot run yet:\n" + "\n".join(self.refusals),
-                "--allow-differences of `train` goes on without it; `rlctl config import FILE` reports every key.",
+                "`train --allow-differences` continues without it; `rlctl config import FILE` reports every key.",
             )
 
     def allowing_differences(self) -> Resolved:

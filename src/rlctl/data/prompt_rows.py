@@ -157,7 +157,7 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     if name := next((name for name in OTHER_MEDIA if record.get(name)), None):  # without it there is no answer
         raise InputError(
             f"{where}: field {name!r} holds {OTHER_MEDIA[name]}, and prompts are texts and images.",
-            "rlctl does not train on sound or video. If the text alone is meant, leave that field out.",
+            "rlctl does not train on sound or video. To train on the text, leave that field out.",
         )
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
     answer = _answer_in(record, data.answer_field)
@@ -275,7 +275,7 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
             f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
-            "Leave that message out; a reference answer has a field of its own (--answer-field).",
+            "Leave that message out; reference answers go into a separate field (--answer-field).",
         )
     return messages
 

@@ -64,7 +64,7 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
     if data.params:
         raise InputError(
             f"data.params ({', '.join(data.params)}) belong to a reasoning-gym task, but data.name is {name!r}.",
-            "Remove them, or clear those of a preset with --set data.params={}.",
+            "Remove them, or clear a preset's with --set data.params={}.",
         )
     path = Path(name)
     kind = FILE_SUFFIXES.get(path.suffix.lower())
@@ -208,7 +208,7 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
         if any(kind in repr(feature) for kind in ("Audio(", "Video(")):
             raise InputError(
                 f"Dataset {label}: column {column!r} holds sound or video, and prompts are texts and images.",
-                "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
+                "rlctl does not train on them. To train on the text, save the dataset without that column.",
             )
         if "Image(" in repr(feature) and column not in (*COLUMNS, MESSAGES, data.prompt_field):
             raise InputError(

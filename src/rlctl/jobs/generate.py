@@ -159,7 +159,7 @@ def read_prompts(
     `data.prompt_field`, or a text with one prompt a line in a file or (`-`) on stdin. Raises InputError naming the
     flag, the file and the line."""
     if images and not texts:
-        raise InputError("--image is for --prompt.", 'Give --prompt TEXT; a .jsonl file has a field "image".')
+        raise InputError("--image applies to --prompt.", 'Give --prompt TEXT; a .jsonl file has a field "image".')
     found = [
         with_images(
             PromptRow(i, f"--prompt number {i + 1}", text, None),

@@ -22,6 +22,8 @@ CONFIG, DATA, REWARD = "run.yaml", "questions.jsonl", "rewards.py"
 OWN_REWARD = f"{REWARD}:reward"
 QUESTIONS = 96
 HELD_OUT = 16
+EXAMPLE_TOKENS = 32
+"""Tokens for a sentence that answers an example question."""
 
 TEXTS = Path(__file__).with_name("init")
 """The files that are written: the configuration, in which names in braces are filled in, and the reward."""
@@ -70,7 +72,7 @@ class NewRun:
             reward=_written(self._reward()),
             prompts=config.batch.prompts,
             generations=config.batch.generations,
-            max_new_tokens=config.generation.max_new_tokens,
+            max_new_tokens=max(config.generation.max_new_tokens, EXAMPLE_TOKENS if self.data is None else 0),
             temperature=config.generation.temperature,
             lr=config.optimizer.lr,
             holdout=HELD_OUT if self.data is None else 0,

@@ -65,7 +65,7 @@ def _seeing(source: ModelSource) -> ModelSource:
     if vision_family(config) is None:
         raise InputError(
             f"{source.label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
-            "Name such a model, or train on texts alone: --set model.images=false.",
+            "Name such a model, or train only on text: --set model.images=false.",
         )
     said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
     if config["model_type"] == CAUSAL_HERE:
@@ -207,7 +207,7 @@ def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | No
         return None
     if config.model.images:
         raise InputError(
-            f"Reward {names[0]!r}: a reward model reads text alone, and the rollouts have images.",
+            f"Reward {names[0]!r}: a reward model reads only text, and the rollouts have images.",
             "Score them with a function (--reward path/to/file.py:function), which is given the images.",
         )
     teacher = config.named_teacher

@@ -389,7 +389,7 @@ def _checked_plan(
     if config.training.offload and not plan.colocated:
         raise ConfigError(
             "training.offload = true has no use where engines have devices of their own (generation.colocated = "
-            "false): nothing gives way to them.",
+            "false): policy and engines share no device.",
             "Leave it out.",
         )
     if samples and config.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:

@@ -52,7 +52,7 @@ def episodes_job(
     """Open model, data and environment. Raises InputError for what is wrong with them."""
     job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
     if checkpoint is not None and compares:
-        raise InputError("--check is for a model: a checkpoint's refit is verified as it is.", "Leave it out.")
+        raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
     prompts = PromptStream.open(job.config, job.model.source.directory)
     for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)

@@ -163,7 +163,7 @@ def resumed_job(
 
 def _refusal(change: str) -> InputError:
     return InputError(
-        f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
+        f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to continue with the change."
     )
 
 

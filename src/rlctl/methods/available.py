@@ -157,7 +157,7 @@ def _require_fitting_teacher(config: RlctlConfig, method: Method) -> None:
     name, teacher, column = config.run.algorithm, config.named_teacher, "teacher_logprobs"
     if teacher is None and column in method.requires | method.needs:
         what = f"The algorithm {name}" if column in method.requires else "loss.needs = teacher_logprobs"
-        raise ConfigError(f"{what} needs a teacher, and there is none.", "Name one: --teacher NAME (teacher.model).")
+        raise ConfigError(f"{what} needs a teacher.", "Name one: --teacher NAME (teacher.model).")
     if teacher and name in BUILT_IN and column not in method.requires and not method.config.loss.function:
         raise ConfigError(
             f"teacher.model = {teacher.model}, but the algorithm {name} learns nothing from a teacher.",

@@ -60,7 +60,7 @@ def family_of_config(config: dict[str, Any]) -> Family:
         raise InputError(f"`{name}` is an encoder-decoder model; rlctl trains decoder-only models.", "Name another.")
     if sees(config):
         raise InputError(
-            f"`{name}` is a model that takes images, sound or video as well as text; rlctl trains its text part alone.",
+            f"`{name}` is a model that takes images, sound or video as well as text; rlctl trains only its text part.",
             "`rlctl convert text-part` takes it out; `train` and the other commands do so themselves.",
         )
     if writes_nothing(config):

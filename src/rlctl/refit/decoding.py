@@ -84,7 +84,7 @@ class DecodeCheck:
                     f"from the policy's by {one.mean_abs:.2g} on average, {one.max_abs:.2g} at most (limit "
                     f"{self.limit:g}).",
                     f"{self._cause(unseen, agreed=agreed)} The engine refuses to generate. `rlctl refit-test` says "
-                    "more; --set checks.logprob_diff_error=... goes on regardless.",
+                    "more; --set checks.logprob_diff_error=... continues anyway.",
                 )
         return sum(one.abs_sum for one in differences) / max(1, sum(one.tokens for one in differences))
 

@@ -146,7 +146,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
             kind = "an object" if isinstance(row.answer, dict) else "a list"
             raise InputError(
                 f"Reward {name!r} compares with a text or a number, and the reference answer of {row.where} is {kind}.",
-                "A reward function of your own (path/to/file.py:function) gets it as it is.",
+                "A reward function (path/to/file.py:function) gets it unchanged.",
             )
     return name
 

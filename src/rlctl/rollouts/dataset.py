@@ -88,7 +88,7 @@ class TextStream(PromptStream):
             raise InputError(
                 f"{row.where}: a teacher with a tokenizer of its own writes prompts and answers in another form, so "
                 "that it would read another text.",
-                "Give rows with `text` alone, or leave teacher.own_tokenizer out.",
+                "Give rows with only `text`, or leave teacher.own_tokenizer out.",
             )
         other = self._other(source, row) if self.rows.needs_another else None
         found = self.rows.texts(row, other, source.encoder, source.data, self.scored)

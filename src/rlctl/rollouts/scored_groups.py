@@ -132,7 +132,7 @@ class GroupMaker:
             raise InputError(
                 f"A reward function failed on {sum(self._dropped)} rollouts of the last {len(self._dropped)} batches; "
                 f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {why[-1]}",
-                "Fix it and go on with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
+                "Fix it and continue with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
             )
         episodes = [one.episode for group in groups for one in group.rollouts if one.episode]
         said = [*why, *filter(None, (one.failure for one in episodes))]

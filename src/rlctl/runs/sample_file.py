@@ -118,7 +118,7 @@ class SampleFile:
         except OSError as error:
             raise RlctlError(
                 f"--output {self.path} cannot be written to: {error.strerror}.",
-                "Free space on that disk; the same command then goes on with the samples that the file has.",
+                "Free space on that disk; the same command then continues from the samples in the file.",
             ) from error
 
     def __enter__(self) -> Self:

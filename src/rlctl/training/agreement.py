@@ -75,5 +75,5 @@ class Agreement:
             f"Stopped after {what}: more than checks.logprob_diff_error = {self.error:g}, and more than rounding in "
             f"{self.precision} explains.",
             "`rlctl refit-test` with the same model tells whether weights or arithmetic differ; "
-            "--set checks.logprob_diff_error=... goes on regardless.",
+            "--set checks.logprob_diff_error=... continues anyway.",
         )

@@ -39,7 +39,7 @@ class Health:
         if skipped < steps and not math.isfinite(metrics["loss"]):
             raise DivergenceError(
                 f"Stopped after step {step}: its loss is {metrics['loss']}, and the weights were changed by it.",
-                "Look for the cause in the rewards and, if it is one of your own, in the loss function.",
+                "Look for the cause in the rewards, and in a custom loss function.",
             )
         self._skipped = self._skipped + 1 if skipped == steps else 0
         if skipped:

@@ -65,7 +65,7 @@ class UserLoss:
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise InputError(
                 f"{who} returned {repr(values)[:80]} as its metrics.",
-                'It returns the loss alone, or (loss, {"name": values}).',
+                'Return the loss, or (loss, {"name": values}).',
             )
         if self.names is not None and values.keys() != set(self.names):
             raise InputError(

@@ -48,7 +48,7 @@ def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layou
     directory, ours, theirs = part.files.directory, weights_of(facts).tensors, weights_of(part.facts).tensors
     if packed := [name for name, spec in part.specs.items() if spec.dtype not in FLOATS]:
         why = f"--into {directory}: its text part is quantized (tensor {packed[0]} is {part.specs[packed[0]].dtype})."
-        raise InputError(why, "Name the same model in plain weights, or export the text model alone.")
+        raise InputError(why, "Name the same model in plain weights, or export only the text model.")
     if different := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
         why = f"--into {directory}: its text part is another model than this one, by {listed(different)}."
         raise InputError(why, "Name the model that the run began with.")
