@@ -70,7 +70,8 @@ def test_a_model_is_trained_on_images_resumed_and_published(here: Any, family: s
     begun, trained, resumed = (read(place) for place in (model, tmp_path / "exported", tmp_path / "resumed"))
     assert trained.keys() == begun.keys()
     assert all(torch.equal(value, resumed[name]) for name, value in trained.items())
-    loaded, told = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    made: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    loaded, told = made
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     first = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())
     part_of = VISION_FAMILIES[family].part_of
