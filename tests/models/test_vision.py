@@ -1,0 +1,47 @@
+"""What is known of models that read images before any of their files is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlctl.config.parallel import ParallelSpec
+from rlctl.models.catalog import lookup
+from rlctl.models.constraints import family_problem, fsdp_problems
+from rlctl.models.facts import VisionFacts
+from rlctl.models.vision import VISION_FAMILIES, vision_family
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "part"),
+    [
+        ("idefics3", "model.vision_model.encoder.layers.0.mlp.fc1.weight", "vision"),
+        ("idefics3", "model.connector.modality_projection.proj.weight", "projector"),
+        ("idefics3", "lm_head.weight", "language"),
+        ("qwen2_5_vl", "model.visual.merger.mlp.0.weight", "projector"),
+        ("qwen3_vl", "model.visual.deepstack_merger_list.0.norm.weight", "projector"),
+        ("qwen3_vl", "model.visual.pos_embed.weight", "vision"),
+        ("gemma3", "model.multi_modal_projector.mm_soft_emb_norm.weight", "projector"),
+        ("internvl", "model.language_model.layers.0.mlp.up_proj.weight", "language"),
+    ],
+)
+def test_every_parameter_is_of_one_part(kind: str, module: str, part: str) -> None:
+    assert VISION_FAMILIES[kind].part_of(module) == part
+
+
+def test_a_text_part_reads_no_images() -> None:
+    assert vision_family({"model_type": "gemma3", "vision_config": {"hidden_size": 8}}) is VISION_FAMILIES["gemma3"]
+    assert vision_family({"model_type": "gemma3_text"}) is None
+    assert vision_family({"model_type": "llava", "vision_config": {}}) is None
+
+
+def test_what_cannot_be_trained_with_images_is_refused_with_the_reason() -> None:
+    text = lookup("Qwen/Qwen2.5-7B")
+    assert text is not None
+    vision = VisionFacts("qwen2_5_vl", 151655, 1280, 32, 14, 4, "qwen2")
+    facts = replace(text, family="Qwen2_5_VLForConditionalGeneration", vision=vision)
+    assert not fsdp_problems(facts, ParallelSpec(tp=2, sequence_parallel=True))
+    [problem] = fsdp_problems(facts, ParallelSpec(cp=2))
+    assert (problem.key, "the tokens of an image are not cut" in problem.message) == ("training.cp", True)
+    assert "--backend dtensor does" in str(family_problem(facts, "megatron"))
