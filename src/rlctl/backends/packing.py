@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlctl.backends.batch import BatchShard, MicroBatch, WeightedRollout
-from rlctl.backends.bin_packing import first_fit_decreasing, least_bins, pack, spread
+from rlctl.backends.bin_packing import least_bins, pack, spread
 from rlctl.errors import ConfigError
 
 ATTENTION_TOKENS = 4096
@@ -163,13 +163,23 @@ def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> Packi
 
 
 def _split_group(group: Sequence[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
-    """Parts of a group of at most `limit` tokens, as few as first-fit-decreasing finds; a longer rollout is a part."""
+    """Parts of a group of at most `limit` tokens, as few as first-fit-decreasing finds; longer rollouts are parts."""
     prompt = group[0].prompt_tokens
     if prompt + sum(rollout.tokens - prompt for rollout in group) <= limit:
         return [tuple(group)]
-    room = max(1, limit - prompt)
-    completions = [min(room, max(1, rollout.tokens - prompt)) for rollout in group]
-    return [tuple(group[index] for index in sorted(part)) for part in first_fit_decreasing(completions, room)]
+    parts: list[list[WeightedRollout]] = []
+    rooms: list[int] = []
+    for rollout in sorted(group, key=lambda rollout: -rollout.tokens):
+        completion = rollout.tokens - prompt
+        for index, room in enumerate(rooms):
+            if completion <= room:
+                parts[index].append(rollout)
+                rooms[index] -= completion
+                break
+        else:
+            parts.append([rollout])
+            rooms.append(limit - rollout.tokens)
+    return [tuple(sorted(part, key=lambda rollout: rollout.key)) for part in parts]
 
 
 def _unit(rollouts: tuple[WeightedRollout, ...], share: bool = True) -> PackingUnit:

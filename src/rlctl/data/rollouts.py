@@ -117,7 +117,9 @@ class EpisodeFacts:
 
 def contexts_of(tokens: int, episode: EpisodeFacts | None) -> list[tuple[int, int]]:
     """Return (begin, tokens) of each context of a rollout of `tokens` tokens."""
-    begins = (0, *(episode.contexts if episode else ()))
+    if episode is None or not episode.contexts:
+        return [(0, tokens)]
+    begins = (0, *episode.contexts)
     return [(begin, end - begin) for begin, end in zip(begins, (*begins[1:], tokens), strict=True)]
 
 

@@ -15,8 +15,10 @@ loss is. Where nothing is sampled there are no engines, and `sync` and `agreemen
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -106,7 +108,7 @@ class Loop:
         if self.parts.sync is not None:
             journal.doing("first refit, every tensor compared")
             journal.refitted(self.parts.sync.refit(self.version))
-        with stop.between_steps():
+        with stop.between_steps(), rare_garbage_collection():
             while self.step < self.config.run.steps and not stop.requested and not self._plateau:
                 metrics, ended = self._step(stop)
                 if stop.requested and not ended:  # it was asked for while the step was saved or logged
@@ -230,6 +232,19 @@ class Loop:
         return {**metrics, "tokens_per_s": metrics["tokens"] / working, "seconds": seconds}
 
 
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Let Python look for reference cycles after 200,000 new objects in place of 700: a step makes several objects for
+    each rollout, none of them in a cycle, and most of the driver's time would go into looking at them again and
+    again."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 def estimate_first(policy: PolicyClient, method: Method, batch: TrainBatch) -> None:
     """Compute what an algorithm wants to know before it trains on a batch."""
     asked = method.before_training(batch)
@@ -250,23 +265,25 @@ def make_batch(groups: Sequence[RolloutGroup], method: Method, optimizer_steps: 
     """
     kept = [group for group in groups if method.trains_on(group)]
     learned = [
-        (rollout, float(advantage), bool(imitated))
+        one
         for group, advantages_G in zip(kept, method.batch_advantages(kept), strict=True)
-        for rollout, advantage, imitated in zip(group.rollouts, advantages_G, method.imitated(group), strict=True)
+        for one in zip(group.rollouts, advantages_G.tolist(), method.imitated(group).tolist(), strict=True)
     ]
     parts = np.array_split(np.arange(len(learned)).reshape(-1, method.sequences), optimizer_steps)
-    minibatches = [_minibatch([learned[i] for i in part.flat], method) for part in parts if len(part)]
+    minibatches = [_minibatch([learned[i] for i in part.ravel().tolist()], method) for part in parts if len(part)]
+
+    needs_advantage, skips_idle = not method.learns_without_advantage, method.skips_idle
 
     def skips(rollout: WeightedRollout) -> bool:
-        without = rollout.advantage == 0 and not method.learns_without_advantage
-        return method.skips_idle and (without or rollout.token_weight == 0)
+        return skips_idle and ((needs_advantage and rollout.advantage == 0) or rollout.token_weight == 0)
 
     read_by_teacher = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
-    trained = tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches)
+    skipped = {id(rollout) for one in minibatches for rollout in one if skips(rollout)}
+    trained = tuple(tuple(rollout for rollout in one if id(rollout) not in skipped) for one in minibatches)
     return TrainBatch(
         trained,
         {group.position: group.columns for group in kept},
-        tuple(rollout for one in minibatches for rollout in one if skips(rollout)),
+        tuple(rollout for one in minibatches for rollout in one if id(rollout) in skipped),
         tuple(
             tuple(_as_teacher_reads(read_by_teacher[rollout.position], rollout) for rollout in one) for one in trained
         )
@@ -287,10 +304,10 @@ def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], method: Method) -
     nll_weight = method.nll_weight / max(1, int(tokens_N[imitated_N].sum()))
     return tuple(
         WeightedRollout(
-            r.position, r.sample, r.prompt_tokens, tokens, advantage, float(weight), begin,
+            r.position, r.sample, r.prompt_tokens, tokens, advantage, weight, begin,
             nll_weight if imitated and weight else 0.0,
         )
-        for (r, advantage, imitated), weight in zip(learned, weights_N, strict=True)
+        for (r, advantage, imitated), weight in zip(learned, weights_N.tolist(), strict=True)
         for begin, tokens in r.contexts()
     )  # fmt: skip
 
@@ -377,7 +394,8 @@ def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
     """Return [version, response tokens that its weights chose] of each version, the oldest first."""
     found: Counter[int] = Counter()
     for rollout in rollouts:
-        found.update(dict(rollout.versions))
+        for version, tokens in rollout.versions:
+            found[version] += tokens
     return [[version, found[version]] for version in sorted(found)]
 
 
@@ -393,7 +411,9 @@ def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
     for group in batch.groups:
         for rollout in group.rollouts:
             for name, value in rollout.terms.items():
-                terms.setdefault(name, []).extend([] if value is None else [value])
+                values = terms.setdefault(name, [])
+                if value is not None:
+                    values.append(value)
         if group.prompt.source:
             sources.setdefault(group.prompt.source, []).extend(group.rewards_G)
     means = {"reward_terms": terms, "reward_by_source": sources}

@@ -230,8 +230,9 @@ class Algorithm(Method):
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
         """Return what the rollouts of a group are compared by, as (weight, values [G]): their `scores` with shift, with
         the factor of cut rollouts, and with what lengths cost, which `advantage.per_term` compares by itself."""
-        penalties_G = self.length_penalties(group)
-        factor_G = np.where([one.truncated for one in group.rollouts], self.config.reward.truncated_factor, 1.0)
+        penalties_G, factor, factor_G = self.length_penalties(group), self.config.reward.truncated_factor, np.float64(1)
+        if factor != 1.0:
+            factor_G = np.where([one.truncated for one in group.rollouts], factor, 1.0)
         if not self._by_term(group):
             return [(1.0, factor_G * (group.rewards_G + self.config.reward.shift) + penalties_G)]
         found = [(weight, factor_G * values_G) for weight, values_G in self.scores(group)]
@@ -267,7 +268,10 @@ class Algorithm(Method):
     def length_penalties(self, group: RolloutGroup) -> np.ndarray:
         """Return what the length of each rollout costs, float64 [G], at most 0: of an episode that of its longest turn,
         since `generation.max_new_tokens` is the limit of each turn."""
-        tokens_G, options = np.array([rollout.longest_turn for rollout in group.rollouts]), self.config.reward
+        options = self.config.reward
+        if not options.overlong_buffer:
+            return np.zeros(len(group.rollouts))
+        tokens_G = np.array([rollout.longest_turn for rollout in group.rollouts])
         limit = self.config.generation.max_new_tokens
         return overlong_penalty(tokens_G, limit, options.overlong_buffer, options.overlong_factor)
 
