@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 PACKAGES = str(Path(__file__).parents[1])
 MAIN = "import sys; sys.path.append(sys.argv[1]); from rlctl.child import main; main(int(sys.argv[2]))"
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 CLEARING_S = 30.0
 """Most seconds that a child may take to remove what it wrote after it was interrupted."""
 
@@ -80,6 +79,16 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+def adopt_orphans(on: bool = True) -> None:
+    """Have descendants whose own parents ended become children of this process."""
+    ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+
+
 def main(answer: int) -> None:
     """Call the function that stdin holds, and write (result, error) to the file with the descriptor `answer`."""
     interrupted = False
@@ -93,7 +102,7 @@ def main(answer: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as it is under nohup
             signal.signal(number, interrupt)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    end_with_parent(signal.SIGTERM)
     os.set_inheritable(answer, False)
     os.dup2(2, 1)
     value: Any = None

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlctl.checkpoints.locations import write_problem
+from rlctl.config.files import write_json
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run, write_json
+from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.sample_file import SampleFile
 from rlctl.runs.samples import read_samples
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rlctl.jobs.tiny_model import VOCAB_SIZE, write_json, write_tokenizer
+from rlctl.config.files import write_json
+from rlctl.jobs.tiny_model import VOCAB_SIZE, write_tokenizer
 from support.families import GEMMA_ROPE, MOE, WINDOW
 
 TEXT = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 from pathlib import Path
 
-from rlctl.config.files import user_path
+from rlctl.config.files import lock_file, user_path
 
 NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 """Variables by which users say where converted models belong."""
@@ -54,7 +53,7 @@ def write_problem(place: Path) -> str | None:
         return f"{place} is not a directory"
     try:
         with tempfile.TemporaryFile(dir=place) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
             file.write(b"rlctl")
             file.flush()
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import BinaryIO, cast
 
 from filelock import FileLock, Timeout
 
+from rlctl.config.files import flush
 from rlctl.errors import InputError, MachineError, RlctlError
 
 FREE_SPACE_MARGIN = 1.02
@@ -142,21 +143,6 @@ def require_replaceable(destination: Path, sources: Collection[Path]) -> None:
 def any_content(directory: Path) -> bool:
     """Whether a path is a file or a directory with something in it."""
     return not directory.is_dir() or any(directory.iterdir())
-
-
-def flush(directory: Path) -> None:
-    """Make sure that files and directory entries are on the disk."""
-    for path in [*directory.rglob("*"), directory]:
-        flush_one(path)
-
-
-def flush_one(path: Path) -> None:
-    """Make sure that one file, or the entries of one directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

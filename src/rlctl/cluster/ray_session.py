@@ -7,7 +7,6 @@ folders that only this user can look into. Both are gone after any end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from rlctl.child import adopt_orphans
 from rlctl.cluster.session_files import lasting_folder
 from rlctl.errors import ClusterError, MachineError, WaitTimeoutError, WorkerError
 
@@ -72,7 +72,6 @@ while quiet < 5:  # a process may be about to start another one
 TOKEN = secrets.token_hex(32)
 """The processes of a session that is started here ask each other for it. Ray keeps the first that a process had."""
 TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @contextlib.contextmanager
@@ -400,7 +399,7 @@ def _ending_descendants() -> Iterator[None]:
     """At the end of the block, end what was started in it and still runs. Descendants whose parents died within the
     block are this process's children from then on, and so none is missed."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     try:
         yield
     finally:
@@ -413,7 +412,7 @@ def _ending_descendants() -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(alive, timeout=5)
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        adopt_orphans(False)
 
 
 def fetch(handle: Any) -> Any:

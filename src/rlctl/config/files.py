@@ -1,9 +1,10 @@
-"""Files that users name, read up to a bound; folders that end with their process."""
+"""Files that users name, read up to a bound; files replaced at once; locks; folders that end with their process."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 from rlctl.errors import ConfigError
 
@@ -40,6 +42,58 @@ def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
     raise ConfigError(f"{what} {path} cannot be read: {problem}.")
 
 
+def flush(directory: Path) -> None:
+    """Make sure that files and directory entries are on the disk."""
+    for path in [*directory.rglob("*"), directory]:
+        flush_one(path)
+
+
+def flush_one(path: Path) -> None:
+    """Make sure that one file, or the entries of one directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `data`: a reader sees the old or the new file, never a part. `durable`: so does a machine that
+    lost power."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_bytes(data)
+    if durable:
+        flush_one(aside)
+    aside.replace(path)
+    if durable:
+        flush_one(path.parent)
+
+
+def json_line(value: Any, indent: int | None = None, other: Callable[[Any], str] | None = None) -> bytes:
+    """Return `value` as JSON that people can read. Half of a character, as texts from elsewhere and names of files may
+    hold, is written as the escape that JSON has for it.
+
+    `other` makes texts of what JSON has no word for, such as a date or a decimal that is an answer in a parquet file.
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, default=other)
+    return f"{text}\n".encode(errors="backslashreplace")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON, as `replace_file` does."""
+    replace_file(path, json_line(value, indent=2))
+
+
+def lock_file(file: int | IO[Any], *, shared: bool = False) -> bool:
+    """Lock an open file until it is closed or its process ends; return False where another process holds the lock.
+    Raises OSError where the file system has no locks."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 _remove = partial(shutil.rmtree, ignore_errors=True)
 
 
@@ -55,7 +109,7 @@ def held_folder(name: str, base: Path, remove: Callable[[Path], object] = _remov
     folder = Path(tempfile.mkdtemp(prefix=f"rlctl-{name}", dir=base))
     lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock)
         os.rename(folder / f"{LOCK}.new", folder / LOCK)  # so that none sees it before it is held
         yield folder
     finally:
@@ -70,8 +124,7 @@ def abandoned(name: str, base: Path) -> list[Path]:
     for lock in base.glob(f"rlctl-{name}*/{LOCK}"):
         with contextlib.suppress(OSError), lock.open() as stream:
             kept = (lock.parent / KEPT).exists() and time.time() - lock.parent.stat().st_mtime < KEPT_S
-            if lock.stat().st_uid == os.getuid() and not kept:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.stat().st_uid == os.getuid() and not kept and lock_file(stream):
                 found.append(lock.parent)
     return found
 

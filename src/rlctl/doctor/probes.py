@@ -388,7 +388,8 @@ def _write_billion(directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from rlctl.jobs.tiny_model import llama_config, write_json, write_tokenizer
+    from rlctl.config.files import write_json
+    from rlctl.jobs.tiny_model import llama_config, write_tokenizer
     from rlctl.models.families import facts_from_hf_config, weights_of
 
     directory.mkdir()

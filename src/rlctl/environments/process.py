@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import pickle
 import resource
@@ -27,10 +26,10 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import psutil
 
+from rlctl.child import adopt_orphans
 from rlctl.environments.plan import EnvironmentPlan, LoadedEnvironment, RunningEpisode
 from rlctl.errors import RlctlError, first_line
 from rlctl.isolation.child_process import ChildProcess, begun
-from rlctl.isolation.supervisor import PR_SET_CHILD_SUBREAPER
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -129,7 +128,7 @@ class Session:
 def main() -> None:
     """The process that episodes are forked from. It ends with the connection to the engine's worker."""
     connection, _, loaded = begun(EnvironmentPlan.load)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     processes = EpisodeProcesses(loaded, connection)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -183,7 +182,7 @@ def _kill_tree(pid: int) -> None:
 def _play(loaded: LoadedEnvironment, connection: Connection) -> None:
     """The process of one episode: answer until the connection ends."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     limit = int(loaded.plan.memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

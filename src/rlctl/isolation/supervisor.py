@@ -10,7 +10,6 @@ because either may be killed itself: Ray kills the direct children of a worker t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
@@ -20,7 +19,8 @@ from typing import NoReturn
 
 import psutil
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+from rlctl.child import adopt_orphans, end_with_parent
+
 CLEANUP_TIMEOUT_S = 10.0
 LOOK_MS = 50
 """Milliseconds between two looks at the supervised process; the end of the worker is seen at once."""
@@ -37,13 +37,12 @@ def supervise(connection: int) -> None:
 
 
 def _fork(connection: int, signal_of_death: signal.Signals) -> None:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     parent = os.getpid()
     child = os.fork()
     if child:
         _supervise(child, connection)
-    prctl(PR_SET_PDEATHSIG, signal_of_death, 0, 0, 0)
+    end_with_parent(signal_of_death)
     if os.getppid() != parent:  # it had died before
         os._exit(1)
 

@@ -21,9 +21,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.checkpoints.staging import locked
 from rlctl.config.files import cache_directory
 from rlctl.errors import MachineError, VerificationError, WaitTimeoutError, install_extra
 
@@ -50,17 +49,14 @@ def fetch(tell: Tell = lambda _: None) -> Path:
     models = cache_directory() / "models"
     models.mkdir(parents=True, exist_ok=True)
     target = models / LABEL
-    try:
-        with FileLock(models / f".{LABEL}.lock", timeout=TIMEOUT_S):
-            if target.exists() and not is_intact(target):
-                tell(f"{target} does not match its checksums; making it again")
-                shutil.rmtree(target)
-            for left in models.glob(f".{LABEL}-*"):  # by a process that was killed: this one has the lock
-                shutil.rmtree(left, ignore_errors=True)
-            if not target.exists():
-                make(target, tell)
-    except Timeout as error:
-        raise WaitTimeoutError(f"Waited {TIMEOUT_S:.0f} s for another process that makes {target}.") from error
+    with locked(target, tell):
+        if target.exists() and not is_intact(target):
+            tell(f"{target} does not match its checksums; making it again")
+            shutil.rmtree(target)
+        for left in models.glob(f".{LABEL}-*"):  # by a process that was killed: this one has the lock
+            shutil.rmtree(left, ignore_errors=True)
+        if not target.exists():
+            make(target, tell)
     return target
 
 

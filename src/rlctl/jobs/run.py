@@ -16,6 +16,7 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import WorkerGroup, telling_waits
+from rlctl.config.files import write_json
 from rlctl.config.kinds import command_of
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
@@ -32,7 +33,7 @@ from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.validation import Validated, Validation
-from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
+from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.settings.config import EngineConfig

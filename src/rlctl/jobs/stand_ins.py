@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.child import call_in_child
+from rlctl.config.files import write_json
 from rlctl.data.chat import load_tokenizer
 from rlctl.data.holdout import validation_data
 from rlctl.data.mixing import source_settings
@@ -20,7 +21,7 @@ from rlctl.data.row_types import RowType
 from rlctl.data.templates import PROMPT, template_of
 from rlctl.errors import AbsentError, InputError
 from rlctl.jobs.new_run import example_rows
-from rlctl.jobs.tiny_model import FAMILIES, VOCAB_SIZE, tiny_config, write_json, write_tiny_model, write_tokenizer
+from rlctl.jobs.tiny_model import FAMILIES, VOCAB_SIZE, tiny_config, write_tiny_model, write_tokenizer
 from rlctl.jobs.tiny_vision import square, write_vision_model
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan

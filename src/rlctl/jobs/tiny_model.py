@@ -6,13 +6,13 @@ take them.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlctl.checkpoints.hf.reward_models import SCORE, scorer_class
+from rlctl.config.files import write_json
 from rlctl.models.facts import ModelFacts, RopeFacts
 from rlctl.models.families import facts_from_hf_config, weights_of
 
@@ -224,7 +224,3 @@ def write_tokenizer(directory: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     write_json(directory / "tokenizer_config.json", settings)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -7,7 +7,6 @@ the reader's light or dark colors, and stays small for a run of any length.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from rlctl.config.files import replace_file
 from rlctl.report.charts import COLORS, Series, bar_chart, line_chart, number
 from rlctl.report.reported_run import Arm, Forecast, ReportedRun, alike, arms, differences, unlike
 from rlctl.telemetry.conversation import as_text, conversation
@@ -38,9 +38,7 @@ MOST_MESSAGES = 200
 
 def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
     """Replace `path` by the report of one or several runs; a reader never sees a part of the page."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(page(runs), encoding="utf-8", errors="replace")
-    os.replace(aside, path)
+    replace_file(path, page(runs).encode(errors="replace"), durable=False)
 
 
 def page(runs: Sequence[ReportedRun], script: str = "") -> str:

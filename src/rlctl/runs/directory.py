@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.checkpoints.staging import flush, flush_one, is_full
+from rlctl.checkpoints.staging import is_full
+from rlctl.config.files import flush, flush_one, json_line, lock_file, write_json
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.telemetry.metrics import LOSS, MetricsFile, finite, flatten
 
@@ -126,22 +126,20 @@ class RunDirectory:
             why = f"--run-dir {self.path} cannot be written to: {error.strerror}."
             raise InputError(why, "Name another directory.") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = lock_file(self._lock)
         except OSError as error:
             self.release()
-            if isinstance(error, BlockingIOError):
-                why = f"Another process is writing to the run {self.path}."
-                raise InputError(why, "Wait for it to end, or name another --run-dir.") from error
             why = f"--run-dir {self.path} is on a file system that locks no files: {error.strerror}."
             raise InputError(why, "Mount it with locks (Lustre: `flock`), or name a directory elsewhere.") from error
+        if not free:
+            self.release()
+            why = f"Another process is writing to the run {self.path}."
+            raise InputError(why, "Wait for it to end, or name another --run-dir.")
 
     def is_locked(self) -> bool:
         """Return whether some process is writing to the run now."""
         with contextlib.suppress(OSError), (self.path / LOCK).open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+            return not lock_file(lock, shared=True)
         return False
 
     def release(self) -> None:
@@ -392,22 +390,3 @@ class NewCheckpoint:
     def discard(self) -> None:
         """Remove what was written so far."""
         shutil.rmtree(self._aside, ignore_errors=True)
-
-
-def json_line(value: Any, indent: int | None = None, other: Callable[[Any], str] | None = None) -> bytes:
-    """Return `value` as JSON that people can read. Half of a character, as texts from elsewhere and names of files may
-    hold, is written as the escape that JSON has for it.
-
-    `other` makes texts of what JSON has no word for, such as a date or a decimal that is an answer in a parquet file.
-    """
-    text = json.dumps(value, indent=indent, ensure_ascii=False, default=other)
-    return f"{text}\n".encode(errors="backslashreplace")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old or the new file, never a part."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_bytes(json_line(value, indent=2))
-    flush_one(aside)
-    aside.replace(path)
-    flush_one(path.parent)

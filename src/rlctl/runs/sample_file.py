@@ -7,15 +7,14 @@ that samples of other settings are never mixed with them.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from rlctl.config.files import json_line, lock_file
 from rlctl.errors import InputError, RlctlError
-from rlctl.runs.directory import json_line
 
 JUDGED = {"right", "score", "answer_given"}
 """Fields of a sample that metrics are made of."""
@@ -50,11 +49,11 @@ class SampleFile:
         require_place(path)
         try:
             self._file = path.open("a+b")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"--output {path}: another process is writing it.", ANOTHER) from error
+            free = lock_file(self._file)
         except OSError as error:
             raise InputError(f"--output {path} cannot be written: {error.strerror}.", ANOTHER) from error
+        if not free:
+            raise InputError(f"--output {path}: another process is writing it.", ANOTHER)
         self._read(path)
 
     def _read(self, path: Path) -> None:

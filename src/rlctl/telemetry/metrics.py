@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.config.files import replace_file
 from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
@@ -47,9 +48,7 @@ class MetricsFile:
         """Open `path`, dropping the lines of steps after step `finished` (a killed run is ahead of its checkpoint)."""
         self.path = path
         kept = [line for line in read_metrics(path) if line["step"] <= finished]
-        aside = path.with_suffix(".partial")
-        aside.write_text("".join(_to_line(line) for line in kept))
-        aside.replace(path)
+        replace_file(path, "".join(_to_line(line) for line in kept).encode())
         self.steps = {line["step"] for line in kept}
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from rlctl.backends.batch import GroupLogprobs
 from rlctl.backends.clients import PolicyClient
 from rlctl.cluster.ray_session import fetch
+from rlctl.config.files import write_json
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.rollouts.dataset import ReferenceLogps, TextStream, groups_of, reference_key
-from rlctl.runs.directory import write_json
 from rlctl.training.loop import make_batch
 from rlctl.training.method import Method
 

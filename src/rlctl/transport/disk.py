@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import torch
 
-from rlctl.checkpoints.staging import flush_one
+from rlctl.config.files import flush_one
 from rlctl.errors import VerificationError, WorkerError
 from rlctl.transport.round_buffers import Images, Packer
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, decode_parts, encode_parts

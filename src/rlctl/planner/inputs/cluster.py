@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.files import cache_directory, user_path
+from rlctl.config.files import cache_directory, user_path, write_json
 from rlctl.errors import InputError
 
 GIB = 1024**3
@@ -289,9 +289,7 @@ def profile_path() -> Path:
 def save_profile(profile: MachineProfile, path: Path) -> None:
     """Writes the profile, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(asdict(profile), indent=2) + "\n")
-    aside.replace(path)
+    write_json(path, asdict(profile))
 
 
 def load_profile(path: Path | None = None) -> MachineProfile | None:
