@@ -19,7 +19,7 @@ import typer
 
 from rlctl import __version__
 from rlctl.commands import output
-from rlctl.commands.parsing import App, Command, CommandLineError, Group, explained
+from rlctl.commands.parsing import App, Command, CommandGroup, CommandLineError, explained
 from rlctl.config.installed import installed_versions
 from rlctl.errors import EXIT_INTERRUPTED, InputError, InterruptionError, RlctlError, missing_package
 from rlctl.telemetry import terminal
@@ -68,7 +68,7 @@ EXAMPLES = (
 )
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """The top-level group: knows its commands' names and summaries, imports a command when it is invoked."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -12,7 +12,7 @@ from rlctl.commands.refit_test import text_of
 from rlctl.jobs.refit_report import NOT_COMPARED, RefitTestReport
 from rlctl.jobs.tiny_model import VOCAB_SIZE, write_tokenizer
 from rlctl.refit.records import RefitReport
-from rlctl.refit.verify import Comparison
+from rlctl.refit.verify import TensorComparison
 from support.commands import Run
 
 KEYS = {
@@ -27,16 +27,16 @@ def test_the_outcome_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
-    def last(comparison: Comparison) -> str:
+    def last(comparison: TensorComparison) -> str:
         test = RefitTestReport("tiny", "shared-memory", "direct", NOT_COMPARED, synthetic=True)
         test.reports, test.comparisons, test.verify_seconds = [RefitReport(1, {}, 1, 1)], [comparison], [0.1]
         test.limit_gb_per_s = 1.0
         return text_of(test)[-1]
 
-    assert last(Comparison(3)) == "\x1b[32mevery tensor equal\x1b[0m"
-    assert last(Comparison(3, missing=("a",))) == "\x1b[31mWRONG\x1b[0m  a is missing in the engine"
+    assert last(TensorComparison(3)) == "\x1b[32mevery tensor equal\x1b[0m"
+    assert last(TensorComparison(3, missing=("a",))) == "\x1b[31mWRONG\x1b[0m  a is missing in the engine"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert last(Comparison(3)) == "every tensor equal"
+    assert last(TensorComparison(3)) == "every tensor equal"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from rlctl.config.keys import keys_of, nearest
 from rlctl.config.load import from_sources, resolve, stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
-from rlctl.config.sources import Flag, Source
+from rlctl.config.sources import GivenFlag, Source
 from rlctl.errors import ConfigError
 from rlctl.methods.available import BUILT_IN, defaults_of
 from rlctl.settings.config import RolloutConfig
@@ -27,7 +27,7 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
         tmp_path / "c.yaml", "batch: {prompts: 2, generations: 2, optimizer_steps: 2}\nrun: {steps: 2, seed: 2}\n"
     )
     environment = {"RLCTL_BATCH__PROMPTS": "3", "RLCTL_BATCH__GENERATIONS": "3", "RLCTL_BATCH__OPTIMIZER_STEPS": "3"}
-    flags = {"batch.generations": Flag("--generations", 4), "batch.optimizer_steps": Flag("--x", 4)}
+    flags = {"batch.generations": GivenFlag("--generations", 4), "batch.optimizer_steps": GivenFlag("--x", 4)}
     resolved = resolve("laptop", [file], flags, ["batch.optimizer_steps=6"], environment)
     batch = resolved.config.batch
     assert (resolved.config.run.steps, batch.prompts, batch.generations, batch.optimizer_steps) == (2, 3, 4, 6)
@@ -42,7 +42,7 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
 
 
 def test_an_algorithm_sets_values_that_every_other_source_replaces(tmp_path: Path) -> None:
-    resolved = resolve("laptop", flags={"run.algorithm": Flag("--algorithm", "dapo")}, environment={})
+    resolved = resolve("laptop", flags={"run.algorithm": GivenFlag("--algorithm", "dapo")}, environment={})
     assert (resolved.config.loss.clip_high, resolved.origin["loss.clip_high"]) == (0.28, "algorithm dapo")
     assert (resolved.config.filter.groups, resolved.origin["filter.groups"]) == ("replace", "algorithm dapo")
     assert resolved.origin["loss.kl_estimator"] == "default"
@@ -250,10 +250,10 @@ def test_presets_extend_each_other_and_not_in_a_circle(tmp_path: Path) -> None:
 
 
 def test_other_data_does_not_inherit_the_presets_parameters() -> None:
-    other = resolve("laptop", flags={"data.name": Flag("--data", "reasoning-gym:countdown")}, environment={})
+    other = resolve("laptop", flags={"data.name": GivenFlag("--data", "reasoning-gym:countdown")}, environment={})
     assert other.config.data.params == {}
     assert other.config.data.system_prompt == ""
-    same = resolve("laptop", flags={"data.name": Flag("--data", "reasoning-gym:chain_sum")}, environment={})
+    same = resolve("laptop", flags={"data.name": GivenFlag("--data", "reasoning-gym:chain_sum")}, environment={})
     assert same.config.data.params["max_terms"] == 2
     assert (same.config.reward.terms, other.config.reward.terms) == ((RewardTerm(name="task"),), ())
     own = resolve("laptop", sets=["data.params.min_terms=3", "data.name=reasoning-gym:x"], environment={})
@@ -264,7 +264,7 @@ def test_other_data_does_not_inherit_the_presets_parameters() -> None:
 
 @pytest.mark.parametrize("preset", ["laptop", "1gpu", "1node", "2nodes", "moe-large", "laptop-tools"])
 def test_an_environment_replaces_a_presets_task(preset: str) -> None:
-    resolved = resolve(preset, flags={"environment.name": Flag("--env", "wordle")}, environment={})
+    resolved = resolve(preset, flags={"environment.name": GivenFlag("--env", "wordle")}, environment={})
     task = [v for v in resolved.given() if v.key.startswith(("data.", "reward.", "validation.", "environment."))]
     assert [(value.key, value.value) for value in task] == [("environment.name", "wordle")]
     assert resolved.notes == ()
@@ -303,7 +303,7 @@ def test_a_name_and_a_list_of_sources_replace_each_other(tmp_path: Path) -> None
     assert (mixed.config.data.name, mixed.config.data.params) == (None, {})
     assert [source.weight for source in mixed.config.data.sources] == [1, 2]
     assert mixed.origin["data.sources"] == f"file {listed}"
-    one = resolve("laptop", files=[listed], flags={"data.name": Flag("--data", "c.jsonl")}, environment={})
+    one = resolve("laptop", files=[listed], flags={"data.name": GivenFlag("--data", "c.jsonl")}, environment={})
     assert (one.config.data.name, one.config.data.sources) == ("c.jsonl", ())
     both = write(tmp_path / "both.yaml", "data: {name: c.jsonl, sources: [{name: a.jsonl}]}\n")
     with pytest.raises(ConfigError, match="give one of them"):

@@ -17,7 +17,7 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.errors import WorkerError
-from rlctl.refit.sync import DeviceTurns, Turn
+from rlctl.refit.sync import DeviceTurn, DeviceTurns
 from rlctl.settings.training import TrainingConfig
 from support.engines import tiny_facts
 
@@ -86,9 +86,9 @@ def test_a_step_on_shared_devices(parties: tuple[WorkerGroup, WorkerGroup]) -> N
     turns.to_weights()
     assert happened(parties) == ["policy sleeps, weights kept"]
     with turns.generating() as freed:
-        assert (freed, turns.turn) == (7, Turn.ENGINES)
+        assert (freed, turns.turn) == (7, DeviceTurn.ENGINES)
         assert happened(parties) == ["policy sleeps", "engine wakes"]
-    assert turns.turn is Turn.POLICY
+    assert turns.turn is DeviceTurn.POLICY
     assert happened(parties) == ["engine sleeps", "policy wakes"]
     turns.to_weights()
     turns.to_policy()  # to save

@@ -17,7 +17,7 @@ from rlctl.environments.plan import Reply, RunningEpisode
 from rlctl.methods.rl.config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
-from rlctl.rollouts.turn_faults import Said, episode_faults, faults_of
+from rlctl.rollouts.turn_faults import JudgedTurn, episode_faults, faults_of
 
 THINKS, CALLS = "malformed_thinking", "invalid_tool_call"
 
@@ -98,8 +98,10 @@ def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:
     assert result.episodes[0].counts == {THINKS: 2.0, CALLS: 2.0}
 
 
-def said(text: str, *, opened: bool = False, call: str = "") -> Said:
-    return Said(text + call, text, opened, bool(call), faults_of(text, opened=opened, called=bool(call), broken=False))
+def said(text: str, *, opened: bool = False, call: str = "") -> JudgedTurn:
+    return JudgedTurn(
+        text + call, text, opened, bool(call), faults_of(text, opened=opened, called=bool(call), broken=False)
+    )
 
 
 CALL = '<tool_call>{"name": "add"}</tool_call>'
@@ -122,7 +124,7 @@ CALL = '<tool_call>{"name": "add"}</tool_call>'
         ([said("5")], set()),
     ],
 )
-def test_faults_that_take_the_reward_are_those_of_nemo_rl(turns: list[Said], faults: set[str]) -> None:
+def test_faults_that_take_the_reward_are_those_of_nemo_rl(turns: list[JudgedTurn], faults: set[str]) -> None:
     """Its `reward_penalties`: the thought is the answer, the last message is empty, or a turn has other tags than the
     one that ends the thought of its prompt."""
     assert episode_faults(turns) == faults

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from rlctl.errors import WorkerError
-from rlctl.transport.collective import Group, Message, ServedStore
+from rlctl.transport.collective import Message, ServedStore, TransferGroup
 from rlctl.transport.rounds import Rendezvous
 
 
@@ -87,7 +87,7 @@ def test_on_gpus_all_messages_of_a_group_go_through_its_one_communicator(monkeyp
     nccl, device, memory = Nccl(), torch.device("cuda", 0), torch.zeros(1)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(return_value=nccl), raising=False)
     store = ServedStore("127.0.0.1", 30)
-    group = Group.join(Rendezvous("127.0.0.1", store.port, "x", ("a", "b", "c")), 0, device, 30)
+    group = TransferGroup.join(Rendezvous("127.0.0.1", store.port, "x", ("a", "b", "c")), 0, device, 30)
     assert nccl.asked == [("barrier", device)]  # all members make it together
     nccl.asked.clear()
     group.send(memory, 2).wait("it")

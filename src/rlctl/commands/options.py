@@ -228,7 +228,7 @@ def resolve_config(
     algorithm, for the commands of `train` that name one. Raises ConfigError for a wrong key or value, with its origin
     and the nearest known key."""
     from rlctl.config.load import resolve
-    from rlctl.config.sources import Flag as Given
+    from rlctl.config.sources import GivenFlag
     from rlctl.settings.config import RolloutConfig
 
     if params.get("steps") is not None and params.get("epochs") is not None:
@@ -243,15 +243,15 @@ def resolve_config(
     if asked := [name for name in ("wandb", "tensorboard") if params.get(name)]:
         params["loggers"] = asked
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
-    flags = {KEYS[name]: Given(flag(name), value) for name, value in given.items()}
+    flags = {KEYS[name]: GivenFlag(flag(name), value) for name, value in given.items()}
     if command is not None:
-        flags["run.algorithm"] = Given(f"train {command}", command)
+        flags["run.algorithm"] = GivenFlag(f"train {command}", command)
     if several := flags.pop("data.name", None):
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
-        flags |= {key: Given(several.name, value) for key, value in listed.items()}
+        flags |= {key: GivenFlag(several.name, value) for key, value in listed.items()}
     if "val_data" in given:
-        flags |= {f"validation.{when}": Given("--val-data", True) for when in ("at_start", "at_end")}
+        flags |= {f"validation.{when}": GivenFlag("--val-data", True) for when in ("at_start", "at_end")}
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )

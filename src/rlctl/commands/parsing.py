@@ -144,7 +144,7 @@ def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
     return record[0], f"{record[1]}  [default: {default}]"
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A command with subcommands, which lists them if none is given."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -175,7 +175,7 @@ class Group(TyperGroup):
 class App(typer.Typer):
     """A Typer app with plain help instead of panels: faster, and the same in a log."""
 
-    def __init__(self, *, add_completion: bool = False, cls: type[TyperGroup] = Group) -> None:
+    def __init__(self, *, add_completion: bool = False, cls: type[TyperGroup] = CommandGroup) -> None:
         super().__init__(
             cls=cls, rich_markup_mode=None, add_completion=add_completion, pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
@@ -201,7 +201,7 @@ def explained(error: Any) -> InputError:
         needed = [one for one in after if one.required and one.param_type_name == error.param.param_type_name]
         missing = " and ".join((one.metavar or one.human_readable_name.upper()).strip("{}[]") for one in needed)
         return InputError(f"`{path}` needs {missing}.", " ".join(context.get_usage().split()))
-    if error.message == "Missing command." and isinstance(command, Group):
+    if error.message == "Missing command." and isinstance(command, CommandGroup):
         return InputError(f"`{path}` needs a command.", command.there_are(context))
     return InputError(error.format_message(), see)
 

@@ -10,7 +10,7 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import OwnProcess, examples, message, print_json, show, show_dry_run, shows_progress
-from rlctl.commands.parsing import App, Group
+from rlctl.commands.parsing import App, CommandGroup
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ NAMELESS = "recipe"
 """The command of a line that names none."""
 
 
-class TrainGroup(Group):
+class TrainGroup(CommandGroup):
     """`rlctl train`: one command per training method. Without a command, the recipe, preset or run sets the method."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -71,7 +71,7 @@ def train(context: typer.Context) -> None:
 @app.command("grpo", epilog=examples(*RL_EXAMPLES))
 @options.taking(f"{options.TRAINING} {RUN_FLAGS} completion")
 def grpo(context: typer.Context, json_: options.Json = False) -> None:
-    """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
+    """CommandGroup relative policy optimization, or another --algorithm: sample, score, learn from the difference.
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """

@@ -22,7 +22,7 @@ from rlctl.config.other_trainers import NAMES
 
 
 @dataclass(frozen=True)
-class Target:
+class InstalledClass:
     """A class of Megatron-Core or vLLM that takes a section's fields."""
 
     label: str
@@ -39,12 +39,12 @@ class Target:
 
 
 TARGETS = {
-    "megatron": Target("Megatron-Core", "megatron.core.transformer.transformer_config", "MLATransformerConfig"),
-    "optimizer": Target("Megatron-Core", "megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
-    "ddp": Target(
+    "megatron": InstalledClass("Megatron-Core", "megatron.core.transformer.transformer_config", "MLATransformerConfig"),
+    "optimizer": InstalledClass("Megatron-Core", "megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
+    "ddp": InstalledClass(
         "Megatron-Core", "megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig"
     ),
-    "vllm": Target("vLLM", "vllm.engine.arg_utils", "EngineArgs"),
+    "vllm": InstalledClass("vLLM", "vllm.engine.arg_utils", "EngineArgs"),
 }
 
 ALIASES: dict[str, str] = NAMES["aliases"]
@@ -92,7 +92,7 @@ def json_properties(section: str) -> dict[str, Any]:
     return found
 
 
-def target_of(key: str) -> tuple[Target, str] | None:
+def target_of(key: str) -> tuple[InstalledClass, str] | None:
     """Return the class that a key goes to and its field's name; None for a key of rlctl's own."""
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]

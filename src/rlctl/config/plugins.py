@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 from rlctl.errors import InputError
 
-Group = Literal[
+EntryPointGroup = Literal[
     "rlctl.algorithms", "rlctl.methods", "rlctl.backends", "rlctl.rewards", "rlctl.environments", "rlctl.recipes"
 ]
 
 
-def plugin_names(group: Group) -> tuple[str, ...]:
+def plugin_names(group: EntryPointGroup) -> tuple[str, ...]:
     """Return the names in a group; nothing is imported."""
     return tuple(sorted({entry.name for entry in metadata.entry_points(group=group)}))
 
 
-def find_plugin(group: Group, name: str) -> metadata.EntryPoint | None:
+def find_plugin(group: EntryPointGroup, name: str) -> metadata.EntryPoint | None:
     """Return the entry point called `name`, or None; nothing is imported.
 
     Raises InputError where two packages bring different things by that name.
@@ -40,7 +40,7 @@ def find_plugin(group: Group, name: str) -> metadata.EntryPoint | None:
     return found[0] if found else None
 
 
-def load_named(group: Group, name: str, built_in: Mapping[str, str]) -> Any:
+def load_named(group: EntryPointGroup, name: str, built_in: Mapping[str, str]) -> Any:
     """Import what a name stands for: `built_in` has it as `module:attribute`, as entry points have theirs. Raises
     InputError for a name that neither has."""
     if name in built_in:

@@ -77,7 +77,7 @@ OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
 
 
 @dataclass(frozen=True)
-class Flag:
+class GivenFlag:
     """A value given by a flag of the command line, with the flag as the user typed it, or by the command itself."""
 
     name: str
@@ -334,7 +334,7 @@ def sources_in_order(
     set, and those of another trainer change its last recipe in `files`. Raises ConfigError for a file or preset that
     cannot be read."""
     sources: list[Source] = []
-    given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
+    given = {key: flag if isinstance(flag, GivenFlag) else GivenFlag(key, flag) for key, flag in flags.items()}
     method = given["run.algorithm"].value if "run.algorithm" in given else None
     own = [text for text in overrides if field(override_key(text)) is not None]
     other = [text for text in overrides if text not in own]

@@ -15,7 +15,7 @@ from rlctl.errors import RlctlError
 from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
-from rlctl.refit.verify import Comparison, assemble, guess
+from rlctl.refit.verify import TensorComparison, assemble, guess
 from rlctl.refit.weight_sender import WeightSender
 
 PERTURBATION = 0.02
@@ -56,7 +56,7 @@ class RefitTestReport:
     receive: str
     logprob_limit: LogprobLimit
     reports: list[RefitReport] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[TensorComparison] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
     taken: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -239,7 +239,7 @@ def run_without_engine(
     return test
 
 
-def _compared(session: RefitSession, test: RefitTestReport) -> list[Comparison]:
+def _compared(session: RefitSession, test: RefitTestReport) -> list[TensorComparison]:
     """Every tensor of every engine, added to the record with the seconds it took."""
     begun = time.perf_counter()
     found = session.compare()

@@ -30,7 +30,7 @@ from rlctl.jobs.open_model import published_facts, published_teacher
 from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, with_images
 from rlctl.jobs.row_checks import look_at_rows, look_at_run
 from rlctl.jobs.run import RunSummary
-from rlctl.jobs.shrink import MOST_LENGTH, REHEARSAL, VARYING, Change, Stage, changes, shrunk, usual_letter
+from rlctl.jobs.shrink import MOST_LENGTH, REHEARSAL, VARYING, ReplacedValue, StandIns, changes, shrunk, usual_letter
 from rlctl.jobs.stand_ins import generated_rows, names_of_data, write_model
 from rlctl.jobs.train import train_grpo
 from rlctl.planner.inputs.cluster import GIB
@@ -60,7 +60,7 @@ class Rehearsal:
     """Parts that were rehearsed, and how."""
     stand_ins: list[tuple[str, str]] = field(default_factory=list)
     """Parts that something else played."""
-    shrunk: list[Change] = field(default_factory=list)
+    shrunk: list[ReplacedValue] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Parts that could not be rehearsed, and why."""
     notices: list[str] = field(default_factory=list)
@@ -149,7 +149,7 @@ def _rehearse(
         found.done.append(("export", call_in_child("the rehearsal of the export", exported, limit_s=LIMIT_S)))
 
 
-def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found: Rehearsal) -> Stage:
+def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found: Rehearsal) -> StandIns:
     tokenizer, why = write_model(folder / "model", config.model, plan)
     found.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
     if why is None:
@@ -179,7 +179,7 @@ def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found:
         found.stand_ins.append(("success of a random model", said))
     letter = usual_letter([*map(str, tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))])
     keeps = config.model.tokenizer is not None and why is None
-    return Stage(folder, folder / "model", teacher, keeps, letter, tuple(rows))
+    return StandIns(folder, folder / "model", teacher, keeps, letter, tuple(rows))
 
 
 def _prepared(small: Resolved, config: RlctlConfig, plan: Plan, tell: Tell) -> Job:

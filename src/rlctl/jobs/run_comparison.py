@@ -27,7 +27,7 @@ TOLERANCE = 0.3
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlannedAndMeasured:
     """Seconds of a phase in a step (predicted, and the median measured), or most memory of a process in GiB (predicted
     of its largest phase, and measured on the fullest rank)."""
 
@@ -51,7 +51,7 @@ def recorded_plan(run: Path) -> dict[str, Any]:
     return plan
 
 
-def compare_run(run: Path) -> list[Comparison]:
+def compare_run(run: Path) -> list[PlannedAndMeasured]:
     """One row a phase, and the total; measured over the steps, the first left out where there are more."""
     predicted, rows = recorded_plan(run)["seconds"], []
     steps = [line["seconds"] for line in read_metrics(RunDirectory(run).metrics) if "seconds" in line]
@@ -61,7 +61,7 @@ def compare_run(run: Path) -> list[Comparison]:
     for phase in [*Phase, "total"]:
         expected, seen = float(predicted.get(phase, 0.0)), median(step.get(phase, 0.0) for step in steps[1:] or steps)
         off = abs(expected - seen) > max(TOLERANCE * max(seen, 1e-9), 0.05 * total)
-        rows.append(Comparison(str(phase), expected, seen, SUSPECTS.get(phase) if off else None))
+        rows.append(PlannedAndMeasured(str(phase), expected, seen, SUSPECTS.get(phase) if off else None))
     return rows
 
 
@@ -76,7 +76,7 @@ MEMORY_SUSPECTS = {
 }
 
 
-def compare_memory(run: Path) -> list[Comparison]:
+def compare_memory(run: Path) -> list[PlannedAndMeasured]:
     """Policy and engine; a run that was killed, or is older than this file, has no measurement: no rows.
 
     On a CPU resident memory of a process is compared, on a GPU what torch reserved there.
@@ -93,11 +93,11 @@ def compare_memory(run: Path) -> list[Comparison]:
         expected = max(sum(value for name, value in held if name not in left_out) for held in parts)
         if seen:
             off = abs(expected - seen) > TOLERANCE * seen
-            rows.append(Comparison(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))
+            rows.append(PlannedAndMeasured(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))
     return rows
 
 
-def comparison_text(rows: list[Comparison], title: str, unit: str) -> str:
+def comparison_text(rows: list[PlannedAndMeasured], title: str, unit: str) -> str:
     """A table, and what to look at."""
     lines = [f"  {title:<12}{f'predicted {unit}':>15}{f'measured {unit}':>14}{'ratio':>8}"]
     for row in rows:

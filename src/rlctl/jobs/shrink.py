@@ -67,7 +67,7 @@ GPU_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Stage:
+class StandIns:
     """The stand-ins of a rehearsal: what is played by something else than what the configuration names."""
 
     folder: Path
@@ -93,7 +93,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Change:
+class ReplacedValue:
     """A key whose value is another one in the rehearsal."""
 
     key: str
@@ -101,18 +101,18 @@ class Change:
     now: Any
 
 
-def shrunk(resolved: Resolved, plan: Plan, stage: Stage) -> Resolved:
+def shrunk(resolved: Resolved, plan: Plan, stage: StandIns) -> Resolved:
     """Return the configuration of the rehearsal; `resolved` holds the values of `plan`."""
     values = small_values(resolved.config, plan, stage)
     left_out = [key for key in resolved.origin if key.startswith(GPU_FIELDS) and key not in values]
     return resolved.replacing(values, REHEARSAL, without=left_out)
 
 
-def changes(before: Resolved, after: Resolved) -> tuple[list[Change], list[Change]]:
+def changes(before: Resolved, after: Resolved) -> tuple[list[ReplacedValue], list[ReplacedValue]]:
     """Return the keys that are smaller in the rehearsal, and those that a user has set and a rehearsal leaves out, in
     the schema's order."""
     then, now = dict(before.leaves()), dict(after.leaves())
-    found = [Change(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
+    found = [ReplacedValue(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
     smaller = [one for one in found if after.origin.get(one.key) == REHEARSAL and one.key not in UNTOLD]
     left_out = [one for one in found if after.origin.get(one.key) != REHEARSAL]
     plain = (None, False, "auto", [], {})
@@ -121,7 +121,7 @@ def changes(before: Resolved, after: Resolved) -> tuple[list[Change], list[Chang
     ]
 
 
-def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any]:
+def small_values(config: RlctlConfig, plan: Plan, stage: StandIns) -> dict[str, Any]:
     """Return the values that a rehearsal sets, by key."""
     values: dict[str, Any] = {
         "cluster.gpu": "cpu", "cluster.nodes": 1, "cluster.gpus_per_node": 0, "cluster.ray_address": None,
@@ -162,7 +162,7 @@ def small_values(config: RlctlConfig, plan: Plan, stage: Stage) -> dict[str, Any
     return values
 
 
-def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
+def _data(config: RlctlConfig, stage: StandIns) -> dict[str, Any]:
     """Return the values of data and rewards: rows in place of those that cannot be had here, and for each source a
     scorer that varies."""
     values: dict[str, Any] = {}
@@ -194,13 +194,13 @@ def _data(config: RlctlConfig, stage: Stage) -> dict[str, Any]:
     return values
 
 
-def _played(terms: Sequence[RewardTerm], stage: Stage) -> list[dict[str, Any]]:
+def _played(terms: Sequence[RewardTerm], stage: StandIns) -> list[dict[str, Any]]:
     """Return the terms of a reward, with the tiny reward model in place of the run's."""
     tiny = {"name": f"{MODEL}{stage.teacher}"}
     return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
 
 
-def _with_variation(config: RolloutConfig, reward: SourceReward, stage: Stage) -> dict[str, Any]:
+def _with_variation(config: RolloutConfig, reward: SourceReward, stage: StandIns) -> dict[str, Any]:
     """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
     environment gives the rewards."""
     named = _played(reward.terms, stage)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.config.plugins import Group, find_plugin, load_plugin, origin, plugin_names
+from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, origin, plugin_names
 from rlctl.errors import ConfigError, InputError, RlctlError, suggest
 from rlctl.isolation.user_function import UserCode, is_reference
 from rlctl.methods.rl.algorithm import Algorithm
@@ -49,7 +49,7 @@ METHODS = {
 }
 """Methods with a command `rlctl train NAME`."""
 BUILT_IN = ALGORITHMS | METHODS
-GROUPS: tuple[Group, ...] = ("rlctl.algorithms", "rlctl.methods")
+GROUPS: tuple[EntryPointGroup, ...] = ("rlctl.algorithms", "rlctl.methods")
 _registered: dict[str, Factory] = {}
 
 

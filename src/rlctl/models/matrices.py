@@ -78,7 +78,7 @@ BUFFER_ROLES = frozenset({Role.EXPERT_BIAS, Role.STORED})
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """How a matrix lies in a tensor: the tensor's dims, the tensor axis of each matrix axis, and start and step there.
 
     Tensor axes that no matrix axis runs along are indexed by the expert.
@@ -97,7 +97,7 @@ class Weight:
     role: Role
     name: str
     dims: tuple[str, ...]
-    stored: Stored | None = None
+    stored: StoredMatrix | None = None
     offset: float = 0.0
     """The tensor holds the gain minus this number (Gemma's norms: 1)."""
     dtype: str = ""

@@ -7,7 +7,7 @@ tensor parallelism divides it is not known.
 from __future__ import annotations
 
 from rlctl.models.facts import ModelFacts
-from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
+from rlctl.models.matrices import ModelWeights, Role, StoredMatrix, Weight
 
 ROLES = {
     "model.norm.weight": Role.FINAL_NORM,
@@ -30,7 +30,7 @@ def weights(facts: ModelFacts) -> ModelWeights:
         stored = None  # the box is the tensor
         if tensor.tensor_shape:
             axes = tuple(range(len(tensor.shape)))
-            stored = Stored(_dims(tensor.tensor_shape), axes, _dims(tensor.tensor_start))
+            stored = StoredMatrix(_dims(tensor.tensor_shape), axes, _dims(tensor.tensor_start))
         weight = Weight(role, tensor.name, _dims(tensor.shape), stored, dtype=tensor.dtype)
         for own in (layers[layer] for layer in tensor.layers) if tensor.layers else (once,):
             own.append(weight)

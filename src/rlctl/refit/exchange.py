@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlctl.refit.records import SenderSetup
-from rlctl.transport.collective import Group, Message, Pending
+from rlctl.transport.collective import Message, Pending, TransferGroup
 from rlctl.transport.movers import MOVERS
 from rlctl.transport.round_buffers import Images, Packer, by_round, message_parts
 from rlctl.transport.rounds import Rounds
@@ -41,7 +41,7 @@ class Exchange:
     def __init__(self, names: tuple[str, ...], device: torch.device, timeout_s: float) -> None:
         """Use the process group that the policy trains with. Collective over the policy's ranks."""
         world: Any = dist.group.WORLD
-        self.group = Group(world._get_backend(device), names, device, timeout_s)
+        self.group = TransferGroup(world._get_backend(device), names, device, timeout_s)
         self.device = device
         dist.barrier()  # NCCL makes its communicator with all ranks, and not all of them send in each round
         self._outgoing: dict[int, tuple[Packer, int]] = {}

@@ -31,7 +31,7 @@ from rlctl.refit.channels import (
     staging_bytes,
 )
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
-from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
+from rlctl.refit.verify import TensorComparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
@@ -93,7 +93,7 @@ class RefitSession:
         self.paths: dict[str, tuple[tuple[str, str], ...]] = {}
         """How each tensor comes into the engines, and why; more than one way where workers hold it differently."""
         self.shares: tuple[Share, ...] = ()
-        self.last_comparison: Comparison | None = None
+        self.last_comparison: TensorComparison | None = None
         self._dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
 
     @property
@@ -306,7 +306,7 @@ class RefitSession:
         self._base = None
         self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
 
-    def compare(self, tensors: list[str] | None = None) -> list[Comparison]:
+    def compare(self, tensors: list[str] | None = None) -> list[TensorComparison]:
         """Compare the policy's tensors (None: all) with what each engine computes with now. Raises VerificationError if
         those of the first refit are not what their conversion wrote."""
         sums = self.policy.submit(WeightSender.refit_fingerprints, tensors)

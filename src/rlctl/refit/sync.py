@@ -30,7 +30,7 @@ from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
 
 
-class Turn(Enum):
+class DeviceTurn(Enum):
     """The side that has the devices."""
 
     POLICY = "policy"
@@ -46,7 +46,7 @@ class DeviceTurns:
         """`offload`: the policy can wait in host memory; `engines_sleep`: the engines can."""
         self._policy, self._engines = policy, engines
         self._offload, self._engines_sleep = offload, engines_sleep
-        self.turn = Turn.POLICY
+        self.turn = DeviceTurn.POLICY
         self.when_all_sleep: Callable[[tuple[int, int]], None] | None = None
         """Called once, when both sides sleep for the first time after a turn of the engines, with the bytes in use and
         all bytes of the GPU with the least left."""
@@ -71,7 +71,7 @@ class DeviceTurns:
         freed = self.make_room()
         if self._engines_sleep:
             self._engines.wake()
-        self.turn = Turn.ENGINES
+        self.turn = DeviceTurn.ENGINES
         return freed
 
     def to_policy(self) -> None:
@@ -79,20 +79,20 @@ class DeviceTurns:
         if self._engines_sleep:
             self._engines.sleep()
         if self._offload:
-            if self._engines_sleep and self.turn is Turn.ENGINES:
+            if self._engines_sleep and self.turn is DeviceTurn.ENGINES:
                 tell, self.when_all_sleep = self.when_all_sleep, None
                 if tell is not None and (used := self._policy.device_used()) is not None:
                     tell(used)
             self._policy.wake()
-        self.turn = Turn.POLICY
+        self.turn = DeviceTurn.POLICY
 
     def to_weights(self) -> None:
         """Let weights move: gradients and optimizer wait, and the engines wake for their weights alone."""
-        if self.turn is Turn.ENGINES:
+        if self.turn is DeviceTurn.ENGINES:
             self.to_policy()
         if self._engines_sleep and self._offload:
             self._policy.sleep(keep_weights=True)
-        self.turn = Turn.WEIGHTS
+        self.turn = DeviceTurn.WEIGHTS
 
 
 class WeightSync:
@@ -212,7 +212,7 @@ class WeightSync:
         The devices are whose they were before. Raises `error` where no engine is lost or none is to be replaced, and
         WorkerError with the words of `error` where too many were lost.
         """
-        generating = self.turns.turn is Turn.ENGINES
+        generating = self.turns.turn is DeviceTurn.ENGINES
         while True:
             lost = self.engines.lost() if self._restarts else []
             if not lost:

@@ -14,7 +14,7 @@ from rlctl.weights.readings import Reading, combine
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TensorComparison:
     """Outcome of comparing one engine with the policy."""
 
     tensors: int
@@ -42,7 +42,9 @@ def source_sums(by_rank: Iterable[dict[str, int]]) -> dict[str, int]:
     return sums
 
 
-def compare(source: dict[str, int], readings: Sequence[Reading], sample: Sequence[str] | None = None) -> Comparison:
+def compare(
+    source: dict[str, int], readings: Sequence[Reading], sample: Sequence[str] | None = None
+) -> TensorComparison:
     """Compare the policy's fingerprints with all that one engine's workers read back; with `sample` only those tensors.
     Copies of a tensor must be equal, boxes that workers divide must add up to it, and buffers must be as before."""
     if sample is not None:
@@ -57,7 +59,7 @@ def compare(source: dict[str, int], readings: Sequence[Reading], sample: Sequenc
     both = sorted(set(source) & set(held))
     absent = {name: _why_unread(name, unreadable) for name in sorted(set(source) - set(held))}
     changed = {r.tensor for r in buffers if r.value != r.expected}
-    return Comparison(
+    return TensorComparison(
         tensors=len(both),
         mismatched=(*(name for name in both if not _agrees(source[name], held[name])), *sorted(changed)),
         missing=tuple(name for name, why in absent.items() if not why),
@@ -104,7 +106,7 @@ def require_as_converted(source: dict[str, int], converted: Mapping[str, int], w
         )
 
 
-def require_equal(comparison: Comparison, version: int, where: str) -> None:
+def require_equal(comparison: TensorComparison, version: int, where: str) -> None:
     """Raise VerificationError naming the tensors that differ."""
     if comparison.equal:
         return

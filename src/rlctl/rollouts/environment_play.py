@@ -27,7 +27,7 @@ from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_ca
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.source import sample_seed
-from rlctl.rollouts.turn_faults import BITS, THINK, Said, episode_faults, faults_of
+from rlctl.rollouts.turn_faults import BITS, THINK, JudgedTurn, episode_faults, faults_of
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.rewards import EnvironmentConfig
 
@@ -312,7 +312,7 @@ class Player:
         called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form, asked.tools))
         found_faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
         spoken = without_call(text, self._play.plan.form) if called else text
-        episode.said.append(Said(text, spoken, opened, called, found_faults))
+        episode.said.append(JudgedTurn(text, spoken, opened, called, found_faults))
         if found_faults:
             episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in found_faults)
             episode.count(dict.fromkeys(found_faults, 1.0))

@@ -39,7 +39,7 @@ def faults_of(text: str, *, opened: bool, called: bool, broken: bool) -> list[st
 
 
 @dataclass(frozen=True)
-class Said:
+class JudgedTurn:
     """A turn of the model, as it is judged."""
 
     text: str
@@ -50,7 +50,7 @@ class Said:
     faults: Sequence[str]
 
 
-def episode_faults(turns: Sequence[Said]) -> set[str]:
+def episode_faults(turns: Sequence[JudgedTurn]) -> set[str]:
     """Return the faults of a whole episode, by their names in `environment.no_reward`. Its answer is that of the last
     turn that is more than a thought or a call, and an episode that ends with a call needs none."""
     parts = [parts_of(one.spoken, opened=one.opened) for one in turns]

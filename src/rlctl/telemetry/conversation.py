@@ -7,30 +7,30 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Said(NamedTuple):
+class ChatMessage(NamedTuple):
     """One message: `system`, `user`, `assistant`, `tool`, or `prompt` and `completion` where there are no roles."""
 
     role: str
     text: str
 
 
-def conversation(sample: Mapping[str, Any]) -> list[Said]:
+def conversation(sample: Mapping[str, Any]) -> list[ChatMessage]:
     """Return the messages of a sample in order (`messages`: those of several turns), the completion last."""
     if isinstance(whole := sample.get("messages"), list):
         return [_said(message) for message in whole]
     prompt, completion = sample.get("prompt"), as_text(sample.get("completion"))
     if isinstance(prompt, list | tuple):
-        return [*map(_said, prompt), Said("assistant", completion)]
-    return [Said("prompt", as_text(prompt)), Said("completion", completion)]
+        return [*map(_said, prompt), ChatMessage("assistant", completion)]
+    return [ChatMessage("prompt", as_text(prompt)), ChatMessage("completion", completion)]
 
 
-def _said(message: Any) -> Said:
+def _said(message: Any) -> ChatMessage:
     if not isinstance(message, Mapping):
-        return Said("prompt", as_text(message))
+        return ChatMessage("prompt", as_text(message))
     calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     called = [f"{call.get('name')}({as_text(call.get('arguments'))})" for call in calls]
     texts = [as_text(message.get("reasoning_content")), as_text(message.get("content")), *called]
-    return Said(str(message.get("role", "prompt")), "\n".join(filter(None, texts)))
+    return ChatMessage(str(message.get("role", "prompt")), "\n".join(filter(None, texts)))
 
 
 def as_text(content: Any) -> str:

@@ -70,7 +70,7 @@ class Message(NamedTuple):
     tag: int
 
 
-class Group:
+class TransferGroup:
     """This process's membership in a group: it sends and receives bytes, in order between each two members."""
 
     def __init__(self, group: Any, names: tuple[str, ...], device: torch.device, timeout_s: float) -> None:
@@ -80,7 +80,7 @@ class Group:
         self._joined = False
 
     @classmethod
-    def join(cls, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> Group:
+    def join(cls, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> TransferGroup:
         """Make a group with the others that meet there. It ends for all of them when one closes it."""
         limit, size = timedelta(seconds=timeout_s), len(at.names)
         try:
@@ -185,7 +185,7 @@ class CollectiveSender:
     def __init__(self, channel: Channel, rank: int, packer: Packer, *, device: torch.device, **_: object) -> None:
         link = channel.connection
         assert link.group is not None
-        self.group = group = Group.join(link.group, channel.senders.index(rank), device, link.timeout_s)
+        self.group = group = TransferGroup.join(link.group, channel.senders.index(rank), device, link.timeout_s)
         self.packer, self.tag = packer, channel.index
         self.to = group.names.index(link.receivers[0])
         size = max(region_bytes(link.capacity, len(link.senders)) * link.sparse, *packer.lengths, 0)
@@ -236,7 +236,7 @@ class CollectiveReceiver:
         self.before = chain[place - 1] if place else None
         self.after = chain[place + 1] if place + 1 < len(chain) else None
         self.tag = connection.channel
-        self.group = Group.join(connection.group, chain[place], device, connection.timeout_s)
+        self.group = TransferGroup.join(connection.group, chain[place], device, connection.timeout_s)
         self.senders = [self.names.index(sender) for sender in connection.senders]
         parts = [] if place else [self._introduced(rank) for rank in self.senders]
         self.images = Images(rounds, parts, device, connection.capacity)

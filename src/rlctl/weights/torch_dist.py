@@ -174,7 +174,7 @@ VOCAB_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredBlock:
     """A contiguous block of a key, stored as one item."""
 
     key: str
@@ -186,7 +186,7 @@ class Chunk:
         return f"{self.key}@{','.join(str(span.start) for span in self.box)}"
 
 
-def chunk_of(spec: ParamSpec, key: str, lead: int, limit_bytes: int) -> list[Chunk]:
+def chunk_of(spec: ParamSpec, key: str, lead: int, limit_bytes: int) -> list[StoredBlock]:
     """The blocks in which a key is written: one for each index of its `lead` axes, cut further above `limit_bytes`."""
     from itertools import product
 
@@ -196,7 +196,7 @@ def chunk_of(spec: ParamSpec, key: str, lead: int, limit_bytes: int) -> list[Chu
     heads = product(*(range(n) for n in spec.shape[:lead]))
     rest = whole(inner.shape[1:])
     parts = [(Span(first, min(step, rows - first)), *rest) for first in range(0, rows, step)] if inner.shape else [()]
-    return [Chunk(key, (*(Span(i, 1) for i in head), *part)) for head in heads for part in parts]
+    return [StoredBlock(key, (*(Span(i, 1) for i in head), *part)) for head in heads for part in parts]
 
 
 def lead_axes(key: str, facts: ModelFacts, style: KeyStyle) -> int:
@@ -205,7 +205,7 @@ def lead_axes(key: str, facts: ModelFacts, style: KeyStyle) -> int:
     return int(layers) + int(".mlp.experts.experts." in key and not style.singleton)
 
 
-def chunked(plain: Layout, chunks: list[Chunk]) -> Layout:
+def chunked(plain: Layout, chunks: list[StoredBlock]) -> Layout:
     """The layout whose params are the blocks of `chunks` instead of whole keys."""
     by_key: dict[str, dict[int, list[Piece]]] = {}
     for piece in plain.pieces:  # pieces of stacked keys by their first index, so that blocks meet only their own

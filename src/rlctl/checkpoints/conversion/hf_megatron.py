@@ -274,7 +274,7 @@ def _require_as_converted(
 class _Rows:
     """Blocks of rows of the tensors of safetensors files."""
 
-    def __init__(self, files: Stored, specs: Mapping[str, ParamSpec], rows: dict[str, keys.Chunk]) -> None:
+    def __init__(self, files: Stored, specs: Mapping[str, ParamSpec], rows: dict[str, keys.StoredBlock]) -> None:
         self._files, self._specs, self._rows = files, specs, rows
 
     def read(self, param: str) -> torch.Tensor:

@@ -42,7 +42,7 @@ def scale_of(base: Base) -> float:
 
 
 @dataclass(frozen=True)
-class Adapters:
+class SavedAdapters:
     """The adapters of published tensors, as a source: A [rank, inputs] and B [outputs, rank] by tensor."""
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -66,7 +66,7 @@ class Adapters:
         }
         return Layout(layout.rank, layout.params | own, tuple(pieces), layout.fills)
 
-    def computed_in(self, dtype: str, rounding: Rounding) -> Adapters:
+    def computed_in(self, dtype: str, rounding: Rounding) -> SavedAdapters:
         """These adapters as a model that computes in `dtype` multiplies by them."""
         from rlctl.weights.plan_execution import dtype_of
         from rlctl.weights.rounding import narrowed
@@ -89,7 +89,7 @@ class Adapters:
         pass
 
 
-def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0, prefix: str = "") -> Adapters:
+def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0, prefix: str = "") -> SavedAdapters:
     """The adapters of a checkpoint as those of the published tensors; `prefix`: how the keys of one of Adam's moments
     begin, which are read in their place.
 
@@ -98,7 +98,7 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0
     wanted = adapter_keys(reader.shapes)
     whole = {key: reader.whole(prefix + key) for key in wanted}
     if not all(key.startswith(MEGATRON) for key in wanted):
-        return Adapters(_of_modules(reader, facts, whole), scale)
+        return SavedAdapters(_of_modules(reader, facts, whole), scale)
     layout = keys.layout(facts, "float32", keys.style_of(reader.shapes), holds=lambda key: True)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for piece in layout.pieces:
@@ -116,7 +116,7 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0
     for key in wanted:  # an adapter that belongs to no layer would be lost
         if f"{key.rpartition('.')[0]}.weight" not in layout.params:
             raise InputError(f"{reader.directory}: {key} belongs to no layer of this model.")
-    return Adapters(pairs, scale)
+    return SavedAdapters(pairs, scale)
 
 
 def _of_modules(

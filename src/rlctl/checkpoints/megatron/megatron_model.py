@@ -45,14 +45,14 @@ class MegatronModel:
     """The keys and what they hold."""
     layout: Layout
     """The blocks in which they were written."""
-    blocks: dict[str, keys.Chunk]
+    blocks: dict[str, keys.StoredBlock]
     dtype: str
 
     @property
     def world(self) -> World:
         return SingleWorld(self.layout)
 
-    def masters(self) -> tuple[Layout, dict[str, keys.Chunk]]:
+    def masters(self) -> tuple[Layout, dict[str, keys.StoredBlock]]:
         """The optimizer's float32 weights, and their blocks: those of the model where it updates these themselves, or
         where they are not trained."""
         shapes = self.reader.shapes
@@ -145,7 +145,7 @@ def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> L
 class Blocks:
     """The blocks of a torch_dist checkpoint by param name: a source of `stream`."""
 
-    def __init__(self, reader: TorchDistReader, blocks: dict[str, keys.Chunk]) -> None:
+    def __init__(self, reader: TorchDistReader, blocks: dict[str, keys.StoredBlock]) -> None:
         self._reader, self._blocks = reader, blocks
 
     def read(self, param: str) -> torch.Tensor:

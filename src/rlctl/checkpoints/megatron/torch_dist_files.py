@@ -36,7 +36,7 @@ from rlctl.checkpoints.staging import open_to_write
 from rlctl.errors import InputError
 from rlctl.weights.layout import ParamSpec, Span
 from rlctl.weights.plan_execution import dtype_of
-from rlctl.weights.torch_dist import Chunk
+from rlctl.weights.torch_dist import StoredBlock
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -62,7 +62,7 @@ class TorchDistWriter:
     _stream: BinaryIO | None = None
     _file: int = -1
 
-    def write(self, chunk: Chunk, values: torch.Tensor) -> None:
+    def write(self, chunk: StoredBlock, values: torch.Tensor) -> None:
         """Append one block (a contiguous tensor of its own)."""
         offsets = torch.Size(span.start for span in chunk.box)
         sizes = torch.Size(span.count for span in chunk.box)
@@ -151,16 +151,16 @@ class TorchDistReader:
         }
         return TorchDistReader(directory, metadata, load_common(directory), shapes)
 
-    def chunks(self, key: str) -> list[Chunk]:
+    def chunks(self, key: str) -> list[StoredBlock]:
         """The blocks in which a key was written."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)  # the keys of `shapes`
         return [
-            Chunk(key, tuple(Span(o, n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+            StoredBlock(key, tuple(Span(o, n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)))
             for chunk in entry.chunks
         ]
 
-    def read(self, chunk: Chunk) -> torch.Tensor:
+    def read(self, chunk: StoredBlock) -> torch.Tensor:
         """The values of a block, contiguous."""
         held = self._cache.get(chunk.name)
         if held is not None:

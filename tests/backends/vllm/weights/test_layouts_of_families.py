@@ -17,7 +17,7 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.doctor.software import installed_versions
 from rlctl.errors import WorkerError
 from rlctl.jobs.tiny_model import FAMILIES, write_tiny_family
-from rlctl.refit.verify import Comparison, compare
+from rlctl.refit.verify import TensorComparison, compare
 from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.vllm import VllmWorld
 from support.engine_host import FamilyEngine, SwappingEngine
@@ -74,7 +74,7 @@ def engine(request: pytest.FixtureRequest, host: Any, tmp_path_factory: pytest.T
     return FamilyEngine(host, family, directory / "exported", sizes.get("tp", 1), generation=sizes)
 
 
-def difference(engine: FamilyEngine) -> Comparison:
+def difference(engine: FamilyEngine) -> TensorComparison:
     return compare(engine.policy.fingerprints(), engine.call(EngineWorker.readings))
 
 

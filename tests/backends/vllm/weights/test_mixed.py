@@ -15,7 +15,7 @@ from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import Sampling
 from rlctl.errors import WorkerError
 from rlctl.jobs.tiny_model import write_tiny_family
-from rlctl.refit.verify import Comparison, compare
+from rlctl.refit.verify import TensorComparison, compare
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate
 
@@ -33,7 +33,7 @@ def host(family_host: Any) -> Iterator[Any]:
     family_host.call(SwappingEngine.close)
 
 
-def difference(engine: FamilyEngine) -> Comparison:
+def difference(engine: FamilyEngine) -> TensorComparison:
     return compare(engine.policy.fingerprints(), engine.call(EngineWorker.readings))
 
 
