@@ -71,7 +71,7 @@ def train(context: typer.Context) -> None:
 @app.command("grpo", epilog=examples(*RL_EXAMPLES))
 @options.taking(f"{options.TRAINING} {RUN_FLAGS} completion")
 def grpo(context: typer.Context, json_: options.Json = False) -> None:
-    """CommandGroup relative policy optimization, or another --algorithm: sample, score, learn from the difference.
+    """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
