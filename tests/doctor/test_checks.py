@@ -148,7 +148,7 @@ def test_gpus() -> None:
     expect(gpus.check_gpus((H100,), 1, "a100"), "fail", "a100 was asked for")
     expect(gpus.check_gpus((H100,), 1, "h100"), "ok")
     unknown = Gpu("NVIDIA GeForce RTX 4070", 12 * GIB, "580.1")
-    expect(gpus.check_gpus((unknown,), 1), "warn", "rates unknown", "doctor --calibrate")
+    expect(gpus.check_gpus((unknown,), 1), "warn", "unknown speeds", "doctor --calibrate")
     expect(gpus.check_gpus((H100, Gpu("NVIDIA L4", 24 * GIB, "570.1")), 2), "warn", "CUDA_VISIBLE_DEVICES")
 
 

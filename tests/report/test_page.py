@@ -77,7 +77,7 @@ def test_every_metric_has_one_panel_and_diagnostics_are_folded() -> None:
     main, _, folded = text.partition("<summary>Diagnostics")
     assert "mean reward" in captions(main)
     assert "validation: accuracy" in captions(main)
-    assert captions(folded)[0] == "largest difference"
+    assert "largest difference" in captions(main)  # the method declares it
     assert "memory of the node" in captions(folded)
     assert "lr = 1e-6" in folded  # it never changed
     assert "refit" not in " ".join(found)
