@@ -19,7 +19,7 @@ import numpy as np
 
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
-from rlctl.data.chat import PromptEncoder
+from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_episodes
@@ -54,8 +54,8 @@ class ValidationSet:
     rewards: RewardPlan | None
     """None: the environment alone gives rewards."""
     fingerprint: dict[str, Any]
-    writer: PromptEncoder
-    """How prompts are written."""
+    writer: PromptEncoder | None = None
+    """How prompts with images are written; None: no row has any."""
     encoder: PromptEncoder | None = None
     """How prompts are written for an environment; None: there is none."""
     too_long: str = "refuse"
@@ -239,7 +239,7 @@ class SampledValidation(Validation):
         for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):
             of_row = FIRST_POSITION + row.index
             seeds = tuple(sample_seed(config.run.seed, of_row, sample) for sample in samples)
-            prompt = data.writer.fitted(row, tokens)
+            prompt = EncodedPrompt(tokens) if data.writer is None else data.writer.fitted(row, tokens)
             request = GroupRequest(position, prompt.tokens, seeds, media=prompt.media)
             if data.encoder is not None:
                 request = episode_request(position, row, data.encoder, seeds, episode_seed(config.run.seed, of_row))
