@@ -159,7 +159,8 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / name).write_text(RECIPE)
     (tmp_path / "run_qwen2-7b_math_megatron.sh").write_text(
         "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=questions.jsonl "
-        "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=4\n"
+        "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=4 "
+        "trainer.n_gpus_per_node=8 trainer.nnodes=1\n"
     )
     (tmp_path / "grpo.yaml").write_text(
         "dataset_name: questions.jsonl\nreward_funcs: [accuracy_reward]\nnum_generations: 8\n"
