@@ -56,7 +56,7 @@ class Engines:
             SimpleNamespace(
                 group=request.group, texts=["7"] * samples, columns=None, prompt_tokens=3, tokens=(5,) * samples,
                 response_tokens=(2,) * samples, finish_reasons=("stop",) * samples,
-                versions=(((1, 2),),) * samples, episodes=(),
+                versions=(((1, 2),),) * samples, episodes=(), images=(),
             )
             for request in requests
         ]  # fmt: skip
