@@ -2,26 +2,26 @@
 
     python benchmarks/planner.py [--data benchmarks/data] [--rows] [--fit]
 
-It prints the error of every row. `--fit` fits the listed constants within their bounds, leaving out a group at a time.
+`--rows` prints every row. `--fit` fits the constants within their bounds without each publication and each model in
+turn, and prints the errors on what was left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published_refits import GATHERING, GATHERING_BOUNDS, GatheringConstants, gathering_refit_time, show_shard_to_shard
-from published_rows import PHASES, PROVEN, Row, device_of, facts_of, size, usable, workload_of
+from published_refits import show_shard_to_shard
+from published_rows import PROVEN, Row, device_of, facts_of, size, usable, workload_of
+from published_steps import left_out, model_of, read_steps, show_fit, show_ranges, show_steps
 
 from rlctl.errors import RlctlError
 from rlctl.models.catalog import lookup
@@ -37,27 +37,27 @@ from rlctl.planner.costs.generation import (
 )
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, make_cluster
+from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
-from rlctl.telemetry.phases import Phase
 
-FITTED = (
-    "matmul_efficiency", "fp8_efficiency", "fp4_efficiency", "traffic", "moe_layer_host_s", "expert_host_s",
-    "length_sigma", "decode_step_s", "decode_bandwidth_efficiency", "refit_bytes_per_s", "refit_tensor_s",
-    "refit_fixed_s",
-)  # fmt: skip
+CUDA_GRAPHS = {"layer_host_s": 0.0, "moe_layer_host_s": 0.001, "micro_batch_host_s": 0.0, "host_exposed": 0.0}
+"""Megatron-Bridge's tables are of runs with CUDA graphs, which leave the host little to do."""
 
 
-def for_row(row: Row, constants: GatheringConstants) -> GatheringConstants:
-    """Adapt the constants to Megatron-Bridge's tables: balanced routing, a fused cross-entropy and Megatron-FSDP, whose
-    communication is hidden where computation is long enough."""
+def for_row(row: Row, constants: Constants) -> Constants:
+    """Adapt the constants to Megatron-Bridge's tables: CUDA graphs, balanced routing, a fused cross-entropy, rows of a
+    fixed length, and Megatron-FSDP, whose communication is hidden where computation is long enough."""
     if row.fields["kind"] != "pretrain" and "megatron-bridge perf" not in row.fields["source"]:
         return constants
-    return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0, gather_overlap=1.0, backward_overlap=1.0)
+    return replace(
+        constants, expert_imbalance=1.0, logit_copy_bytes=0.0, gather_overlap=1.0, backward_overlap=1.0,
+        matmul_efficiency=0.72, network_efficiency=0.75, **CUDA_GRAPHS,
+    )  # fmt: skip
 
 
-def request_of(row: Row, constants: GatheringConstants = GATHERING) -> Request:
+def request_of(row: Row, constants: Constants = DEFAULTS) -> Request:
     """Return what the costs of a published layout are computed from."""
     return Request(row.facts, row.cluster, row.workload, constants=constants)
 
@@ -76,7 +76,7 @@ class Fit:
         return self.row.cluster.device.memory - self.training.total
 
 
-def fit_of(row: Row, constants: GatheringConstants = GATHERING) -> Fit:
+def fit_of(row: Row, constants: Constants = DEFAULTS) -> Fit:
     """Compare the memory of a published layout with the device.
 
     Where a pretraining table does not state recomputation, the least that fits is assumed.
@@ -98,7 +98,7 @@ def fit_of(row: Row, constants: GatheringConstants = GATHERING) -> Fit:
     return Fit(row, memory, mode, tuple(problems))
 
 
-def generation_fit(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> list[str]:
+def generation_fit(row: Row, generation: GenerationChoice, constants: Constants) -> list[str]:
     request = request_of(row, constants)
     _, tokens = plan_kv(request, generation)
     problems = []
@@ -111,7 +111,7 @@ def generation_fit(row: Row, generation: GenerationChoice, constants: GatheringC
     return problems
 
 
-def seconds_of(row: Row, constants: GatheringConstants = GATHERING) -> dict[str, float]:
+def seconds_of(row: Row, constants: Constants = DEFAULTS) -> dict[str, float]:
     """Predict the seconds of the published layout by phase, and their `total`."""
     constants = for_row(row, constants)
     choice = replace(row.training, recompute=fit_of(row, constants).recompute)
@@ -124,7 +124,7 @@ def seconds_of(row: Row, constants: GatheringConstants = GATHERING) -> dict[str,
         else:
             seconds["generation"] = generation_time(request, generation).total
         seconds["logprobs"] = timing.logprobs_time(request, choice)
-        seconds["refit"] = gathering_refit_time(row.facts, choice, generation, row.cluster, row.colocated, constants)
+        seconds["refit"] = timing.refit_time(request, choice, generation, row.colocated)
         seconds["other"] = constants.other_s + constants.reward_s
         if row.workload.overlaps and not row.colocated:
             return seconds | {"total": sum(seconds.values()) - min(sides_of(seconds))}
@@ -136,7 +136,7 @@ def sides_of(seconds: dict[str, float]) -> tuple[float, float]:
     return seconds["training"] + seconds["logprobs"], seconds["generation"]
 
 
-def sized(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> GenerationChoice:
+def sized(row: Row, generation: GenerationChoice, constants: Constants) -> GenerationChoice:
     free, tokens = plan_kv(request_of(row, constants), generation)
     return replace(generation, kv_cache_bytes=free, kv_cache_tokens=max(1, tokens))
 
@@ -287,7 +287,7 @@ def show_vllm_profile(path: Path) -> None:
             if facts is None or not line["activation_gib"]:
                 continue
             old = "pre-0.17" in line["vllm"] or "v0.15" in line["vllm"]
-            constants = replace(GATHERING, sampler_bytes=40.0 if old else 16.0)
+            constants = replace(DEFAULTS, sampler_bytes=40.0 if old else 16.0)
             quantized = 1.0 if "FP8" in line["model"] else 0.55 if "gpt-oss" in line["model"] else 2.0
             choice = GenerationChoice(
                 1, int(line["tp"] or 1), max_concurrent=1024, weight_bytes=quantized, memory_fraction=0.9
@@ -311,31 +311,24 @@ def show_vllm_profile(path: Path) -> None:
 # --- times
 
 
-def show_times(rows: list[Row], constants: GatheringConstants = GATHERING) -> None:
-    section("Published step times: predicted / published seconds")
-    totals, phases = [], []
-    for row in rows:
-        if row.published("step_time_s") is None or row.fields["kind"] != "rl":
-            continue
-        seconds = seconds_of(row, constants)
-        cells = []
-        for phase, field in PHASES.items():
-            seen = row.published(field)
-            if seen:
-                phases.append(abs(seconds[phase] / seen - 1))
-                cells.append(f"{phase} {seconds[phase]:.0f}/{seen:.0f}")
-        total = row.published("step_time_s")
-        assert total is not None
-        totals.append(abs(seconds["total"] / total - 1))
-        print(
-            f"   {row.name} total {seconds['total']:.0f}/{total:.0f} "
-            f"({100 * (seconds['total'] / total - 1):+.0f}%)  {'  '.join(cells)}"
-        )
-    if totals:
-        print(
-            f"median error: total {100 * median(totals):.0f}% of {len(totals)}, phases {100 * median(phases):.0f}% "
-            f"of {len(phases)}"
-        )
+PHASES = {"training": "train_s", "generation": "gen_s", "refit": "refit_s", "logprobs": "logprob_s"}
+
+
+def show_published_steps(data: Path, every: bool, refit: bool) -> None:
+    """Compare the plans of `rlctl plan` with published step times; `refit` the constants without a part of them."""
+    section("Published step times: the plan of each recipe, with its layout, against what was published")
+    steps = read_steps(data)
+    columns = {}
+    if refit:
+        columns["each publication left out of the fit"] = left_out(steps, lambda step: step.publication)
+        columns["each model on each GPU left out of the fit"] = left_out(steps, model_of)
+    columns["all rows in the fit"] = {i: step.errors(DEFAULTS) for i, step in enumerate(steps)}
+    show_steps(steps, every, columns)
+    if refit:
+        section("Ranges that hold nine of ten published times (published over predicted), each publication left out")
+        show_ranges(next(iter(columns.values())))
+        section("The constants, fitted to all rows")
+        show_fit(steps)
 
 
 def show_backends(rows: list[Row]) -> None:
@@ -447,85 +440,6 @@ def throughput(row: Row) -> float | None:
     return seen or (row.workload.tokens(1.0) / step / row.cluster.gpus if step else None)
 
 
-# --- leave one out
-
-
-Observation = tuple[str, Row, Callable[[GatheringConstants], float], float]
-"""(group, row, prediction under given constants, published value)"""
-
-
-def observations(rows: list[Row]) -> list[Observation]:
-    """Return all values that constants are fitted to.
-
-    Rows of one model on one machine depend on each other: they are one group, and are left out together.
-    """
-    found: list[Observation] = []
-    for row in rows:
-        group = f"{row.fields['model']} {row.cluster.device.name}"
-        if row.fields["kind"] == "rl" and row.published("train_s"):
-            for phase, field in PHASES.items():
-                seen = row.published(field)
-                if seen:
-                    found.append((group, row, lambda c, row=row, phase=phase: seconds_of(row, c)[phase], seen))
-        seen = throughput(row)
-        if seen:
-
-            def rate(c: GatheringConstants, row: Row = row) -> float:
-                return row.workload.tokens(1.0) / seconds_of(row, c)["training"] / row.cluster.gpus
-
-            found.append((group, row, rate, seen))
-    return found
-
-
-def loss(
-    constants: GatheringConstants, data: Iterable[tuple[str, Row, Callable[[GatheringConstants], float], float]]
-) -> float:
-    """Return the mean absolute logarithm of predicted over published values, with equal weights for all groups."""
-    groups: dict[str, list[float]] = {}
-    for group, _, predict, seen in data:
-        groups.setdefault(group, []).append(abs(math.log(predict(constants) / seen)))
-    return sum(sum(v) / len(v) for v in groups.values()) / max(1, len(groups))
-
-
-def fitted(
-    data: list[tuple[str, Row, Callable[[GatheringConstants], float], float]], rounds: int = 2
-) -> GatheringConstants:
-    """Fit the constants in `FITTED` within their bounds by coordinate descent from the defaults."""
-    constants = GATHERING
-    best = loss(constants, data)
-    for _ in range(rounds):
-        for name in FITTED:
-            low, high = GATHERING_BOUNDS[name]
-            for factor in (0.75, 0.88, 1.12, 1.3):
-                value = min(high, max(low, getattr(constants, name) * factor))
-                tried = replace(constants, **{name: value})
-                error = loss(tried, data)
-                if error < best - 1e-6:
-                    constants, best = tried, error
-    return constants
-
-
-def show_fit(rows: list[Row]) -> None:
-    section("Leave one out: constants fitted to all other groups, error on the one left out")
-    data = observations(rows)
-    everything = fitted(data)
-    print(f"defaults {loss(GATHERING, data):.3f}, fitted to all {loss(everything, data):.3f} (mean |ln ratio| a group)")
-    print("   " + "  ".join(f"{n} {getattr(GATHERING, n):.3g} -> {getattr(everything, n):.3g}" for n in FITTED))
-    outside = []
-    for group in dict.fromkeys(g for g, *_ in data):
-        rest, left = [d for d in data if d[0] != group], [d for d in data if d[0] == group]
-        constants = fitted(rest, 1)
-        error = loss(constants, left)
-        outside.append(error)
-        print(
-            f"   {group:<44} left out {100 * (math.exp(error) - 1):4.0f}%  with the defaults "
-            f"{100 * (math.exp(loss(GATHERING, left)) - 1):4.0f}%"
-        )
-    print(f"median error of a group that was left out: {100 * (math.exp(median(outside)) - 1):.0f}%")
-    at_bounds = [n for n in FITTED if getattr(everything, n) in GATHERING_BOUNDS[n]]
-    print(f"constants at a bound: {', '.join(at_bounds) or 'none'}")
-
-
 # --- own choice
 
 
@@ -541,7 +455,7 @@ def show_choices(rows: list[Row]) -> None:
         )
         took = time.perf_counter() - began
         published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))["total"]
-        own = with_gathering_refit(plan)
+        own = plan.total_s
         verdict = "no worse" if own <= published * 1.01 else "WORSE"
         print(
             f"   {row.name} published {row.training.name()}: {published:.0f} s; own {plan.name()}: "
@@ -574,24 +488,14 @@ def show_divisions(rows: list[Row]) -> None:
             continue
         assert plan.training is not None
         own, theirs = plan.training.parallel.world_size, row.training.parallel.world_size
-        ratios.append(with_gathering_refit(plan) / seconds["total"])
+        ratios.append(plan.total_s / seconds["total"])
         print(
             f"   {row.name} {'async' if row.workload.overlaps else 'turns'} published "
             f"{theirs} + {row.generation.gpus}: {seconds['total']:.0f} s, policy {policy:.0f} "
             f"and engines {engines:.0f} ({waits} wait); own {own} + {plan.engine_devices}: "
-            f"{with_gathering_refit(plan):.0f} s ({ratios[-1]:.2f})"
+            f"{plan.total_s:.0f} s ({ratios[-1]:.2f})"
         )
     print(f"{len(ratios)} rows; own over published seconds: median {median(ratios):.2f}, largest {max(ratios):.2f}")
-
-
-def with_gathering_refit(plan: Plan) -> float:
-    """Return the seconds of a step of `plan` with the refit of the published systems, to compare layouts alone."""
-    assert plan.training is not None
-    assert plan.generation is not None
-    gathering = gathering_refit_time(
-        plan.facts, plan.training, plan.generation, plan.cluster, plan.colocated, GATHERING
-    )
-    return plan.total_s - plan.seconds[Phase.REFIT] + gathering
 
 
 def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
@@ -607,17 +511,16 @@ def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
             for pins in ({}, {"training.cp": cp})
         )
         seconds = {phase.value: value for phase, value in pinned.seconds.items()}
-        seconds["refit"] += with_gathering_refit(pinned) - pinned.total_s
         cells = "  ".join(f"{phase} {seconds[phase]:.0f}/{fields[field]}" for phase, field in PHASES.items())
-        gain = with_gathering_refit(own) / with_gathering_refit(pinned) - 1
+        gain = own.total_s / pinned.total_s - 1
         print(
             f"   {number:>3} {fields['model'].rsplit('/', 1)[-1]} on {cluster.gpus}: published CP{cp} (TP and PP not "
-            f"stated); best with it {pinned.name()}: {with_gathering_refit(pinned):.0f} s; own {own.name()}: "
-            f"{with_gathering_refit(own):.0f} s ({100 * gain:+.1f}%)\n       phases predicted/published: {cells}"
+            f"stated); best with it {pinned.name()}: {pinned.total_s:.0f} s; own {own.name()}: "
+            f"{own.total_s:.0f} s ({100 * gain:+.1f}%)\n       phases predicted/published: {cells}"
         )
         tokens = workload.samples * workload.max_length
         print(
-            f"       {workload.tokens(GATHERING.length_sigma) / 1e6:.1f} M tokens a step in packed rows; padded to "
+            f"       {workload.tokens(DEFAULTS.length_sigma) / 1e6:.1f} M tokens a step in packed rows; padded to "
             f"{workload.max_length} they would be {tokens / 1e6:.1f} M, and forward passes of those alone "
             f"{2 * count(facts).total * tokens / cluster.gpus / 4e14:.0f} s at 400 TFLOP/s a GPU"
         )
@@ -633,7 +536,7 @@ def difference(row: Row, plan: Plan) -> str:
         request = Request(row.facts, row.cluster, row.workload)
         time_, forward = timing.training_time(request, chosen), timing.logprobs_time(request, chosen)
         memory = mem.training_memory(
-            request, chosen, GATHERING.engine_asleep_bytes, timing.micro_batches(request, chosen)[0]
+            request, chosen, DEFAULTS.engine_asleep_bytes, timing.micro_batches(request, chosen)[0]
         )
         both.append(
             f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
@@ -657,7 +560,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--rows", action="store_true", help="print rows that are fine, too")
-    parser.add_argument("--fit", action="store_true", help="leave-one-out fit of the constants (a few minutes)")
+    parser.add_argument("--fit", action="store_true", help="fit without each publication, and each model")
     arguments = parser.parse_args()
     rows, skipped = usable(arguments.data / "published_recipes.csv")
     reasons = Counter(why.split(":")[0] for _, fields, why in skipped if fields["status"] in PROVEN)
@@ -667,7 +570,7 @@ def main() -> None:
     show_squeezed(rows, arguments.rows)
     show_memory_bounds(rows)
     show_vllm_profile(arguments.data / "vllm_memory_profile.csv")
-    show_times(rows)
+    show_published_steps(arguments.data, arguments.rows, arguments.fit)
     show_backends(rows)
     section("Published refits from shard to shard: predicted / published seconds")
     show_shard_to_shard(arguments.data / "refit_numbers.csv")
@@ -677,8 +580,6 @@ def main() -> None:
     show_divisions(rows)
     show_partly_stated(skipped)
     show_speed()
-    if arguments.fit:
-        show_fit(rows)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,19 @@ def test_two_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "B parameters" not in out
 
 
+def test_any_number_of_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    variants = [f"generation.tp={size}" for size in (1, 2, 4)]
+    code, out, _ = rlctl(capsys, *NODE, "--compare", *variants, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["names"] == variants
+    assert [plan["generation"]["tp"] for plan in found["plans"]] == [1, 2, 4]
+    for replaced in (["generation.tp=4", "--compare", *variants[:2]], ["--compare", *variants[:1]]):
+        code, _, err = rlctl(capsys, *NODE, *replaced)
+        assert code == 2
+        assert "--compare generation.tp=1" in err
+
+
 def test_the_arithmetic_of_two_plans(capsys: pytest.CaptureFixture[str]) -> None:
     sides = ["--compare", "training.tp=1", "training.tp=4", "--explain"]
     code, out, _ = rlctl(capsys, *NODE, *sides)

@@ -110,6 +110,7 @@ class Command(TyperCommand):
         optional value."""
         from rlctl.commands.options import LORA, LORA_RANK
 
+        args = several(args)
         alone = {LORA, *(name for name, ours in ALIASES.items() if ours == LORA)}
         pairs = zip_longest(args, args[1:], fillvalue="")
         filled = [
@@ -125,6 +126,23 @@ class Command(TyperCommand):
         options = parser._long_opt  # the help lists parameters, so it does not show aliases
         options.update({name: options[ours] for name, ours in ALIASES.items() if ours in options})
         return parser
+
+
+SEVERAL = ("--compare",)
+"""Options that take all words up to the next option."""
+
+
+def several(args: list[str]) -> list[str]:
+    """Return a command line in which an option of `SEVERAL` is repeated for each of its words."""
+    found: list[str] = []
+    repeated = None
+    for word, before in zip(args, ["", *args], strict=False):
+        if word.startswith("-"):
+            repeated = word if word in SEVERAL else None
+        elif repeated is not None and before != repeated:
+            found.append(repeated)
+        found.append(word)
+    return found
 
 
 def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:

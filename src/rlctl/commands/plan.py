@@ -12,9 +12,11 @@ from rlctl.commands import options, output
 from rlctl.commands.output import OwnProcess, error_json, examples, message, print_json
 from rlctl.commands.parsing import App
 from rlctl.data.chat import Process
-from rlctl.errors import InputError, NoPlanError
+from rlctl.errors import InputError, NoPlanError, RlctlError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rlctl.config.load import Resolved
     from rlctl.planner.result import Plan
 
@@ -25,16 +27,22 @@ ALTERNATIVES = 3
 Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic and the engines' arguments.")]
 Top = Annotated[int | None, typer.Option("--top", min=1, help="Number of alternatives to list.  [default: 3]")]
 Compare = Annotated[
-    tuple[str, str] | None,
+    list[str] | None,
     typer.Option(
         "--compare",
-        metavar="A B",
-        help="Show two plans side by side; each is pins (a=1,b=2), a preset or a YAML file.",
+        metavar="A B...",
+        help="Show plans side by side; each is pins (a=1,b=2), a preset or a YAML file.",
     ),
 ]
 Run = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="Compare a run's prediction with its measurements.")
 ]
+
+Calibrate = Annotated[
+    Path | None,
+    typer.Option("--calibrate", metavar="RUN", help="Take the measured phases of a run as those of this machine."),
+]
+Table = Annotated[bool, typer.Option("--table", help="Show seconds, tokens/s and memory over a range of GPU counts.")]
 
 
 @app.command(
@@ -45,6 +53,8 @@ Run = Annotated[
         "rlctl plan --preset 8nodes --model Qwen/Qwen2.5-72B --set training.tp=8 --set training.pp=2",
         "rlctl plan --preset 1node --model Qwen/Qwen3-8B --compare training.tp=1 training.tp=2",
         "rlctl plan --preset 1node --model Qwen/Qwen3-8B --gpu h100 --async",
+        "rlctl plan --preset 1node --model Qwen/Qwen3-8B --gpu h100 --table",
+        "rlctl plan --calibrate runs/my-run",
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
@@ -58,6 +68,8 @@ def plan(
     top: Top = None,
     compare: Compare = None,
     run: Run = None,
+    calibrate: Calibrate = None,
+    table: Table = False,
     json_: options.Json = False,
 ) -> None:
     """Plan a run: parallelism, memory, seconds per step, and the rule behind each value.
@@ -70,6 +82,11 @@ def plan(
         refuse_with(f"--run {run} shows the plan of the run", options.given(context, others))
         show_run(run, json_)
         return
+    if calibrate is not None:
+        others = [name for name in context.params if name not in ("calibrate", "json_")]
+        refuse_with(f"--calibrate {calibrate} takes what a run measured", options.given(context, others))
+        show_calibration(calibrate, json_)
+        return
     Process.reads_tokenizers_alone = OwnProcess.is_one
 
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
@@ -77,13 +94,22 @@ def plan(
         given: dict[str, Any] = {"preset": over or preset, "config": paths, "set_": pins}
         return options.resolve_config(**context.params | given)
 
-    if compare is not None:
+    if compare:
         from rlctl.jobs.prepare import shown_plan
 
-        refuse_with("--compare shows two plans and no alternatives", ["top"] if top else [])
-        once = functools.cache(message)  # messages that apply to both plans
-        plans = [shown_plan(resolved_with(*side(text)), ALTERNATIVES, once) for text in compare]
+        refuse_with("--compare shows plans side by side and no alternatives", ["top"] if top else [])
+        if len(compare) < 2:
+            raise InputError(f"--compare {compare[0]} names one plan.", "Name two or more to compare.")
+        once = functools.cache(message)  # what is true of all plans
+        variants = [resolved_with(*side(text)) for text in compare]
+        for text, resolved in zip(compare, variants, strict=True):
+            refuse_replaced(text, resolved)
+        plans = [shown_plan(resolved, ALTERNATIVES, once) for resolved in variants]
         show_comparison(plans, compare, explain, json_)
+        return
+    if table:
+        refuse_with("--table shows one line for each machine", options.given(context, ["explain", "top"]))
+        show_table(resolved_with, json_)
         return
     show_plan(resolved_with([]), explain, top or ALTERNATIVES, json_)
 
@@ -93,6 +119,21 @@ def refuse_with(reason: str, given: list[str]) -> None:
     for name in given:
         flag = "KEY=VALUE" if name == "overrides" else options.flag(name) if name in options.FLAGS else f"--{name}"
         raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
+
+
+def refuse_replaced(variant: str, resolved: Resolved) -> None:
+    """Raise InputError where another argument replaces a pin of a variant, so that its column would lie."""
+    import yaml
+
+    values = dict(resolved.leaves())
+    for pin in variant.split(",") if "=" in variant else ():
+        key, _, asked = pin.partition("=")
+        value = values.get(key)
+        if key in values and value != yaml.safe_load(asked):
+            raise InputError(
+                f"--compare {variant}: another argument sets {key} to {value}.",
+                f"Remove the other {key}, so that each variant has its own.",
+            )
 
 
 def side(text: str) -> tuple[list[str], str | None, list[str]]:
@@ -158,7 +199,7 @@ def folded(text: str) -> list[str]:
     return [part for line, indent in lines for part in wrapped(line, indent, f"{indent}  ")]
 
 
-def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, json_: bool) -> None:
+def show_comparison(plans: list[Plan], names: list[str], explain: bool, json_: bool) -> None:
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import compare_text, plan_json
 
@@ -168,7 +209,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
             data["explain"] = [arithmetic(plan).splitlines() for plan in plans]
         print_json(data)
         return
-    output.show(compare_text(plans[0], plans[1], names))
+    output.show(compare_text(plans, names))
     for plan, name in zip(plans, names, strict=True) if explain else ():
         output.show("\n".join(("", name, "", *folded(arithmetic(plan)))))
 
@@ -189,3 +230,46 @@ def show_run(run: Path, json_: bool) -> None:
     output.show(f"{run}\n{comparison_text(rows, 'phase', 's')}")
     missing = "  memory was not measured, because the run did not finish"
     output.show(comparison_text(memory, "process", "GiB") if memory else missing)
+
+
+def show_calibration(run: Path, json_: bool) -> None:
+    from rlctl.jobs.calibration import calibrate
+    from rlctl.jobs.run_comparison import comparison_text
+
+    path, factors, rows = calibrate(run)
+    if json_:
+        print_json({"run": str(run), "file": str(path), "factors": factors})
+        return
+    output.show(f"{run}\n{comparison_text(rows, 'phase', 's')}")
+    shown = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in factors.items())
+    output.show(f"Plans for this machine are scaled from now on: {shown} ({path})")
+
+
+MOST_NODES = 4
+"""The table goes up to this many times the nodes that are asked for."""
+
+
+def show_table(resolved_with: Callable[[list[str]], Resolved], json_: bool) -> None:
+    """Print a line for each of a range of GPU counts: a part of a node, and nodes by powers of two."""
+    from rlctl.jobs.prepare import shown_plan
+    from rlctl.planner.views.table import machine_row, rows_text
+
+    once = functools.cache(message)
+    asked = shown_plan(resolved_with([]), 1, once).cluster
+    if asked.is_cpu:
+        raise InputError("--table counts GPUs, and this plan is for a CPU.", "Name a GPU: --gpu h100.")
+    sizes = [(1, 1 << power) for power in range(asked.gpus_per_node.bit_length()) if 1 << power < asked.gpus_per_node]
+    most = MOST_NODES * asked.nodes
+    sizes += [(1 << power, asked.gpus_per_node) for power in range(most.bit_length()) if 1 << power <= most]
+    sizes = sorted({*sizes, (asked.nodes, asked.gpus_per_node)}, key=lambda size: size[0] * size[1])
+    rows = []
+    for nodes, gpus in sizes:
+        given = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
+        try:
+            rows.append(machine_row(nodes, gpus, shown_plan(resolved_with(given), 1, once)))
+        except RlctlError as error:
+            rows.append(machine_row(nodes, gpus, error.message))
+    if json_:
+        print_json({"rows": rows})
+        return
+    output.show(rows_text(rows))

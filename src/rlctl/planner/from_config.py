@@ -18,6 +18,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
 from rlctl.planner.inputs.cluster import (
     ClusterFacts,
+    calibrated,
     device_reported,
     load_profile,
     local_cpu,
@@ -109,9 +110,9 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
         known = match_device(found[0]) is not None
         device = device_reported(found[0], memory, None if known else gpu_capability())
         cluster = ClusterFacts(device, section.nodes or 1, count or len(found))
-        return with_profile(measured(cluster, memory), load_profile())
+        return calibrated(with_profile(measured(cluster, memory), load_profile()))
     if section.gpu == "cpu" or count == 0 or (count, section.nodes) == (None, None):
-        return with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile())
+        return calibrated(with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile()))
     if assume is None:
         asked = f"nodes = {section.nodes}" if count is None else f"gpus_per_node = {count}"
         raise MachineError(
@@ -365,10 +366,12 @@ def plan_from_config(
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     own_layers = lora.rank > 0 or config.megatron.passed.get("transformer_impl") == "local"
     grouped = not own_layers and config.megatron.passed.get("moe_grouped_gemm") is not False
+    flex = config.megatron.passed.get("moe_token_dispatcher_type") == "flex"
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
         moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
         saves=config.run.save_final or config.run.checkpoint_every != 0,
+        dispatcher="flex" if flex else "alltoall",
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
 

@@ -11,7 +11,16 @@ from rlctl.errors import ConfigError
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.feasible_plans import assemble, device_seconds, feasible_plans, preference, score
+from rlctl.planner.search.evidence import evidence
+from rlctl.planner.search.feasible_plans import (
+    assemble,
+    believable,
+    device_seconds,
+    dimensions,
+    feasible_plans,
+    preference,
+    score,
+)
 from rlctl.planner.views.advice import no_plan, why_none
 from rlctl.planner.views.reasons import reasons_for
 from rlctl.telemetry.phases import Phase
@@ -89,7 +98,7 @@ def _found(request: Request, prefer_runnable: bool) -> _Found:
         plans.sort(key=preference)
     if prefer_runnable:
         plans.sort(key=lambda plan: not plan.runnable)
-    return _Found(request, plans, rejected)
+    return _Found(request, believable(plans) if plans else plans, rejected)
 
 
 def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tuple[_Found, str]:
@@ -201,11 +210,24 @@ def _slower(plan: Plan, best: Plan) -> str:
     if best.runnable and not plan.runnable and ratio < 0.005:
         gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
         return f"{gain}, but it cannot be run yet: {plan.not_runnable_because[0]}"
+    if plan.equals(best) and not best.cluster.is_cpu:
+        seconds = f"({plan.total_s:.1f} s{' a step' * (plan.training is not None)})"
+        return f"equal as far as the prediction can tell {seconds}; {_less_believable(plan, best)}"
     if ratio < -0.005:
         return f"{-100 * ratio:.0f}% faster, but less simple"
     if ratio < 0.005:
         return "as fast, but less simple"
     return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
+
+
+def _less_believable(plan: Plan, best: Plan) -> str:
+    """Return why an equal plan was not chosen."""
+    known = [evidence(one.facts, one.cluster, one.training, one.generation) for one in (plan, best)]
+    if known[0] < known[1]:
+        return "less of its layout is that of published runs"
+    if dimensions(plan) > dimensions(best):
+        return "it has more parallel dimensions"
+    return "it leaves less memory free" if dimensions(plan) == dimensions(best) else "it is of another kind"
 
 
 def refuse_unrunnable(plan: Plan) -> None:

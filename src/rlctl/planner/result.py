@@ -13,8 +13,8 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
-from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.request import Workload
+from rlctl.planner.inputs.constants import DEFAULTS, RANGES, RESOLUTION
+from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
@@ -65,6 +65,8 @@ class Plan:
     mfu: float
     mover: str | None
     """The mover of a refit; None: there is no refit."""
+    request: Request = field(repr=False, compare=False)
+    """What the plan depends on."""
     reasons: tuple[Reason, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
@@ -83,6 +85,19 @@ class Plan:
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Seconds between which a phase is expected, and `total`, by the residuals of published steps."""
+        named = {phase.value: seconds for phase, seconds in self.seconds.items() if seconds} | {"total": self.total_s}
+        if self.cluster.is_cpu:
+            return {}
+        factors = {name: RANGES.get(name, RANGES["total"]) for name in named}
+        return {name: (low * named[name], high * named[name]) for name, (low, high) in factors.items()}
+
+    def equals(self, other: Plan) -> bool:
+        """Whether the seconds of two plans are too near for the prediction to tell which is faster."""
+        return abs(math.log(self.total_s / other.total_s)) <= math.log1p(RESOLUTION)
 
     @property
     def waits(self) -> dict[str, float] | None:

@@ -36,14 +36,14 @@ def computing(facts: ModelFacts, training: TrainingChoice, cluster: ClusterFacts
     return training_time(request, training).total + logprobs_time(request, training)
 
 
-def test_fsdp_takes_as_much_longer_than_megatron_as_was_published() -> None:
+def test_both_backends_take_as_long_as_was_published() -> None:
     """8B on 8 H100s: 38 + 19 s against 28 + 18 s; 70B on 64 of them: 97 + 28 s against 28 + 18 s."""
     node, nodes = make_cluster("h100"), make_cluster("h100", 8)
     small = [computing(model("Llama-3.1-8B"), choice(fsdp, dp=8), node, 790) for fsdp in (False, True)]
-    assert small[1] / small[0] == pytest.approx(57 / 46, rel=0.1)
+    assert small == pytest.approx([46, 57], rel=0.15)
     sizes = ((False, {"tp": 4, "pp": 4, "dp": 4}), (True, {"tp": 8, "dp": 8}))
     large = [computing(model("Llama-3.1-70B"), choice(fsdp, **size), nodes, 396) for fsdp, size in sizes]
-    assert large[1] / large[0] == pytest.approx(125 / 46, rel=0.25)
+    assert large == pytest.approx([46, 125], rel=0.3)
 
 
 def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
@@ -51,8 +51,8 @@ def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
     data = {rows: training_time(request, choice(True, rows, dp=8)) for rows in (4096, 8192)}
     numbers = [micro_batches(request, choice(True, rows, dp=8))[0] for rows in data]
     assert data[4096].data / data[8192].data == pytest.approx(numbers[0] / numbers[1], rel=1e-6)
-    # Of 8 parameters a rank receives 7: 2 bytes in front of each pass, half of the first hidden, and 4 of gradients.
-    moved = numbers[0] * (1 + 2 + 4) * 8.03e9 * 7 / 8
+    # Of 8 parameters a rank receives 7: 2 bytes in front of each pass, a part of the first hidden, and 4 of gradients.
+    moved = numbers[0] * (2 * (1 - DEFAULTS.gather_overlap) + 2 + 4) * 8.03e9 * 7 / 8
     assert data[4096].data == pytest.approx(moved / (450e9 * 0.75), rel=0.01)
 
 

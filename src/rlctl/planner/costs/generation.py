@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlctl.models.facts import ModelFacts
@@ -136,7 +137,10 @@ def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: f
     read = (weights + kv) / (device.memory_bandwidth * constants.decode_bandwidth_efficiency)
     compute = 2.0 * parts.active * sequences / choice.tp / choice.pp
     compute /= device.flops("fp8" if choice.matrix_bytes <= 1 else "bf16") * constants.prefill_efficiency
-    fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layer_s
+    host = constants.decode_step_s + constants.decode_sequence_s * sequences
+    host += layer_s if not choice.numbers.graphs else 0.0
+    fixed = device.host_factor * host + (layer_s if choice.numbers.graphs else 0.0)
+    fixed += constants.nodes_step_s * (cluster.nodes_of(choice.replica_gpus) > 1)
     fixed += constants.replica_step_s * (choice.dp - 1)
     return choice.pp * max(read, compute) + fixed + communication_seconds(request, choice, sequences)
 
@@ -152,8 +156,9 @@ def communication_seconds(request: Request, choice: GenerationChoice, sequences:
     seconds, group = 0.0, choice.tp * choice.dp
     if group > 1:
         inside = group <= max(1, cluster.link_domain)
-        latency = constants.allreduce_latency_s if inside else constants.network_latency_s
-        latency *= 1 + 0.1 * max(0, choice.tp - 2) / 2
+        latency = constants.allreduce_latency_s * (1 + 0.1 * max(0, min(group, cluster.link_domain) - 2) / 2)
+        if not inside:
+            latency += constants.network_latency_s * math.log2(cluster.nodes_of(group))
         volume = 2 * sequences * facts.hidden * 2 / cluster.bandwidth(group)
         seconds += 2 * facts.layers * (latency + volume)
     states = 2 * sequences * facts.hidden * 2  # the hidden and the residual one
@@ -182,12 +187,16 @@ class _Load:
     """Seconds to process the prompts, which the rollouts of a prompt share."""
 
 
-def _load(request: Request, choice: GenerationChoice) -> _Load:
+def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
+    """Return the work of `steps` steps whose rollouts are sampled at the same time."""
     workload, cluster, constants = request.workload, request.cluster, request.constants
-    rollouts = float(workload.share(choice.engines, choice.dp))
+    rollouts = float(steps * workload.share(choice.engines, choice.dp))
     lengths = workload.lengths(constants.length_sigma)
     context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
-    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))
+    # Rollouts that begin together reach their full lengths together; those of several versions are of all ages.
+    grown = 0.5 if steps > 1 else constants.grown_together
+    held = workload.prompt_tokens + grown * lengths.second_moment / lengths.mean
+    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, held)))
     tokens = rollouts * workload.prompt_tokens / max(1.0, min(workload.generations, rollouts))
     rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
     if cluster.is_cpu:
@@ -199,20 +208,20 @@ def _load(request: Request, choice: GenerationChoice) -> _Load:
     return _Load(rollouts, lengths, context, capacity, prefill)
 
 
-def generation_time(request: Request, choice: GenerationChoice) -> GenerationTime:
-    """Seconds until the last rollout of the busiest replica ends.
+def generation_time(request: Request, choice: GenerationChoice, steps: int = 1) -> GenerationTime:
+    """Seconds until the last rollout of the busiest replica ends, of `steps` steps that are sampled at the same time.
 
     While more sequences wait than fit, the replica runs full; then the batch drains along the tail of the length
     distribution, at ever fewer sequences but never faster than one step a token.
     """
-    load = _load(request, choice)
+    load = _load(request, choice, steps)
     # steps run at the average batch size while the queue is not empty
-    seconds = steps = 0.0
+    seconds = decoded = 0.0
     running = min(load.rollouts, load.capacity)
     first = decode_step_seconds(request, choice, running, load.context)
     if load.rollouts > load.capacity:
         waiting = (load.rollouts - load.capacity) * load.lengths.mean / load.capacity
-        seconds, steps = waiting * first, waiting
+        seconds, decoded = waiting * first, waiting
     reached, left = 0.0, 1.0
     step = first
     for length, share in load.lengths.buckets:
@@ -220,13 +229,11 @@ def generation_time(request: Request, choice: GenerationChoice) -> GenerationTim
         step = decode_step_seconds(request, choice, max(1.0, running * left), context)
         seconds += (length - reached) * step
         reached, left = length, left - share
-    return GenerationTime(seconds, load.prefill, steps + reached, first, step)
+    return GenerationTime(seconds, load.prefill, decoded + reached, first, step)
 
 
 def steady_generation_time(request: Request, choice: GenerationChoice) -> float:
-    """Seconds of a step's rollouts where engines never run empty: rollouts that go on under new weights leave no tail,
-    for the next ones are begun beside the longest."""
-    load = _load(request, choice)
-    running = min(load.rollouts * (1 + (request.workload.staleness or 0)), load.capacity)
-    step = decode_step_seconds(request, choice, running, load.context)
-    return load.rollouts * load.lengths.mean / running * step + load.prefill
+    """Seconds of a step's rollouts where rollouts go on under new weights: those of all steps under way are sampled
+    together, and the tail of the longest is shared by these steps."""
+    steps = request.workload.steps_under_way
+    return generation_time(request, choice, steps).total / steps

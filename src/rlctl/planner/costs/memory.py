@@ -6,6 +6,7 @@ flash attention: what the backward pass of each operation keeps, in the training
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
@@ -23,6 +24,10 @@ from rlctl.planner.costs.parameters import (
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.request import Request
+
+PINNED = 1 / math.log(2)
+"""Bytes that torch pins over those asked for: it rounds each up to a power of two, which for sizes of all kinds is this
+factor on average. vLLM pins the memory that its weights wait in."""
 
 
 @dataclass(frozen=True)
@@ -339,8 +344,7 @@ def host_memory(
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
     offloaded += unadapted_bytes(facts, choice)
     offloaded += most_weight_bytes(facts, choice) if choice.reference_offload and not colocated else 0.0
-    # vLLM pins the memory that its weights wait in, and torch rounds what it pins up to a power of two.
-    asleep = weights + engine_weights * (1 if cluster.is_cpu else 2) if colocated else 0.0
+    asleep = weights + engine_weights * (1 if cluster.is_cpu else PINNED) if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
     snapshot = (1 + choice.critic) * snapshot_bytes(facts, choice, ranks) if saves else 0.0
     return ranks * (offloaded + asleep + process) + snapshot + 10 * GIB

@@ -51,13 +51,20 @@ class MicroBatchTime:
     expert: float
     context: float
     host: float
-    """Floor: time to launch the kernels."""
+    """Time in which the host launches the kernels, next to the device's work."""
     matmul: float = 0.0
     """The part of `compute` that multiplies with weights."""
+    exposed: float = 0.0
+    """Share of the shorter of the host's and the device's times that the longer does not hide."""
+
+    @property
+    def device(self) -> float:
+        """Seconds in which the device computes and communicates."""
+        return self.compute + self.tensor + self.expert + self.context
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.tensor + self.expert + self.context, self.host)
+        return max(self.device, self.host) + self.exposed * min(self.device, self.host)
 
 
 @dataclass(frozen=True)
@@ -134,18 +141,30 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
         if facts.moe is not None:
             moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
         seconds += constants.traffic * local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
-    host = stage.layers * constants.layer_host_s
-    if facts.moe is not None and not cluster.is_cpu:
-        experts = 0.0 if choice.grouped_experts else facts.moe.experts / p.ep * constants.expert_host_s
-        host += stage.moe_layers * (constants.moe_layer_host_s + experts)
     return MicroBatchTime(
         compute=seconds + attention,
         tensor=(1 - constants.tensor_overlap) * _tensor_seconds(request, stage, choice, local),
         expert=(1 - constants.expert_overlap) * _expert_seconds(request, stage, choice, local),
         context=max(0.0, _context_seconds(request, stage, choice, tokens) - attention),
-        host=host,
+        host=_host_seconds(request, stage, choice),
         matmul=matmul,
+        exposed=0.0 if cluster.is_cpu else constants.host_exposed,
     )
+
+
+def _host_seconds(request: Request, stage: Stage, choice: TrainingChoice) -> float:
+    """Seconds in which the host launches a forward pass of one micro-batch."""
+    facts, cluster, constants, p = request.facts, request.cluster, request.constants, choice.parallel
+    layers = stage.layers * constants.layer_host_s
+    if cluster.is_cpu:
+        return layers
+    if facts.moe is not None:
+        experts = 0.0 if choice.grouped_experts else facts.moe.experts / p.ep * constants.expert_host_s
+        layers += stage.moe_layers * (constants.moe_layer_host_s + experts)
+    if p.cp > 1 and request.workload.lengths_differ:
+        far = p.tp * p.cp > max(1, cluster.link_domain)  # inside, the exchange is hidden
+        layers += stage.layers * p.cp * constants.context_step_s * far
+    return cluster.device.host_factor * (layers + constants.micro_batch_host_s)
 
 
 def _peak(request: Request, choice: TrainingChoice, precision: str) -> float:
@@ -392,9 +411,10 @@ def refit_time(
         # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
         return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
+    if colocated:
+        handed = received / constants.refit_bytes_per_s + tensor_count(facts) * constants.refit_tensor_s
+        return detour + constants.refit_fixed_s + handed + offload_seconds(request, choice)
     far = remote_share(choice, cluster, colocated) * received
     moved = far / (device.network * constants.refit_link_efficiency)
     moved += (received - far) / (device.link * constants.refit_link_efficiency)
-    pieces = constants.refit_handshake_s + tensor_count(facts) * constants.refit_piece_s
-    around = constants.refit_fixed_s + offload_seconds(request, choice) if colocated else 0.0
-    return detour + moved + pieces + around
+    return detour + moved + constants.refit_handshake_s + tensor_count(facts) * constants.refit_piece_s

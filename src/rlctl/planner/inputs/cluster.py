@@ -52,6 +52,8 @@ class Device:
     """CUDA's compute capability; 0 for a CPU."""
     cores: int = 0
     """Processor cores of a node, for a CPU."""
+    host_factor: float = 1.0
+    """Time that its host needs to launch kernels and run Python, over that of a current x86 server."""
     source: str = ""
     note: str = ""
     """A sentence for plans on it, where its figures are estimates."""
@@ -110,6 +112,8 @@ class ClusterFacts:
     gpus_per_node: int = 8
     origin: str = "table"
     """The source of the rates: `table` or the name of a measured profile."""
+    factors: tuple[tuple[str, float], ...] = ()
+    """Measured over predicted seconds of a phase in a run on this machine (`rlctl plan --calibrate`)."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -272,6 +276,41 @@ class MachineProfile:
     device_to_host: float | None = None
     disk_read: float | None = None
     disk_write: float | None = None
+
+
+def calibration_path() -> Path:
+    """The file with this machine's factors of phases, next to its profile."""
+    return profile_path().with_name(f"{profile_path().stem}-phases.json")
+
+
+def save_calibration(device: str, run: str, factors: dict[str, float]) -> Path:
+    """Write the factors of phases that a run on this machine's `device` has shown."""
+    path = calibration_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps({"device": device, "run": run, "factors": factors}, indent=2) + "\n")
+    aside.replace(path)
+    return path
+
+
+def calibrated(cluster: ClusterFacts) -> ClusterFacts:
+    """The cluster with the factors of phases that a run here has shown on such a device, if any. Raises InputError for
+    a file that holds none."""
+    path = calibration_path()
+    if not path.exists():
+        return cluster
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        factors = tuple(sorted((str(phase), float(factor)) for phase, factor in values["factors"].items()))
+        if any(not 0 < factor < math.inf for _, factor in factors):
+            raise ValueError("a factor is not a positive number")
+        device, run = str(values["device"]), str(values["run"])
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        hint = "Remove it, or run `rlctl plan --calibrate RUN` again."
+        raise InputError(f"{path} is not a calibration: {error}.", hint) from error
+    if device != cluster.device.name:
+        return cluster
+    return replace(cluster, factors=factors, origin=f"{cluster.origin}, phases calibrated by {run}")
 
 
 RATES = ("matmul", "memory_bandwidth")

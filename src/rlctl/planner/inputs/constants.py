@@ -16,8 +16,8 @@ class Constants:
     """Efficiencies are shares of a peak rate; seconds and bytes otherwise."""
 
     # Training
-    matmul_efficiency: float = 0.72
-    """Share of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75)."""
+    matmul_efficiency: float = 0.62
+    """Share of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75; fitted, see `FITTED`)."""
     traffic: float = 2.5
     """Times that a layer's activations cross the memory bus in a forward pass."""
     fp8_efficiency: float = 0.60
@@ -31,7 +31,7 @@ class Constants:
     """Rows of a matmul at which it runs at half its efficiency."""
     link_efficiency: float = 0.75
     """Share of NVLink, in ring collectives of hundreds of megabytes (nccl-tests: 0.75-0.85)."""
-    network_efficiency: float = 0.75
+    network_efficiency: float = 0.53
     hbm_efficiency: float = 0.80
     tensor_overlap: float = 0.3
     """Share of tensor-parallel communication hidden behind matmuls without user buffers."""
@@ -39,18 +39,26 @@ class Constants:
     """Share of expert all-to-all hidden behind computation."""
     data_overlap: float = 0.5
     """Share of gradient reduction and parameter gathering hidden behind the backward and forward pass."""
-    gather_overlap: float = 0.5
-    """Share of FSDP2's gathering of weights hidden behind a forward pass (published log-probs of 8B and 70B models
-    by DTensor, in `benchmarks/data/published_recipes.csv`)."""
+    gather_overlap: float = 0.4
+    """Share of FSDP2's gathering of weights hidden behind a forward pass (no publication separates it)."""
     backward_overlap: float = 0.0
     """Share of FSDP2's gathering of weights and summing of gradients hidden behind a backward pass (the same runs'
     training: 38 s and 97 s of steps whose computation takes 28 s)."""
-    layer_host_s: float = 0.0006
-    """Host time to launch one layer's forward pass: a floor under its computation."""
+    layer_host_s: float = 0.00087
+    """Host time to launch one layer's forward pass, next to the device's work."""
     expert_host_s: float = 0.00025
     """Host time to launch one local expert's forward pass where experts run one after the other."""
-    moe_layer_host_s: float = 0.0010
-    """Host time of routing, permutation and dispatch of one layer's forward pass."""
+    moe_layer_host_s: float = 0.0025
+    """Host time of routing, permutation and dispatch of one layer's forward pass, with the wait for the numbers of
+    tokens that each expert gets."""
+    micro_batch_host_s: float = 0.003
+    """Host time of a forward pass outside the layers: packing a row, copying it, the loss."""
+    host_exposed: float = 0.56
+    """Share of the host's time that a device waits for although it has more to do than the host (or the other way
+    around): at the ends of a pass, and wherever the host reads a number."""
+    context_step_s: float = 0.0036
+    """Host time of one step of context parallelism's ring in one layer, where it goes over nodes and packed rows are
+    split sequence by sequence."""
     expert_imbalance: float = 1.25
     """Tokens of the busiest rank over the mean."""
     packing_fill: float = 0.93
@@ -64,34 +72,43 @@ class Constants:
     # Generation
     length_sigma: float = 1.0
     """Standard deviation of the logarithm of completion lengths (log-normal, cut at the limit)."""
-    decode_bandwidth_efficiency: float = 0.72
+    grown_together: float = 0.7
+    """Part of its final length that a rollout has, on average, when the KV cache is full: between a half, where
+    rollouts of all ages run, and one, where all began together and none has ended."""
+    decode_bandwidth_efficiency: float = 0.8
     """Share of HBM bandwidth, reading weights and KV cache in a decode step."""
-    decode_step_s: float = 0.0035
+    decode_step_s: float = 0.0043
     """Scheduling, sampling and detokenization of one decode step, not hidden behind the GPU."""
-    decode_sequence_s: float = 6e-6
+    decode_sequence_s: float = 2.5e-05
     """The part of it that grows with the sequences in the batch."""
-    decode_layer_s: float = 2.0e-5
+    decode_layer_s: float = 1e-05
     """Kernel launches and gaps of one layer in a CUDA graph."""
-    moe_decode_layer_s: float = 6.0e-5
+    moe_decode_layer_s: float = 1.5e-05
     """Routing, permutation and small grouped matmuls of one layer with experts."""
     replica_step_s: float = 1.2e-4
     """Messages between the first replica of an engine and one of the others, by decode step (0.45 ms of a processor for
     each four steps, measured with Ray on a CPU machine)."""
     allreduce_latency_s: float = 1.5e-5
     """One small all-reduce over NVLink (nccl-tests, custom all-reduce)."""
-    network_latency_s: float = 6e-5
+    network_latency_s: float = 4.3e-05
     """One small all-reduce over the network."""
+    nodes_step_s: float = 0.012
+    """The part of a decode step in which an engine over several nodes distributes work and collects results."""
     prefill_efficiency: float = 0.45
     sampler_bytes: float = 16.0
     """vLLM 0.17 and later: bytes per sequence and vocabulary entry that the sampler's profile run holds
     (published memory profiles; 40 before 0.17)."""
     # Refit
-    refit_fixed_s: float = 2.0
-    """Waking, sleeping and cache reset, where policy and engines share devices."""
+    refit_fixed_s: float = 0.5
+    """Waking, sleeping and cache reset, where policy and engines share devices (0.5 s in all on one H100)."""
     refit_handshake_s: float = 0.2
     """Starting and ending a transfer on all ranks (a published 8 GB shard-to-shard refit takes 0.21 to 0.34 s)."""
     refit_piece_s: float = 1e-5
     """Launching the copy of one tensor's part (kernel launch)."""
+    refit_tensor_s: float = 0.00073
+    """Gathering, naming and loading one tensor where policy and engines share devices (published colocated refits)."""
+    refit_bytes_per_s: float = 2900000000.0
+    """Bytes of its weights that an engine worker takes over in a second where policy and engines share devices."""
     refit_link_efficiency: float = 0.4
     """Share of a link, by boxes of many tensors (published shard-to-shard refits over 400 Gb/s a device: 0.06 for 1 GB
     a receiver, 0.15 for 8, 0.30 and 0.46 for 42 and 50)."""
@@ -103,7 +120,7 @@ class Constants:
     """Share of the host link that copies from and to pinned memory reach while all devices of a node copy."""
     # Everything else
     reward_s: float = 1.0
-    other_s: float = 1.5
+    other_s: float = 0.5
     # Memory
     runtime_bytes: float = 1.6 * GIB
     """CUDA context, cuBLAS workspaces and allocator of one process."""
@@ -124,3 +141,32 @@ class Constants:
 
 
 DEFAULTS = Constants()
+FITTED = {
+    "matmul_efficiency": (0.5, 0.8),
+    "layer_host_s": (0.0004, 0.003),
+    "moe_layer_host_s": (0.001, 0.006),
+    "micro_batch_host_s": (0.001, 0.06),
+    "host_exposed": (0.0, 0.6),
+    "context_step_s": (0.0001, 0.008),
+    "decode_step_s": (0.001, 0.008),
+    "decode_sequence_s": (1e-6, 3e-5),
+    "nodes_step_s": (0.001, 0.02),
+    "network_latency_s": (5e-6, 6e-5),
+    "refit_tensor_s": (1e-4, 1e-3),
+    "refit_bytes_per_s": (1e9, 1e10),
+    "network_efficiency": (0.4, 0.9),
+}
+"""Constants that `benchmarks/planner.py --fit` fits to published step times, with the physical bounds of each. The
+others are from data sheets, papers and measurements."""
+
+RANGES = {
+    "total": (0.78, 1.25),
+    "training": (0.93, 1.48),
+    "generation": (0.82, 1.21),
+    "refit": (0.63, 1.57),
+    "logprobs": (0.84, 1.57),
+}
+"""Factors on a prediction for the range that holds nine of ten published times (of a phase, all but the lowest and the
+highest), where their publication was left out of the fit. `benchmarks/planner.py --fit` prints them."""
+RESOLUTION = 0.15
+"""Plans whose seconds differ by less are equal: two of three published steps are within this part of the prediction."""

@@ -80,6 +80,11 @@ class Workload:
         return bool(self.staleness)
 
     @property
+    def keeps_rollouts(self) -> bool:
+        """Whether rollouts go on under new weights, so that engines never run empty."""
+        return self.overlaps and self.in_flight in ("turns", "keep")
+
+    @property
     def lengths_differ(self) -> bool:
         """Whether sequences have lengths of their own, and are packed into rows."""
         return self.rollouts or self.mean_tokens is not None
@@ -93,6 +98,15 @@ class Workload:
         rollouts of a prompt are made by one of them."""
         prompts, samples = (self.prompts, self.generations) if self.rollouts else (self.answers, 1)
         return -(-(-(-prompts // engines) * samples) // replicas)
+
+    def most_at_once(self, engines: int, replicas: int = 1) -> int:
+        """Rollouts that the busiest replica may have to sample at once: those of several steps, where they are kept."""
+        return self.share(engines, replicas) * self.steps_under_way
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps whose rollouts are sampled at the same time: one, or as many as rollouts may be old."""
+        return max(1, self.staleness or 1) if self.keeps_rollouts else 1
 
     @property
     def new_tokens_limit(self) -> int:
@@ -211,10 +225,17 @@ class Request:
     """The backend that trains, also where none is pinned."""
     saves: bool = True
     """Checkpoints are written."""
+    dispatcher: Literal["alltoall", "flex"] = "alltoall"
+    """Megatron's token dispatcher; `flex` is DeepEP or HybridEP."""
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)
         return default if value is None else value
+
+    @property
+    def names_stage_layers(self) -> bool:
+        """Whether the layers of the first or the last pipeline stage are pinned."""
+        return any(self.pins.get(f"training.{end}_stage_layers") for end in ("first", "last"))
 
     def values(self, key: str, options: list[int]) -> list[int]:
         """The value of a key that is pinned, else `options`."""

@@ -31,7 +31,7 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
         pp, dp = request.pin("generation.pp", 1), request.pin("generation.dp", 1)
         engines = request.pin("generation.engines", min(cluster.nodes, workload.prompts))
         threads = request.pin("generation.threads", max(1, devices // engines))
-        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines, dp)))
+        concurrent = request.pin("generation.max_concurrent", min(256, workload.most_at_once(engines, dp)))
         for tp in request.values("generation.tp", [1]):
             ep = request.pin("generation.ep", tp * dp if dp > 1 and facts.moe else 1)
             yield GenerationChoice(
@@ -53,7 +53,7 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
                     continue
                 engines = request.pin("generation.engines", min(devices // (tp * pp * dp), workload.prompts))
                 if engines:
-                    share = workload.share(engines, dp)
+                    share = workload.most_at_once(engines, dp)
                     concurrent = request.pin("generation.max_concurrent", max(8, min(1024, share)))
                     yield GenerationChoice(engines, tp, pp, dp, ep, max_concurrent=concurrent, **base)
 

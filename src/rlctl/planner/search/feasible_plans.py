@@ -13,10 +13,12 @@ from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.generation import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.constants import Constants
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.engine_search import generation_candidates, generation_choices
+from rlctl.planner.search.evidence import evidence
 from rlctl.planner.search.rules import not_runnable
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
@@ -28,8 +30,9 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     if not request.workload.trains:  # completions: all devices are the engines'
         devices, budget = request.cluster.devices, request.budget
         engines = generation_candidates(request, devices, False, 0.0, budget, log.add("generation"))
-        able = _worth_combining(engines, lambda e: not not_runnable(None, e, request.cluster))
-        return sorted((assemble(request, None, engine, False) for engine in able), key=score), log.listed()
+        able = _worth_combining(engines, lambda e: not not_runnable(None, e, request.cluster), _rank_engine(request))
+        found = sorted((assemble(request, None, engine, False) for engine in able), key=score)
+        return believable(found) if found else found, log.listed()
     plans: list[Plan] = []
     for colocated in _modes(request):
         # Where the two sides take turns, one of them always idles on devices of its own: only if nothing else runs.
@@ -90,9 +93,13 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     trainings = with_teachers(request, trainings, devices, budget, log.add("training"))
     log.fitted |= {"training"} if trainings else set()
     if not request.workload.engines:
-        return [plan for t in trainings[:KEEP] if _fits(plan := assemble(request, t, None, True), budget, log)]
+        alone = _worth_combining(
+            trainings, lambda t: not not_runnable(t.choice, None, cluster), _rank_training(request)
+        )
+        return [plan for t in alone if _fits(plan := assemble(request, t, None, True), budget, log)]
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster)):
+    able = _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), _rank_training(request))
+    for training in able:
         asleep = policy_asleep(request, training)
         left = request.budget
         if cluster.is_cpu:
@@ -100,17 +107,44 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
             left -= _teacher_bytes(request, training)
         engines = generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(engines, lambda e: not not_runnable(None, e, request.cluster)):
+        for engine in _worth_combining(
+            engines, lambda e: not not_runnable(None, e, request.cluster), _rank_engine(request)
+        ):
             plan = assemble(request, training, engine, True)
             if _fits(plan, request.budget, log):
                 plans.append(plan)
     return sorted(plans, key=score)
 
 
-def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool], keep: int = KEEP) -> list[Any]:
-    """The best candidates, and the best of those that can be run."""
-    best, able = candidates[:keep], [c for c in candidates if runnable(c)][:keep]
-    return best + [c for c in able if c not in best]
+def _worth_combining(
+    candidates: list[Any],
+    runnable: Callable[[Any], bool],
+    rank: Callable[[Any], tuple[int, int]],
+    keep: int = KEEP,
+) -> list[Any]:
+    """The best candidates, the best of those that can be run, and of those the two that come first by `rank`: they are
+    as believable as can be, and may be as fast as the prediction can tell."""
+    found, able = candidates[:keep], [c for c in candidates if runnable(c)]
+    for one in (*able[:keep], *sorted(able, key=rank)[:2]):
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def _rank_training(request: Request) -> Callable[[search.TrainingCandidate], tuple[int, int]]:
+    def rank(candidate: search.TrainingCandidate) -> tuple[int, int]:
+        known = evidence(request.facts, request.cluster, candidate.choice, None)
+        return -known, search.complexity(candidate.choice)
+
+    return rank
+
+
+def _rank_engine(request: Request) -> Callable[[GenerationChoice], tuple[int, int]]:
+    def rank(engine: GenerationChoice) -> tuple[int, int]:
+        kinds = sum(size > 1 for size in (engine.tp, engine.pp, engine.dp))
+        return -evidence(request.facts, request.cluster, None, engine), kinds
+
+    return rank
 
 
 MOST_PARTS = 8
@@ -165,12 +199,17 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
     trainings = search.training_candidates(policy, devices, False, room, log.add("training"))
     trainings = with_teachers(policy, trainings, devices, room, log.add("training"))
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), KEEP_SPLIT):
+    able = _worth_combining(
+        trainings, lambda t: not not_runnable(t.choice, None, cluster), _rank_training(policy), KEEP_SPLIT
+    )
+    for training in able:
         left = budget
         if together:
             left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(policy, training)
         engines = generation_candidates(engine, engine_devices, False, 0.0, left, log.add("generation"))
-        for choice in _worth_combining(engines, lambda e: not not_runnable(None, e, cluster), KEEP_SPLIT):
+        for choice in _worth_combining(
+            engines, lambda e: not not_runnable(None, e, cluster), _rank_engine(engine), KEEP_SPLIT
+        ):
             plan = assemble(request, training, choice, False, engine_devices)
             if _fits(plan, cluster.device.memory, log):
                 plans.append(plan)
@@ -203,11 +242,40 @@ def device_seconds(plan: Plan) -> float:
 
 
 def score(plan: Plan) -> float:
-    kinds = search.complexity(plan.training) if plan.training is not None else 0
-    if plan.generation is not None:
-        kinds += sum(v > 1 for v in (plan.generation.tp, plan.generation.pp, plan.generation.dp))
     aim = device_seconds(plan) if plan.workload.goal == "cheap" else plan.total_s
-    return aim * (1 + search.SIMPLICITY * kinds)
+    return aim * (1 + search.SIMPLICITY * dimensions(plan))
+
+
+def dimensions(plan: Plan) -> int:
+    """The parallel dimensions of a plan, and what it recomputes or keeps in host memory, besides data parallelism."""
+    kinds = search.complexity(plan.training) if plan.training is not None else 0
+    engine = plan.generation
+    return kinds + (sum(size > 1 for size in (engine.tp, engine.pp, engine.dp)) if engine is not None else 0)
+
+
+def believable(plans: list[Plan]) -> list[Plan]:
+    """Put the plan first that engineers would choose of those that the prediction cannot tell from the fastest: one
+    with published sizes, then one with fewest parallel dimensions, then one with most free memory.
+
+    With the goal `cheap` the fewest GPU seconds decide, and on a CPU, whose rates are measured, the seconds."""
+    first = plans[0]
+    if first.cluster.is_cpu or first.workload.goal == "cheap":
+        return plans
+    kind = (first.colocated, first.runnable, first.engine_devices if first.workload.overlaps else 0)
+    equal = [
+        plan
+        for plan in plans
+        if plan.equals(first)
+        and (plan.colocated, plan.runnable, plan.engine_devices if plan.workload.overlaps else 0) == kind
+    ]
+
+    def rank(plan: Plan) -> tuple[int, int, float, float]:
+        known = evidence(plan.facts, plan.cluster, plan.training, plan.generation)
+        fullest = max(memory.total for memory in plan.memory.values())
+        return -known, dimensions(plan), round(fullest / plan.cluster.device.memory, 1), plan.total_s
+
+    chosen = min(equal, key=rank)
+    return [chosen, *(plan for plan in plans if plan is not chosen)]
 
 
 def preference(plan: Plan) -> tuple[bool, float]:
@@ -239,9 +307,9 @@ def assemble(
         micro_batches=timing.micro_batches(request, training.choice)[0] if training else 0,
         memory=_memory(request, training, generation, colocated),
         host_memory=_host_memory(request, training, generation, colocated),
-        seconds=_seconds(request, training, generation, colocated, mover),
+        seconds=_calibrated(request, _seconds(request, training, generation, colocated, mover)),
         mfu=mfu, mover=mover, pins=request.pins, teacher=training.teacher if training else None,
-        engine_devices=engine_devices,
+        engine_devices=engine_devices, request=request,
         rollouts_s=_rollout_seconds(request, training, generation) if generation else 0.0,
     )  # fmt: skip
 
@@ -325,8 +393,27 @@ def _seconds(
     return seconds
 
 
+def _calibrated(request: Request, seconds: dict[Phase, float]) -> dict[Phase, float]:
+    factors = dict(request.cluster.factors)
+    return {phase: value * factors.get(phase.value, 1.0) for phase, value in seconds.items()}
+
+
+def repriced(plan: Plan, constants: Constants) -> dict[Phase, float]:
+    """Return the seconds of a plan's layouts under other constants; of a plan without a teacher."""
+    assert plan.training is not None
+    request = replace(plan.request, constants=constants)
+    training = search.TrainingCandidate(
+        plan.training,
+        plan.memory["training"],
+        timing.training_time(request, plan.training, plan.colocated).total,
+        timing.logprobs_time(request, plan.training),
+        timing.critic_time(request, plan.training, plan.colocated),
+    )
+    return _seconds(request, training, plan.generation, plan.colocated, plan.mover)
+
+
 def _generation_seconds(request: Request, generation: GenerationChoice) -> float:
-    if request.workload.overlaps and request.workload.in_flight in ("turns", "keep"):
+    if request.workload.keeps_rollouts:
         return steady_generation_time(request, generation)
     return generation_time(request, generation).total
 

@@ -141,6 +141,7 @@ def _training(request: Request, **sizes: int) -> TrainingChoice:
         gradient_bytes=request.gradient_bytes,
         moment_bytes=request.moment_bytes,
         grouped_experts=request.fsdp or request.grouped_experts,
+        dispatcher=request.dispatcher,
     )
 
 

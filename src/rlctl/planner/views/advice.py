@@ -59,7 +59,7 @@ def _broken_pin(request: Request) -> ConfigError | None:
         section, _, name = key.partition(".")
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):
             continue
-        known = name in SIZES and name != "dp"
+        known = name in SIZES and name not in ("dp", *(("pp",) if request.names_stage_layers else ()))
         problem = (size_problem(request.facts, key, value) if known else None) or _alone(request, key)
         if problem is not None and (problem.key == key or problem.key not in request.pins):
             options = [v for v in range(1, min(max(2 * value, 16), MOST_TRIED) + 1) if v != value]

@@ -17,7 +17,7 @@ from rlctl.planner.search.policy_search import TeacherPlan
 
 def explain(plan: Plan) -> str:
     """Lines of arithmetic for memory, training, generation and refit."""
-    parts, request = count(plan.facts), Request(plan.facts, plan.cluster, plan.workload)
+    parts, request = count(plan.facts), plan.request
     training, generation = plan.training, plan.generation
     lines = [
         "model",

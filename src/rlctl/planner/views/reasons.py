@@ -10,8 +10,10 @@ from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import full_step
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.constants import RESOLUTION
 from rlctl.planner.inputs.request import HEADROOM, Request
 from rlctl.planner.result import Plan, Reason, Rejected
+from rlctl.planner.search.evidence import evidence
 from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
@@ -99,7 +101,7 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         if key in ("ep", "etp") and plan.facts.moe is None:
             return "The model has no experts."
         if key != "vpp":
-            return "More would only add communication: everything fits without it."
+            return "No layout with more is faster by as much as the prediction can tell; this has fewer dimensions."
         if t.parallel.pp == 1:
             return "There are no pipeline stages to divide."
         return "More stages a rank would add more communication than they take from the pipeline bubble."
@@ -109,6 +111,8 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         return found
     if request.workload.goal != "fast":
         return f"It is the best of the layouts that fit for --goal {request.workload.goal}."
+    if not plan.cluster.is_cpu and evidence(plan.facts, plan.cluster, plan.training, None):
+        return f"Of the layouts that are as fast (within {RESOLUTION:.0%}) it is the one that published runs have."
     return f"It is the fastest of the layouts that fit{' and that can be run' if plan.runnable else ''}."
 
 

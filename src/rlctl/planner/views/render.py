@@ -62,6 +62,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "gpus_per_node": plan.cluster.gpus_per_node,
             "memory_gib": round(plan.cluster.device.memory / GIB, 1),
             "rates": plan.cluster.origin,
+            "factors": dict(plan.cluster.factors),
         },
         "workload": {key: getattr(plan.workload, key) for key in WORK},
         "training": training,
@@ -74,6 +75,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "host_memory_gib": round(plan.host_memory / GIB, 2),
         "seconds": {phase.value: round(seconds, 3) for phase, seconds in plan.seconds.items()}
         | {"total": round(plan.total_s, 3)},
+        "seconds_range": {name: [round(low, 1), round(high, 1)] for name, (low, high) in plan.ranges.items()},
         "waits": plan.waits and {side: round(seconds, 3) for side, seconds in plan.waits.items()},
         "beside": beside and {"plan": beside.name(), "seconds": round(beside.total_s, 3)},
         "tokens_per_s_per_gpu": round(plan.tokens_per_s_per_gpu, 2),
@@ -85,7 +87,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 NULL = (
     "cluster", "workload", "training", "generation", "teacher", "colocated", "mover", "host_memory_gib", "waits",
-    "beside", "tokens_per_s_per_gpu", "mfu",
+    "beside", "tokens_per_s_per_gpu", "mfu", "seconds_range",
 )  # fmt: skip
 """Keys of `plan_json` that are null where nothing fits."""
 
@@ -209,7 +211,9 @@ def _memory_table(plan: Plan) -> list[str]:
 
 def _seconds_table(plan: Plan) -> list[str]:
     listed = [(phase.value, plan.seconds[phase]) for phase in Phase if plan.seconds[phase]] + [("total", plan.total_s)]
-    parts = "  ".join(kept(f"{name} {seconds:.1f}") for name, seconds in listed)
+    ranges = plan.ranges
+    between = {name: f" ({low:.0f} to {high:.0f})" for name, (low, high) in ranges.items() if high >= 5}
+    parts = "  ".join(kept(f"{name} {seconds:.1f}{between.get(name, '')}") for name, seconds in listed)
     devices = "node" if plan.cluster.is_cpu else "GPU"
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
     what = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
@@ -229,16 +233,19 @@ def _seconds_table(plan: Plan) -> list[str]:
     ]
 
 
-def compare_text(left: Plan, right: Plan, names: tuple[str, str]) -> str:
-    """Two plans side by side; lines that differ are marked."""
+def compare_text(plans: list[Plan], names: list[str]) -> str:
+    """Plans side by side; lines that differ are marked."""
     rows = [("", *names)]
-    for (key, a), (_, b) in zip(_flat(left), _flat(right), strict=True):
-        rows.append((key, _cell(a), _cell(b)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{'*' if i and row[1] != row[2] else ' '} {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}"
-        for i, row in enumerate(rows)
-    )
+    for cells in zip(*map(_flat, plans), strict=True):
+        rows.append((cells[0][0], *(_cell(value) for _, value in cells)))
+    first, *widths = [max(len(row[i]) for row in rows) for i in range(len(plans) + 1)]
+    lines = []
+    for i, (key, *values) in enumerate(rows):
+        mark = "*" if i and len(set(values)) > 1 else " "
+        lines.append("  ".join([f"{mark} {key:<{first}}", *map(str.rjust, values, widths)]))
+    if all(plan.equals(plans[0]) for plan in plans[1:]) and not plans[0].cluster.is_cpu:
+        lines.append("The seconds of these plans are equal as far as the prediction can tell.")
+    return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:

@@ -1,0 +1,78 @@
+"""Layouts that published runs used, by size of the model and kind of GPU: they decide between plans that the prediction
+cannot tell apart.
+
+Sources: NeMo-RL's performance summaries and recipes of v0.3 to v0.6 (H100 and GB200), and of Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts
+
+LARGE_MEMORY = 120 * GIB
+"""Memory of a GPU from which published layouts are those of GB200."""
+NEAR = 0.2
+"""Part by which the size of a model may differ from a published one."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A layout that was run: parameters in billions, whether it has experts, and the sizes."""
+
+    billions: float
+    experts: bool
+    large_memory: bool
+    training: tuple[int, int, int, int]
+    """TP, PP, CP, EP."""
+    engine_tp: int
+
+
+PUBLISHED = (
+    Published(8.0, False, False, (1, 1, 1, 1), 1),
+    Published(8.0, False, True, (1, 1, 1, 1), 1),
+    Published(32.8, False, False, (4, 4, 1, 1), 4),
+    Published(32.8, False, False, (4, 2, 1, 1), 4),
+    Published(32.8, False, True, (2, 1, 1, 1), 1),
+    Published(70.6, False, False, (4, 4, 1, 1), 4),
+    Published(30.5, True, False, (1, 1, 1, 8), 2),
+    Published(30.5, True, False, (2, 1, 1, 8), 4),
+    Published(30.5, True, True, (1, 1, 1, 16), 1),
+    Published(30.5, True, True, (1, 1, 1, 8), 1),
+    Published(235.0, True, False, (2, 8, 2, 16), 16),
+    Published(235.0, True, False, (4, 8, 1, 16), 8),
+    Published(235.0, True, True, (2, 4, 2, 16), 8),
+    Published(235.0, True, True, (4, 4, 1, 16), 8),
+    Published(671.0, True, False, (1, 16, 1, 16), 32),
+    Published(671.0, True, True, (1, 8, 1, 16), 32),
+)
+
+
+def published_for(facts: ModelFacts, cluster: ClusterFacts) -> list[Published]:
+    """Return the published layouts of models of this kind and size on GPUs like these."""
+    billions, large = count(facts).total / 1e9, cluster.device.memory > LARGE_MEMORY
+    return [
+        one
+        for one in PUBLISHED
+        if one.experts == (facts.moe is not None)
+        and one.large_memory == large
+        and abs(billions / one.billions - 1) <= NEAR
+    ]
+
+
+def evidence(
+    facts: ModelFacts, cluster: ClusterFacts, training: TrainingChoice | None, generation: GenerationChoice | None
+) -> int:
+    """Return how much of a layout was published: one for the sizes of training, one for the engines; and for a model
+    with experts one for experts that are spread, as in all published runs."""
+    known, score = published_for(facts, cluster), 0
+    if training is not None:
+        p = training.parallel
+        score += any(one.training == (p.tp, p.pp, p.cp, p.ep) for one in known)
+        score += facts.moe is not None and p.ep > 1
+    if generation is not None:
+        score += any(one.engine_tp == generation.tp for one in known) and generation.pp == generation.dp == 1
+    return score
