@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.errors import ConfigError
+from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
-from rlctl.planner.result import Plan, Rejected
+from rlctl.planner.result import NextBest, Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.evidence import evidence
 from rlctl.planner.search.feasible_plans import (
@@ -68,6 +69,9 @@ def make_plan(
         less = "slower" if beside.total_s > best.total_s else "faster, but it was not asked for"
         why = f"{by:.0f}% {less} ({beside.total_s:.1f} s a step)"
         listed.append(Rejected(f"{beside.name()}; on the same devices", why))
+    sides = [name for name in ("training", "generation") if getattr(best, name) is not None]
+    near = tuple(one for side in sides for one in _next_best(side, plans, best, rejected))
+    best = replace(best, next_best=near)
     reasons = tuple(reasons_for(best, request, rejected, rule))
     return replace(best, reasons=reasons, rejected=(*listed, *rejected[:top]), alternatives=tuple(others))
 
@@ -150,6 +154,26 @@ def _others(plans: list[Plan], best: Plan) -> list[Plan]:
     kinds = {kind(plan): plan for plan in sorted(able, key=score, reverse=True)}
     kinds.pop(kind(best), None)
     return sorted(kinds.values(), key=score)
+
+
+NEXT = 3
+
+
+def _next_best(side: str, plans: list[Plan], best: Plan, rejected: list[Rejected]) -> list[NextBest]:
+    """The best layouts of one side after the chosen one, and if they are few, those that came closest to fitting."""
+    seen, found = {getattr(best, side).name()}, list[NextBest]()
+    phases = ("generation",) if side == "generation" else ("training", "logprobs")
+    for plan in sorted(plans, key=score):
+        name = getattr(plan, side).name()
+        if name not in seen and plan.cluster == best.cluster:
+            seen.add(name)
+            memory = max(plan.memory[phase].total for phase in phases if phase in plan.memory) / GIB
+            found.append(NextBest(side, name, plan.total_s, memory, _slower(plan, best)))
+    for other in rejected:
+        name = other.plan.removeprefix(f"{side} ")
+        if name != other.plan and name not in seen and math.isfinite(other.over):
+            found.append(NextBest(side, name, None, None, other.why))
+    return found[:NEXT]
 
 
 def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:

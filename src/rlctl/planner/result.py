@@ -43,6 +43,20 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class NextBest:
+    """The best layout of training or of generation after the chosen one."""
+
+    side: str
+    """`training` or `generation`."""
+    layout: str
+    seconds: float | None
+    """Seconds of a step with it; None: it does not fit."""
+    memory_gib: float | None
+    """Most memory of a device in the phases of that side; None: it does not fit."""
+    why: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a step runs on a cluster. Bytes and seconds."""
 
@@ -70,6 +84,8 @@ class Plan:
     reasons: tuple[Reason, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
+    next_best: tuple[NextBest, ...] = ()
+    """Up to three layouts of either side, the best first."""
     pins: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherPlan | None = None
     """The teacher or the reward model; None: there is neither."""

@@ -13,7 +13,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Workload
-from rlctl.planner.result import Plan
+from rlctl.planner.result import NextBest, Plan
 from rlctl.telemetry.phases import Phase
 
 INDENT = " " * 14
@@ -80,6 +80,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "beside": beside and {"plan": beside.name(), "seconds": round(beside.total_s, 3)},
         "tokens_per_s_per_gpu": round(plan.tokens_per_s_per_gpu, 2),
         "mfu": round(plan.mfu, 4),
+        "next_best": [vars(one) for one in plan.next_best],
         "reasons": [{"value": reason.value, "rule": reason.rule} for reason in plan.reasons],
         "rejected": [{"plan": other.plan, "why": other.why} for other in plan.rejected],
     }
@@ -101,6 +102,7 @@ def no_plan_values(error: NoPlanError) -> dict[str, Any]:
         **dict.fromkeys(NULL),
         "memory_gib": {},
         "seconds": dict.fromkeys([*(phase.value for phase in Phase), "total"]),
+        "next_best": [],
         "reasons": [],
         "rejected": [{"plan": plan, "why": why} for plan, why in error.rejected],
     }
@@ -136,6 +138,8 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         most = f"at most {g.max_concurrent:,} sequences at once in each replica{bound}{placed}"
         lines += wrapped(most, INDENT, INDENT)
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
+    if plan.next_best and reasons:
+        lines += ["", "  next best", *aligned((f"{one.side} {one.layout}", _next_text(one)) for one in plan.next_best)]
     if not plan.runnable:
         lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
     if reasons:
@@ -145,6 +149,12 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         for other in others or ["there is no other layout for these devices"]:
             lines += wrapped(other, "    ", "      ")
     return "\n".join(lines)
+
+
+def _next_text(one: NextBest) -> str:
+    if one.seconds is None or one.memory_gib is None:
+        return f"does not fit: {one.why}"
+    return f"{one.seconds:.0f} s a step, {one.memory_gib:.0f} GiB: {one.why}"
 
 
 def _work(work: Workload) -> str:

@@ -1,0 +1,81 @@
+"""What limits a run, and which single change of the machine or the configuration would help most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.request import Request
+from rlctl.planner.result import Plan
+from rlctl.planner.search.feasible_plans import feasible_plans
+
+MOST_GPUS = 512
+"""Larger machines are not planned again for each change."""
+FIXED = ("training.", "generation.")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change, and the seconds of a step with it."""
+
+    words: str
+    seconds: float
+    gpus: int
+
+
+def limits(plan: Plan) -> str:
+    """Say which phase takes most of a step, and how full the fullest phase is."""
+    phase, seconds = max(plan.seconds.items(), key=lambda item: item[1])
+    name, memory = max(plan.memory.items(), key=lambda item: item[1].total)
+    device = plan.cluster.device.memory
+    return (
+        f"{phase.value} takes {seconds / plan.total_s:.0%} of a step; {name} fills {memory.total / GIB:.0f} of "
+        f"{device / GIB:.0f} GiB"
+    )
+
+
+def changes(plan: Plan) -> list[Change]:
+    """Plan each change and return those that fit, the one that helps most first; empty for a CPU, a large machine, and
+    a plan without training."""
+    cluster = plan.cluster
+    if plan.training is None or cluster.is_cpu or cluster.gpus > MOST_GPUS:
+        return []
+    found = []
+    for words, request in _single_changes(plan):
+        if plans := [one for one in feasible_plans(request)[0] if one.runnable]:
+            found.append(Change(words, plans[0].total_s, request.cluster.gpus))
+    return sorted(found, key=lambda change: change.seconds * change.gpus / cluster.gpus)
+
+
+def _single_changes(plan: Plan) -> Iterator[tuple[str, Request]]:
+    request, workload, device = plan.request, plan.workload, plan.cluster.device
+    request = replace(request, pins={key: value for key, value in request.pins.items() if not key.startswith(FIXED)})
+    cluster = plan.cluster
+    yield (
+        f"twice the nodes (--nodes {2 * cluster.nodes})",
+        replace(request, cluster=replace(cluster, nodes=2 * cluster.nodes)),
+    )
+    if workload.rollouts and workload.staleness is None and cluster.gpus > 1 and request.teacher is None:
+        ahead = replace(workload, staleness=1, in_flight="keep")
+        yield "rollouts while the policy trains (--async)", replace(request, workload=ahead)
+    if workload.lengths_differ and not workload.packing and not plan.facts.unpacked:
+        packed = replace(workload, packing=True, dynamic=False)
+        yield "packed rows (training.packing=true)", replace(request, workload=packed)
+    if plan.generation is not None and request.engine.matrix_bytes is None and device.fp8 > device.bf16:
+        engine = replace(request.engine, matrix_bytes=1.0)
+        yield "float8 engines (vllm.quantization=fp8_per_block)", replace(request, engine=engine)
+    larger = replace(device, memory=2 * device.memory)
+    yield "GPUs with twice the memory", replace(request, cluster=replace(cluster, device=larger))
+
+
+def changes_text(plan: Plan, found: list[Change]) -> list[str]:
+    """Return lines for people: what limits the run, and the changes with what they gain and cost."""
+    lines = [limits(plan)]
+    for change in found:
+        gain = plan.total_s / change.seconds - 1
+        cost = change.seconds * change.gpus / (plan.total_s * plan.cluster.gpus) - 1
+        more = f", {100 * cost:+.0f}% GPU-hours" if change.gpus != plan.cluster.gpus else ""
+        speed = f"{100 * gain:+.0f}% steps an hour" if abs(gain) >= 0.005 else "no faster"
+        lines.append(f"{change.words}: {change.seconds:.0f} s a step ({speed}{more})")
+    return lines
