@@ -15,7 +15,7 @@ class FocalSection(Section):
 
 
 class FocalConfig(SftConfig):
-    """The configuration of `rlctl train focal`."""
+    """The configuration of `train focal`."""
 
     focal: FocalSection = FocalSection()
 
