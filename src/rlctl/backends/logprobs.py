@@ -115,9 +115,21 @@ def chunked_logprobs(
         rows = [out[:2, :response], out[full, response:].view(response, count).T, out[2:, :response]]
         return torch.cat(rows if top is None else [*rows, further.T.float()])
 
-    positions = hidden_U.shape[0]
-    if positions <= chunk:
+    if hidden_U.shape[0] <= chunk:
         return part(hidden_U, inverse_R, targets_R, further_RK)
+    return _in_chunks(part, hidden_U, inverse_R, targets_R, further_RK, chunk)
+
+
+def _in_chunks(
+    part: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    hidden_U: Tensor,
+    inverse_R: Tensor,
+    targets_R: Tensor,
+    further_RK: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """[N, R]: what `part` returns, `chunk` positions at a time, each computed again in the backward pass."""
+    positions = hidden_U.shape[0]
     order_R = torch.argsort(inverse_R, stable=True)
     bounds = torch.arange(0, positions, chunk, device=inverse_R.device)
     splits = [*torch.searchsorted(inverse_R[order_R], bounds).tolist(), len(order_R)]

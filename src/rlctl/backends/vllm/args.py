@@ -77,14 +77,7 @@ def engine_spec(
     _refuse_beyond_yarn(facts, arguments["max_model_len"])
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
-    passed = dict(config.vllm.passed)
-    if isinstance(passed.get("hf_overrides"), dict):
-        passed["hf_overrides"] = arguments.get("hf_overrides", {}) | passed["hf_overrides"]
-    if passed.get("attention_backend") == AMX_LATENT_ATTENTION and arguments["dtype"] == "float32":
-        raise ConfigError(
-            f"vllm.attention_backend = {AMX_LATENT_ATTENTION} takes no float32, in which this engine computes.",
-            "Leave it out, or set model.dtype to bfloat16.",
-        )
+    passed = _passed(config, arguments)
     replaced = {key: value for key, value in arguments.items() if key in passed}
     # Where a CPU's policy waits in host memory, engines that sample ahead pause as those on a GPU do.
     pauses = device == "cpu" and colocated and config.samples_while_training and bool(config.training.offload)
@@ -181,8 +174,13 @@ def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, 
             "config.json says truncate: false, and vLLM rounds the range of yarn in latent attention.",
             "Train on texts, without an engine, or take another model.",
         )
-    if device != "cpu":
-        return
+    if device == "cpu":
+        _refuse_on_cpu(config, facts)
+
+
+def _refuse_on_cpu(config: EngineConfig, facts: ModelFacts) -> None:
+    """Raise ConfigError for what vLLM's build for CPUs cannot run."""
+    dp, ep = config.generation.dp or 1, config.generation.ep or 1
     if ep > 1 and not cpu_experts_spread():
         raise ConfigError(
             f"generation.ep = {ep}: on a CPU this vLLM's product of experts takes them all on each rank.",
@@ -250,6 +248,19 @@ def _without_cpu_kernel(facts: ModelFacts) -> str:
     if Role.EXPERT_UP in roles and Role.EXPERT_GATE not in roles:
         return "experts without a gate"
     return "layers of a gated delta rule" if facts.family == "OlmoHybridForCausalLM" else ""
+
+
+def _passed(config: EngineConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own arguments, which go before `arguments`. Raises ConfigError for a dtype that they do not take."""
+    passed = dict(config.vllm.passed)
+    if isinstance(passed.get("hf_overrides"), dict):
+        passed["hf_overrides"] = arguments.get("hf_overrides", {}) | passed["hf_overrides"]
+    if passed.get("attention_backend") == AMX_LATENT_ATTENTION and arguments["dtype"] == "float32":
+        raise ConfigError(
+            f"vllm.attention_backend = {AMX_LATENT_ATTENTION} takes no float32, in which this engine computes.",
+            "Leave it out, or set model.dtype to bfloat16.",
+        )
+    return passed
 
 
 def _common_arguments(config: EngineConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
