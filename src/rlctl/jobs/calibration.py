@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlctl.errors import InputError
-from rlctl.jobs.run_comparison import Comparison, compare_run, recorded_plan
+from rlctl.jobs.run_comparison import PlannedAndMeasured, compare_run, recorded_plan
 from rlctl.planner.inputs.cluster import save_calibration
 
 LEAST_S = 0.001
 """Phases that take less are not calibrated."""
 
 
-def calibrate(run: Path) -> tuple[Path, dict[str, float], list[Comparison]]:
+def calibrate(run: Path) -> tuple[Path, dict[str, float], list[PlannedAndMeasured]]:
     """Save measured over predicted seconds of each phase of a run; return the file, the factors and the comparison.
 
     Raises InputError where the run has no measured phase that its plan predicts.

@@ -58,7 +58,7 @@ def step_table(run: Path, steps: str) -> dict[str, Any]:
 def _row(seconds: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
     means = {key: fmean(float(one.get(key) or 0.0) for one in seconds) for key in COLUMNS}
     rest = means["total"] - sum(value for key, value in means.items() if key != "total")
-    return {key: round(value, 3) for key, value in means.items()} | {"other": round(max(0.0, rest), 3)}
+    return {key: round(value, 3) for key, value in (means | {"other": max(0.0, rest)}).items()}
 
 
 def _tokens(lines: Sequence[Mapping[str, Any]]) -> float | None:

@@ -29,7 +29,7 @@ def machine_row(nodes: int, gpus_per_node: int, plan: Plan | str) -> dict[str, A
 
 def rows_text(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a table of text."""
-    cells = [NAMES]
+    cells: list[tuple[str, ...]] = [NAMES]
     for row in rows:
         if not row["fits"]:
             why = row["why"].removesuffix(".")
