@@ -88,7 +88,7 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
         (REFIT_TEST, ["--synthetic", "deepseek-v3"], 2, "--synthetic"),
         (["refit-test", "--model", "x"], ["--synthetic", "deepseek-v3"], 2, "--model x would do nothing"),
         (["refit-test", "--receive", "loader"], ["--synthetic", "deepseek-v3"], 2, "--receive loader would do nothing"),
-        (GENERATE, ["--step", "3"], 2, "--step 3 is a checkpoint of a run"),
+        (GENERATE, ["--step", "3"], 2, "--step 3 needs a run"),
         (GENERATE, ["--prompts-file", os.devnull], 2, f"--prompts-file {os.devnull} holds no prompt"),
         (GENERATE, ["--run-dir", "absent"], 2, "absent is not a run: it has no manifest.json"),
         (GENERATE, ["--temperature", "-1"], 2, "(flag --temperature)"),

@@ -22,9 +22,9 @@ PAGES = (*(page for page in DOCS.glob("*.md") if page.name != "coming_from.md"),
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
 FILES_AND_MODULES = (
     "model.safetensors", "data.jsonl", "run.yaml", "refit.session", "megatron.core", "training.md", "refit.md",
-    "cluster.md",
+    "cluster.md", "advantage.rank_power",
 )  # fmt: skip
-"""Names that look like keys."""
+"""Names that look like keys, and the key of the example package on the page about extending."""
 
 
 def texts() -> Iterator[tuple[str, str]]:

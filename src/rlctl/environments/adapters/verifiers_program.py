@@ -12,6 +12,9 @@ import sys
 from importlib import import_module
 from itertools import islice
 
+sys.path = [place for place in sys.path if os.path.abspath(place) != os.path.dirname(os.path.abspath(__file__))]
+# The directory of this file has an adapter named `verifiers` too.
+
 ADDRESS, KEY, MODEL = os.environ["OPENAI_BASE_URL"], "OPENAI_API_KEY", os.environ["OPENAI_MODEL"]
 SEED = int(os.environ["EPISODE_SEED"])
 TASKS = 10_000

@@ -1,7 +1,8 @@
 """Layouts that published runs used, by size of the model and kind of GPU: they decide between plans that the prediction
 cannot tell apart.
 
-Sources: NeMo-RL's performance summaries and recipes of v0.3 to v0.6 (H100 and GB200), and of Megatron-Bridge.
+Sources: NVIDIA's performance summaries of RL and of pretraining on H100 and GB200, with their recipes; the rows and
+their addresses are in `benchmarks/data/published_steps.csv`.
 """
 
 from __future__ import annotations
