@@ -41,6 +41,7 @@ COMMANDS = {
     "rlctl presets": "here",
     "rlctl config": "here",
     "rlctl plan --run": "needs a run",
+    "rlctl plan --calibrate": "needs a run",
     "rlctl plan": "here",
     "rlctl doctor --calibrate": "slow",
     "rlctl doctor --deep": "tested elsewhere",
@@ -48,6 +49,7 @@ COMMANDS = {
     "rlctl rehearse": "tested elsewhere",
     "rlctl train grpo --resume": "needs a run",
     "rlctl train grpo": "dry run",
+    "rlctl train grpo --model ./my-vlm": "tested elsewhere",
     "rlctl train sft": "dry run",
     "rlctl train dpo": "dry run",
     "rlctl train rm": "dry run",
@@ -60,6 +62,7 @@ COMMANDS = {
     "rlctl train grpo --preset laptop --model runs/sft": "needs a run",
     "rlctl generate --run-dir": "needs a run",
     "rlctl generate": "dry run",
+    "rlctl generate --model ./my-vlm": "tested elsewhere",
     "rlctl refit-test": "dry run",
     "rlctl eval --run-dir": "needs a run",
     "rlctl eval": "needs the hub",
@@ -236,6 +239,7 @@ ELSEWHERE = re.compile("openai/|own_tokenizer|--config|--env (openenv|verifiers)
 QUESTIONS = {
     "wordle": "Find an English word of five letters in 8 guesses.*",
     "game.py:Game": "Which number[?]",
+    "examples/extend/game.py:HigherLower": r"Guess a number from 1 to 20\. Write the number alone\.",
     "textarena": ".*",  # its package's own words
     "laptop-tools": r"What is \d\d \+ \d\d\?",
     "laptop": "State the final answer to the following arithmetic problem.*",
@@ -340,6 +344,7 @@ def smaller(command: str, model: Path) -> list[str]:
     """The words of a command about a run, with the steps of a short run, few prompts and a small model."""
     for long, short in {
         "--steps 200": "--steps 5",
+        "--steps 22-29": "--steps 1-2",
         "--step 50 --step 100": "--step 2 --step 5",
         "--step 10": "--step 5",
     }.items():

@@ -82,7 +82,7 @@ def test_the_installed_command_plans(rlctl: Callable) -> None:
 
 def test_the_installed_command_says_what_recipes_need(rlctl: Callable) -> None:
     recipe = ROOT / "tests" / "recipes" / "nemo_rl" / "llama_megatron.yaml"
-    done = rlctl("config", "show", "--config", str(recipe), "--json")
+    done = rlctl("config", "show", "--config", str(recipe))
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs hydra-core and omegaconf: `pip install hydra-core omegaconf`" in done.stderr
 

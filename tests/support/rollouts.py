@@ -19,7 +19,7 @@ class Prompts:
     """A stream of numbered prompts, whose order follows from what was observed: each prompt's number is one more for
     every group so far."""
 
-    encoder = SimpleNamespace(stop=(), stop_token_ids=())
+    encoder = SimpleNamespace(stop=(), stop_token_ids=(), never_sampled=())
     environment = None
 
     def __init__(self) -> None:
