@@ -74,7 +74,7 @@ FLAGS = {
     "algorithm": Flag(
         str,
         "run.algorithm",
-        "grpo, dapo, ppo, gspo, rloo, distillation, six more, or yours.",
+        "grpo, dapo, ppo, gspo, rloo, distillation and six more, or yours.",
         "NAME|FILE:CLASS",
     ),
     "teacher": Flag(
