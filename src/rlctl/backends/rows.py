@@ -226,13 +226,18 @@ def build_row(
     positions_kT, media = _placed(micro_batch, columns, share, units, positions)
     row = _to_device(tokens, positions_kT, units, sources, chosen, used, device)
     row.media, row.media_T = media, _media_tokens(media, row)
-    row.filler_T = torch.zeros_like(row.tokens_T, dtype=torch.bool)
-    for place in fillers:
-        row.filler_T[place] = True
+    row.filler_T = _filler_mask(row, fillers)
     row.extra_R = _extra_columns(micro_batch, columns, row)
     if LOSS_WEIGHTS in row.extra_R:
         row.columns_R["token_weights"] *= row.extra_R.pop(LOSS_WEIGHTS)
     return row
+
+
+def _filler_mask(row: PackedRow, fillers: Sequence[slice]) -> torch.Tensor:
+    mask_T = torch.zeros_like(row.tokens_T, dtype=torch.bool)
+    for place in fillers:
+        mask_T[place] = True
+    return mask_T
 
 
 def _placed(

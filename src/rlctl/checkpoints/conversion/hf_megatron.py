@@ -185,13 +185,18 @@ def megatron_to_hf(
             if model.score is not None:
                 require_loadable(aside, specs)
         else:
-            for path in part.files.directory.iterdir():  # copies of weights in other formats hold the old values
-                if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
-                    shutil.copyfile(path, aside / path.name)
+            _copy_other_files(part.files.directory, aside)
         return done
 
     sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
     return _write_under_lock(destination, sources, specs, options, wanted, write)
+
+
+def _copy_other_files(directory: Path, aside: Path) -> None:
+    """Copy all files but weights: weights in other formats hold the old values."""
+    for path in directory.iterdir():
+        if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
+            shutil.copyfile(path, aside / path.name)
 
 
 def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:

@@ -188,13 +188,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     if line := disagreement(result, other, known):
         result.notes.append(line)
     leave_out_invalid(result, known)
-    for index, entry in enumerate(result.entries):
-        if entry.status != "not known":
-            continue
-        if entry.key in given - set(_paths(before)):
-            raise _unknown(entry.key, (), entry.note)
-        if close := closest(entry.key, 0.75):
-            result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close}?")
+    _explain_unknown(result, given - set(_paths(before)))
     order = {key: index for index, key in enumerate(leaves)}
     if algorithm == "distill":
         result.entries = [replace(entry, key=_in_list(entry.key)) for entry in result.entries]
@@ -209,6 +203,17 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         result.entries = [replace(entry, key=_of_ppo(entry.key)) for entry in result.entries]
         result.source = {key: _of_ppo(source) for key, source in result.source.items()}
     return result
+
+
+def _explain_unknown(result: Import, typed: set[str]) -> None:
+    """Add the nearest known key to each unknown one of the file. Raise ConfigError for one of the command line."""
+    for index, entry in enumerate(result.entries):
+        if entry.status != "not known":
+            continue
+        if entry.key in typed:
+            raise _unknown(entry.key, (), entry.note)
+        if close := closest(entry.key, 0.75):
+            result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close}?")
 
 
 def _with_one_teacher(leaves: dict[str, Any]) -> dict[str, Any]:
