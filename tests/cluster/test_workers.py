@@ -255,16 +255,16 @@ def test_a_worker_that_dies_is_named_with_its_last_lines(group, monkeypatch):
         group.part([0]).call(Counter.die)
     before = workers.oom_kills()
     monkeypatch.setattr("rlctl.cluster.workers.oom_kills", lambda: before + 1)
-    with pytest.raises(WorkerDiedError, match="kernel has ended a process of this host for lack of memory") as raised:
+    with pytest.raises(WorkerDiedError, match="kernel killed a process of this host for lack of memory") as raised:
         group.part([1]).call(Counter.die)
-    assert "take a smaller model" in str(raised.value)
+    assert "use a smaller model" in str(raised.value)
 
 
 def test_a_process_that_ray_ends_for_want_of_memory_is_told_in_a_sentence(lasting, monkeypatch):
     """Ray itself says it in forty lines."""
     ended = OutOfMemoryError("1 worker(s) were killed. Memory on the node was 2.57GB used / 3.5GB limit (0.7)")
     monkeypatch.setattr("ray.get", lambda ref: (_ for _ in ()).throw(ended))
-    said = r"^counter rank 0 was ended during `train`, since memory was short: 2\.57GB of 3\.5GB were in use\."
+    said = r"^counter rank 0 was ended by Ray during `train`, because the host ran out of memory: 2\.57GB of 3\.5GB"
     with pytest.raises(WorkerDiedError, match=said):
         lasting.result(None, 0, "train")
 

@@ -48,7 +48,7 @@ HOST_LOOK_S = 10.0
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
 PEER_CAUSE_S = 15.0
-MEMORY_ADVICE = "End other programs, take a smaller model or batch, or give the run more memory."
+MEMORY_ADVICE = "Stop other programs, use a smaller model or batch, or give the run more memory."
 QUIET_S = 60.0
 """Time without an answer or a sign of progress after which it is said who is waited for, again and again."""
 
@@ -486,14 +486,14 @@ class WorkerGroup(Generic[W_co]):
             where = "" if here else f" on {node}"
             told = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
             killed = here and oom_kills() > self._oom_kills
-            told += " The kernel has ended a process of this host for lack of memory meanwhile." if killed else ""
+            told += " The kernel killed a process of this host for lack of memory in the meantime." if killed else ""
             why = f"{self.name} rank {rank}{pid}{where} died during `{method}`.{told}{self.log_tail(rank)}"
             raise WorkerDiedError(why, MEMORY_ADVICE if killed else None) from None
         except OutOfMemoryError as error:
             found = re.search(r"was (\S+) used / (\S+) limit", str(error))
             amount = f": {found[1]} of {found[2]} were in use" if found else ""
-            why = f"{self.name} rank {rank} was ended during `{method}`, since memory was short{amount}."
-            advice = f"{MEMORY_ADVICE} Ray ends processes at the part of it that RAY_memory_usage_threshold says."
+            why = f"{self.name} rank {rank} was ended by Ray during `{method}`, because the host ran out of memory{amount}."
+            advice = f"{MEMORY_ADVICE} Ray ends processes when memory use exceeds RAY_memory_usage_threshold."
             raise WorkerDiedError(why + self.log_tail(rank), advice) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None

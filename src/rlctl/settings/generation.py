@@ -115,8 +115,8 @@ class RefitConfig(Section):
     in_flight: Literal["wait", "turns", "keep", "abort"] | None = None
     """Treatment of unfinished completions when a refit is due. wait: finish them and their episodes; turns: finish
     their turns, and continue the episodes with the new weights; keep: continue them with the new weights (each token
-    records its version); abort: discard them. Unset: wait, or turns if tools would keep engines waiting
-    (`environment.tool_s`)."""
+    records its version); abort: end them with their tokens so far. Unset: wait, or turns if tools would keep engines
+    waiting (`environment.tool_s`)."""
     verify_sample: NonNegative = 8
     """Number of tensors to compare in all other refits, different ones each time; 0: none."""
     mover: Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] = "auto"
