@@ -224,7 +224,7 @@ def test_commands_that_train_or_sample(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
-    monkeypatch.setattr("rlctl.rewards.rewards.tried", untried)
+    monkeypatch.setattr("rlctl.rewards.reward_plan.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
         "rlctl.jobs.prepare.wanted_loggers", lambda run, tell, optional: ()
@@ -278,7 +278,7 @@ def test_first_prompts(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first prompt of a command asks what its data or environment asks, and nothing else."""
-    monkeypatch.setattr("rlctl.rewards.rewards.tried", untried)
+    monkeypatch.setattr("rlctl.rewards.reward_plan.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr("rlctl.jobs.prepare.wanted_loggers", lambda run, tell, optional: ())
     write_tiny_family(place / "long-model", max_position_embeddings=40960)

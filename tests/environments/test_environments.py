@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.environments.plan import RunningEpisode, plan_environment
+from rlctl.environments.environment_plan import RunningEpisode, plan_environment
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig

@@ -13,8 +13,8 @@ import pytest
 
 from rlctl.doctor.host import check_sandbox
 from rlctl.environments.builtin.python import Python
+from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.interface import Step
-from rlctl.environments.plan import plan_environment
 from rlctl.environments.sandbox import LAYERS, Limits, layers, run
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig

@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.jobs.tiny_model import write_tiny_family
-from rlctl.rewards.reward_model import ModelScorer
+from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
 from support.cross_tokens import CORPUS, by_words

@@ -23,4 +23,4 @@ class NoProcess:
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of rewards are made without their trial; tests of rewards have it."""
-    monkeypatch.setattr("rlctl.rewards.rewards.ScoringProcess", NoProcess)
+    monkeypatch.setattr("rlctl.rewards.reward_plan.ScoringProcess", NoProcess)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import psutil
 
 from rlctl.child import adopt_orphans
-from rlctl.environments.plan import EnvironmentPlan, LoadedEnvironment, RunningEpisode
+from rlctl.environments.environment_plan import EnvironmentPlan, LoadedEnvironment, RunningEpisode
 from rlctl.errors import RlctlError, first_line
 from rlctl.isolation.child_process import ChildProcess, begun
 

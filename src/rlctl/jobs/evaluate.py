@@ -32,9 +32,9 @@ from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, listed
 from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_engines, with_room
 from rlctl.rewards.extraction import vote
-from rlctl.rewards.reward_model import reward_digest
+from rlctl.rewards.reward_model_scorer import reward_digest
+from rlctl.rewards.reward_plan import prepare_rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.rewards.rewards import prepare_rewards
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.statistics import Estimate, Sampled, metrics_of
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed

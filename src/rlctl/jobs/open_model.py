@@ -23,7 +23,7 @@ from rlctl.models.hf_config import most_positions, rope_of
 from rlctl.models.vision import VISION_FAMILIES, vision_family
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
-from rlctl.rewards.reward_model import reward_model
+from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
 from rlctl.settings.other_models import TextTeacherConfig

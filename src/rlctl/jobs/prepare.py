@@ -27,7 +27,7 @@ from rlctl.data.chat import load_tokenizer, read_template, require_directory, te
 from rlctl.data.cross_tokens import Projection, require_aligning
 from rlctl.data.mixing import source_settings
 from rlctl.data.prompts import shows_images
-from rlctl.environments.plan import plan_environment
+from rlctl.environments.environment_plan import plan_environment
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.jobs.cpu_format import format_notes, with_cpu_format
 from rlctl.jobs.open_model import (
@@ -57,8 +57,8 @@ from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_confi
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
-from rlctl.rewards.reward_model import reward_digest
-from rlctl.rewards.rewards import any_reward, mixed_rewards, require_known
+from rlctl.rewards.reward_model_scorer import reward_digest
+from rlctl.rewards.reward_plan import any_reward, mixed_rewards, require_known
 from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream

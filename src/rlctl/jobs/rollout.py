@@ -21,8 +21,8 @@ from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
 from rlctl.refit.decoding import policy_difference
+from rlctl.rewards.reward_plan import any_reward, mixed_rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.rewards.rewards import any_reward, mixed_rewards
 from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import groups_of

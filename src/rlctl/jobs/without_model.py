@@ -10,11 +10,11 @@ from rlctl.data.holdout import hold_out, open_validation
 from rlctl.data.mixing import SourceSettings, source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import open_prompts
-from rlctl.environments.plan import plan_environment
+from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.process import EnvironmentHost
 from rlctl.errors import AbsentError
 from rlctl.methods.available import method_from_config
-from rlctl.rewards.rewards import prepare_rewards, require_usable
+from rlctl.rewards.reward_plan import prepare_rewards, require_usable
 from rlctl.rewards.scorers import Trial
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.training.method import Method

@@ -28,7 +28,7 @@ from rlctl.rewards.extraction import (
     without_thoughts,
     written_as,
 )
-from rlctl.rewards.reward_model import ModelScorer
+from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
 OF_FORM = ("tagged-integer", "tagged-format")

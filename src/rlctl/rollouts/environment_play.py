@@ -20,8 +20,8 @@ from rlctl.data.image_sources import IMAGES, MARK
 from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
+from rlctl.environments.environment_plan import EnvironmentPlan, Reply, RunningEpisode, plan_environment, readable_calls
 from rlctl.environments.interface import Ask, Message
-from rlctl.environments.plan import EnvironmentPlan, Reply, RunningEpisode, plan_environment, readable_calls
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError

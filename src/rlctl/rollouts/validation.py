@@ -26,8 +26,8 @@ from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
-from rlctl.rewards.reward_model import reward_digest
-from rlctl.rewards.rewards import prepare_rewards
+from rlctl.rewards.reward_model_scorer import reward_digest
+from rlctl.rewards.reward_plan import prepare_rewards
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.statistics import Estimate
 from rlctl.rollouts.environment_play import episode_request, episode_seed

@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.builtin.search import Search, same
-from rlctl.environments.plan import plan_environment
+from rlctl.environments.environment_plan import plan_environment
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
 

@@ -15,7 +15,7 @@ from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.errors import InputError, RlctlError, suggest
 from rlctl.isolation.user_function import is_reference, split_reference
 from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
-from rlctl.rewards.reward_model import reward_model
+from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.rewards.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.rewards.scoring_process import LATE, Score, ScoringProcess, Work, outcomes
 from rlctl.settings.rewards import MODEL, OnError, RewardConfig, RewardTerm, SourceReward
