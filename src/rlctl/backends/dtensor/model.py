@@ -19,10 +19,10 @@ from transformers import AttentionInterface
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part
 from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, spread
-from rlctl.backends.dtensor.images import RowImages
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
+from rlctl.backends.dtensor.vision_inputs import RowImages
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.messages import NEVER
 from rlctl.backends.row_attention import RowAttention, attend

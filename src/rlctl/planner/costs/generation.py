@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
-from rlctl.planner.costs.images import IMAGE_SHARE, encoder_cache_bytes, tower_operations
 from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
 from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
+from rlctl.planner.costs.vision_tower import IMAGE_SHARE, encoder_cache_bytes, tower_operations
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.request import Lengths, Request

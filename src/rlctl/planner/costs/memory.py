@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.images import image_share, tower_activation_bytes
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
@@ -21,6 +20,7 @@ from rlctl.planner.costs.parameters import (
     stages,
     trained_parameters,
 )
+from rlctl.planner.costs.vision_tower import image_share, tower_activation_bytes
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.request import Request

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import group_rate, weight_bytes
-from rlctl.planner.costs.images import image_share, tower_operations
 from rlctl.planner.costs.memory import (
     element_bytes,
     layer_activation_bytes,
@@ -32,6 +31,7 @@ from rlctl.planner.costs.parameters import (
     stages,
     trained_parameters,
 )
+from rlctl.planner.costs.vision_tower import image_share, tower_operations
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.request import Request
 
