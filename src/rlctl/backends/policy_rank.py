@@ -37,7 +37,7 @@ from rlctl.backends.batch import (
     ValueLoss,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora import Adapter
+from rlctl.backends.lora_adapter import Adapter
 from rlctl.backends.movement import Movement
 from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result

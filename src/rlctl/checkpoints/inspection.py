@@ -15,7 +15,7 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.hf.text_config import has_text_part, text_config
 from rlctl.checkpoints.hf.text_part import TextPart
-from rlctl.checkpoints.megatron.adapters import adapter_keys
+from rlctl.checkpoints.megatron.lora_weights import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
 from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, are_of_modules, open_megatron_model
 from rlctl.errors import InputError

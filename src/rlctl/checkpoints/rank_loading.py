@@ -74,7 +74,7 @@ def require_policy(directory: Path) -> Path:
 def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
     """Read the adapters of a policy checkpoint as the optimizer updates them, whichever backend saved it: A [rank,
     inputs] and B [outputs, rank] by published tensor. Raises InputError where it holds none, or another model's."""
-    from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters
+    from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters
     from rlctl.checkpoints.megatron.megatron_model import MASTERS
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
-from rlctl.backends.lora import Adapted, Adapter, first_a, is_excluded, require_kind, takes_adapter
+from rlctl.backends.lora_adapter import Adapted, Adapter, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_path
 from rlctl.errors import ConfigError
 from rlctl.models.matrices import Role

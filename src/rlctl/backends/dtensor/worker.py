@@ -17,7 +17,7 @@ from rlctl.backends.dtensor.backend import layouts
 from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_called, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora import Adapter, is_adapter
+from rlctl.backends.lora_adapter import Adapter, is_adapter
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.backends.rows import PackedRow

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
-from rlctl.backends.lora import is_adapter
+from rlctl.backends.lora_adapter import is_adapter
 from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, set_count

@@ -18,7 +18,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.lora import Adapted, first_a, is_excluded, require_kind, takes_adapter
+from rlctl.backends.lora_adapter import Adapted, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.backends.megatron.modules import normed_output
 from rlctl.settings.training import LoraConfig
 

@@ -11,7 +11,7 @@ from typing import Any
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
-from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.checkpoints.staging import locked, require_replaceable, staged

@@ -153,7 +153,7 @@ def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) ->
     model as it is. It lies where conversions do, as a text part does (see `text_part_of`)."""
     if source.megatron is None:
         return source
-    from rlctl.checkpoints.megatron.adapters import adapter_keys
+    from rlctl.checkpoints.megatron.lora_weights import adapter_keys
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
     if not adapter_keys(TorchDistReader.open(source.megatron).shapes):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
-from rlctl.checkpoints.megatron.adapters import adapter_keys
+from rlctl.checkpoints.megatron.lora_weights import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import MegatronDirectory
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.errors import InputError
