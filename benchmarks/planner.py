@@ -28,7 +28,7 @@ from rlctl.models.catalog import lookup
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.costs.generation import (
+from rlctl.planner.costs.engines import (
     generation_time,
     overhead_bytes,
     plan_kv,

@@ -25,7 +25,7 @@ from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Goal, Request, Workload
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
-from rlctl.planner.search.rules import training_problems
+from rlctl.planner.search.layout_rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
 from rlctl.settings.run import ClusterConfig

@@ -176,7 +176,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
     planned = resolved.with_values(made.config_values())
     arguments = BackendArguments.of(planned_workers(planned.config, made.facts, made, Path(name), None))
     pinned = arguments.pinned(planned)
-    from rlctl.planner.views.changes import changes, changes_text, limits
+    from rlctl.planner.views.bottlenecks import changes, changes_text, limits
 
     helpful = changes(made)
     if json_:

@@ -15,8 +15,8 @@ from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, RANGES, RESOLUTION
 from rlctl.planner.inputs.request import Request, Workload
+from rlctl.planner.search.layout_rules import not_runnable
 from rlctl.planner.search.policy_search import TeacherPlan
-from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
 LONGEST_WAIT = 0.1

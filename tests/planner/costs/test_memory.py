@@ -11,7 +11,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
-from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.costs.engines import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import (
     activation_bytes,
     host_memory,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.costs.generation import group_rate, weight_bytes
+from rlctl.planner.costs.engines import group_rate, weight_bytes
 from rlctl.planner.costs.memory import (
     element_bytes,
     layer_activation_bytes,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import GenerationChoice
-from rlctl.planner.costs.generation import (
+from rlctl.planner.costs.engines import (
     CPU_ENGINE_BYTES,
     generation_time,
     kv_bytes_per_token_on_device,
@@ -18,8 +18,8 @@ from rlctl.planner.costs.generation import (
 )
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
+from rlctl.planner.search.layout_rules import generation_problems
 from rlctl.planner.search.policy_search import SIMPLICITY, Reject, powers
-from rlctl.planner.search.rules import generation_problems
 
 
 def generation_choices(request: Request, devices: int) -> Iterator[GenerationChoice]:

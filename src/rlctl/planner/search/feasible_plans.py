@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.costs.generation import generation_memory, generation_time, steady_generation_time, weight_bytes
+from rlctl.planner.costs.engines import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import Constants
@@ -19,7 +19,7 @@ from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.engine_search import generation_candidates, generation_choices
 from rlctl.planner.search.evidence import evidence
-from rlctl.planner.search.rules import not_runnable
+from rlctl.planner.search.layout_rules import not_runnable
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
 

@@ -19,7 +19,7 @@ from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
-from rlctl.planner.search.rules import training_problems
+from rlctl.planner.search.layout_rules import training_problems
 
 SIMPLICITY = 0.01
 """A plan has to be this much faster for each further kind of parallelism that it uses."""

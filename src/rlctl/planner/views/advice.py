@@ -17,7 +17,7 @@ from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import feasible_plans
-from rlctl.planner.search.rules import size_problem
+from rlctl.planner.search.layout_rules import size_problem
 
 LARGEST_NODES = 4096
 SHOWN = 5

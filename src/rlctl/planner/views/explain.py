@@ -7,7 +7,7 @@ from dataclasses import replace
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.costs.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
+from rlctl.planner.costs.engines import generation_time, kv_bytes_per_token_on_device, weight_bytes
 from rlctl.planner.costs.parameters import Stage, count, rank_parameters, stages, trained_parameters
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlctl.config.keys import TEACHER_SIZES
 from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.costs.generation import full_step
+from rlctl.planner.costs.engines import full_step
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import RESOLUTION
 from rlctl.planner.inputs.request import HEADROOM, Request
