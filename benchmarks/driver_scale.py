@@ -24,8 +24,8 @@ import numpy as np
 from rlctl.backends.packing import plan_batch
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.training.loop import batch_metrics, make_batch, rare_garbage_collection, selection_metrics

@@ -97,8 +97,8 @@ def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
 SEAMS = {
     "rlctl.methods.rl.policy_gradient": ("PolicyGradient",),
     "rlctl.methods.rl.grpo": ("Grpo",),
-    "rlctl.methods.rl.config": ("RlConfig",),
-    "rlctl.methods.texts": ("TextMethod",),
+    "rlctl.methods.rl.rl_config": ("RlConfig",),
+    "rlctl.methods.text_method": ("TextMethod",),
     "rlctl.data.row_types": ("RowType", "TextRows"),
     "rlctl.environments.interface": ("Environment", "Step", "Ask"),
     "rlctl.backends.lookup": ("PolicyBackend", "EngineBackend"),

@@ -19,7 +19,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.interface import Step
 from rlctl.isolation.user_function import UserCode, user_scorer
 from rlctl.methods.available import method_from_config
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.training.user_loss import UserLoss
 from support.token_batches import token_batch
 

@@ -23,7 +23,7 @@ from rlctl.errors import ConfigError
 from rlctl.jobs.backend_arguments import BackendArguments
 from rlctl.jobs.run_workers import planned_workers
 from rlctl.methods.available import method_from_config
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.refit.weight_sender import policy_process

@@ -12,7 +12,7 @@ from rlctl.config.keys import field, known_keys
 from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
 from rlctl.config.sources import OWN_VARIABLES
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.recipes.hydra import Override
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 

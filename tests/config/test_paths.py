@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.files import user_path
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 
 NOBODY = "~no_such_user_here/x"
 

@@ -11,7 +11,7 @@ import pytest
 from rlctl.data.benchmarks import BENCHMARKS
 from rlctl.errors import InputError
 from rlctl.jobs.evaluate import open_task
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 
 GPQA = {
     "Question": "Which gas is lightest?", "Correct Answer": "Hydrogen\n", "Incorrect Answer 1": "Neon",

@@ -15,7 +15,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.errors import InputError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.settings.data import DataConfig, ModelConfig
 from support.chat_formats import FORMATS, SAID, write_of_formats

@@ -12,7 +12,7 @@ from rlctl.data.holdout import hold_out, open_validation, validation_data
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import ConfigError, InputError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.data import DataConfig
 
 

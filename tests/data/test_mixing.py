@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.data.mixing import LONGEST_ROUND, Mixing, source_settings, whole_parts
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,7 @@ from rlctl.data.row_types import PROMPTS, TextRows
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
 from rlctl.jobs.generate import read_prompts
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay
 from rlctl.settings.data import DataConfig, ModelConfig
 

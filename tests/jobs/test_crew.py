@@ -9,7 +9,7 @@ import pytest
 from rlctl.cluster.placement import Bundle
 from rlctl.errors import MachineError
 from rlctl.jobs.run_workers import RunWorkersSpec, engine_bundles, planned_workers, policy_environment
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.settings.training import TrainingConfig
 from support.plans import plan_of

@@ -29,9 +29,9 @@ from rlctl.methods.available import (
     register,
 )
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.training.method import RunLoss
 from rlctl.training.user_loss import UserLoss
 from support.token_batches import token_batch

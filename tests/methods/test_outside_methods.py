@@ -24,11 +24,11 @@ tempered = toy_methods:Tempered
 CODE = '''
 from rlctl.config.section import Section
 from rlctl.data.row_types import TextRows
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.policy_gradient import PolicyGradient
 from rlctl.methods.rl.sections import LossConfig
 from rlctl.methods.sft import SftConfig
-from rlctl.methods.texts import TextMethod
+from rlctl.methods.text_method import TextMethod
 from rlctl.telemetry.metrics import Metric
 
 

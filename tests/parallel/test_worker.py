@@ -12,8 +12,8 @@ import torch
 from rlctl.backends.clients import only_result
 from rlctl.backends.results import NORM_CHUNK
 from rlctl.config.parallel import ParallelSpec
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.gspo import Gspo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.training import LoraConfig
 from rlctl.training.method import RunLoss
 from support.parallel_cases import (

@@ -13,7 +13,7 @@ import pytest
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError, NoPlanError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import Adapters, TrainingChoice
 from rlctl.planner.costs.memory import host_memory, training_memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs.cluster import (

@@ -14,7 +14,7 @@ from rlctl.doctor.gpus import Gpu, check_driver
 from rlctl.doctor.network import NodeFacts, compare_memory
 from rlctl.errors import ConfigError
 from rlctl.jobs.run_workers import policy_environment
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device

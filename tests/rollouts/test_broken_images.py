@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.prompt_order import PromptStream
 from support.vision_models import square, write_vision_model
 

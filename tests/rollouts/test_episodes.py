@@ -21,8 +21,8 @@ from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart, contexts_of
 from rlctl.errors import InputError, WorkerError
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
@@ -50,7 +50,7 @@ def host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 def spec(model: Path) -> EngineSpec:
     from rlctl.backends.vllm.args import engine_spec
-    from rlctl.methods.rl.config import RlConfig
+    from rlctl.methods.rl.rl_config import RlConfig
 
     generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}
     config = RlConfig.model_validate({"generation": generation})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlctl.data.prompt_rows import difficulties
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.prompt_order import PassRateOrder, PromptOrder, PromptStream
 from rlctl.settings.data import DataConfig
 from support.groups import group

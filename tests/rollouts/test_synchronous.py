@@ -14,7 +14,7 @@ import pytest
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.errors import InputError, WorkerError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts import synchronous
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, sample_seed

@@ -14,7 +14,7 @@ from rlctl.backends.messages import SampleRequest, SampleResult, Sampling
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.environment_plan import Reply, RunningEpisode
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
 from rlctl.rollouts.turn_faults import JudgedTurn, episode_faults, faults_of

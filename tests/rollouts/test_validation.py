@@ -15,7 +15,7 @@ import pytest
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import ConfigError, InputError
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rewards.reward_worker import GroupScores, ScoreRequest
 from rlctl.rollouts import validation
 from rlctl.rollouts.prompt_order import PromptStream

@@ -16,8 +16,8 @@ from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import HEAD as MODULE_HEAD
 from rlctl.backends.dtensor.worker import DTensorWorker
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages
+from rlctl.methods.rl.rl_config import RlConfig
 from support.parallel_cases import (
     Batch,
     Case,

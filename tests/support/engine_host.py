@@ -255,7 +255,7 @@ class FamilyEngine:
     ) -> None:
         from rlctl.backends.vllm.args import engine_spec
         from rlctl.checkpoints.hf.model_facts import facts_in
-        from rlctl.methods.rl.config import RlConfig
+        from rlctl.methods.rl.rl_config import RlConfig
         from rlctl.weights.vllm import VllmParallel
 
         self.group, self.family, self.model = group, family, model

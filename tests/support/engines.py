@@ -71,7 +71,7 @@ def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: 
     """A running engine for a tiny Llama."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.methods.rl.config import RlConfig
+    from rlctl.methods.rl.rl_config import RlConfig
     from support.engine_host import VLLM
 
     # So few tokens a step that prompts are computed in parts, as long ones are.

@@ -34,8 +34,8 @@ from rlctl.backends.messages import Truncation
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
 from rlctl.training.method import RunLoss

@@ -15,7 +15,7 @@ from rlctl.cluster.ray_session import put
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LOSS_WEIGHTS
 from rlctl.data.texts import TrainedText
-from rlctl.methods.texts import TextMethod
+from rlctl.methods.text_method import TextMethod
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.metrics import Metric

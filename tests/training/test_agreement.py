@@ -8,8 +8,8 @@ import pytest
 
 from rlctl.errors import DivergenceError
 from rlctl.jobs.refit_test import LOGPROB_LIMITS
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.generation import GenerationConfig
 from rlctl.settings.run import RolloutChecksConfig
 from rlctl.training.agreement import LIMITS, Agreement, precision_of

@@ -16,8 +16,8 @@ import torch
 from rlctl.backends.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
 from rlctl.errors import DivergenceError
 from rlctl.methods.rl.algorithm import FILTERED, Algorithm
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.report.page import page
 from rlctl.report.reported_run import ReportedRun
 from rlctl.rollouts.source import RolloutBatch

@@ -13,8 +13,8 @@ import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.method import RunLoss
 from support.token_batches import token_batch

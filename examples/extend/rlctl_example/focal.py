@@ -3,7 +3,7 @@
 from rlctl.config.section import NonNegativeNumber, Section
 from rlctl.data.row_types import TextRows
 from rlctl.methods.sft import SftConfig
-from rlctl.methods.texts import TextMethod
+from rlctl.methods.text_method import TextMethod
 from rlctl.telemetry.metrics import Metric
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from rlctl.config.section import PositiveNumber
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import AdvantageConfig
 
 

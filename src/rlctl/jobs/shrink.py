@@ -18,7 +18,7 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
 from rlctl.data.mixing import source_settings
 from rlctl.jobs.run_workers import training_of
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.planner.result import Plan
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.rewards import MODEL, RewardTerm, SourceReward

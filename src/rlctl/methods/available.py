@@ -17,7 +17,7 @@ from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, orig
 from rlctl.errors import ConfigError, InputError, RlctlError, suggest
 from rlctl.isolation.user_function import UserCode, is_reference
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.training.method import NAMES_OF_A_STEP, Method
 from rlctl.training.user_loss import UserLoss

@@ -30,7 +30,7 @@ from rlctl.config.section import PositiveNumber, Section
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PairRows
 from rlctl.data.texts import REFERENCE
-from rlctl.methods.texts import TextMethod, per_text
+from rlctl.methods.text_method import TextMethod, per_text
 from rlctl.settings.config import TextConfig
 from rlctl.telemetry.metrics import Metric
 

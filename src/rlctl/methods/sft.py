@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.data.row_types import TextRows
-from rlctl.methods.texts import TextMethod
+from rlctl.methods.text_method import TextMethod
 from rlctl.settings.config import TextConfig
 from rlctl.settings.data import TextDataConfig
 from rlctl.telemetry.metrics import Metric

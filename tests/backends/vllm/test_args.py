@@ -16,7 +16,7 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.tiny_model import write_tiny_family
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from support.layout_families import FAMILIES
 
 

@@ -36,7 +36,7 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     """An engine that takes several calls at a time, started again for each way of treating samples in flight."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.methods.rl.config import RlConfig
+    from rlctl.methods.rl.rl_config import RlConfig
     from support.engine_host import PYTHONPATH, SwappingEngine
 
     def spec(model: Path, facts: ModelFacts, routing: bool = False, **sizes: int) -> EngineSpec:
@@ -156,7 +156,7 @@ def test_on_a_gpu_all_threads_compute_on_one_stream_and_sleep_frees_memory(
 ) -> None:
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-    from rlctl.methods.rl.config import RlConfig
+    from rlctl.methods.rl.rl_config import RlConfig
     from support.engine_host import PYTHONPATH, SwappingEngine
 
     sections = {"generation": {"max_concurrent": 16, "memory_fraction": 0.1}, "vllm": {"enforce_eager": True}}

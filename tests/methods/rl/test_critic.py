@@ -12,8 +12,8 @@ import torch
 from rlctl.backends.batch import MinibatchResult, ValueBatch
 from rlctl.backends.results import add_advantages
 from rlctl.backends.rows import PackedRow
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages, critic_metrics
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import CriticConfig
 
 LENGTHS = [5, 1, 0, 8, 3]

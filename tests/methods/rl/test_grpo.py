@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlctl.backends.batch import LossOutput, MinibatchResult, TokenBatch
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import LossConfig
 from rlctl.training.method import RunLoss
 from support.token_batches import f64, ppo_loss, token_batch

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.dppo import Dppo, DppoConfig, DppoLoss
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.losses import sums_to_go
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import LossConfig
 from support.token_batches import f64
 

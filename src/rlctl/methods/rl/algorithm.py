@@ -24,7 +24,7 @@ from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
 from rlctl.errors import ConfigError
 from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, token_weights, whitened, whitened_rollouts
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig
 from rlctl.rollouts.source import RolloutSource
 from rlctl.rollouts.turn_faults import BITS

@@ -24,7 +24,7 @@ from rlctl.backends.base import CriticWorker
 from rlctl.backends.batch import LossOutput, MinibatchResult, ValueBatch
 from rlctl.backends.clients import PolicyClient, only_result
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.schedule import learning_rate, weight_decay
 

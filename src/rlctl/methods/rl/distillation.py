@@ -25,8 +25,8 @@ from pydantic import Field, model_validator
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.section import NonNegativeNumber, PositiveNumber, Section
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rlctl.backends.batch import TokenBatch
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import LossConfig
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import numpy as np
 from rlctl.backends.batch import TokenBatch, ValueBatch
 from rlctl.methods.rl.advantages import group_advantages
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.methods.rl.config import RlConfig
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.section import PositiveNumber
-from rlctl.methods.rl.config import RlConfig
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import LossConfig
 
 if TYPE_CHECKING:
