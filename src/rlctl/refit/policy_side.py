@@ -24,7 +24,7 @@ from rlctl.cluster.placement import node_address
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
 from rlctl.transport import disk
-from rlctl.transport.changes import ChangePacker
+from rlctl.transport.changed_elements import ChangePacker
 from rlctl.transport.collective import CollectiveSender, ServedStore
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender

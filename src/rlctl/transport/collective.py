@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.errors import PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
-from rlctl.transport.changes import region, region_bytes
+from rlctl.transport.changed_elements import region, region_bytes
 from rlctl.transport.round_buffers import Images, Packer
 from rlctl.transport.rounds import (
     Channel,

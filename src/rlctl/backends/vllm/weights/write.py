@@ -16,7 +16,7 @@ import torch
 
 from rlctl.backends.vllm.weights.locate import Storage, StoredMatrix, dtype_name, pack_expert
 from rlctl.errors import VerificationError, WorkerError
-from rlctl.transport.changes import MOST_ELEMENTS, read_piece, region
+from rlctl.transport.changed_elements import MOST_ELEMENTS, read_piece, region
 from rlctl.transport.movers import Receiver, TimedReceiver, open_receiver
 from rlctl.transport.round_buffers import chunk_view, copy_all
 from rlctl.transport.rounds import Chunk, Connection, Lengths, Rounds, cut_rounds, rows_of
