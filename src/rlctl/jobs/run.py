@@ -48,7 +48,7 @@ from rlctl.training.agreement import error_limit
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts
 from rlctl.training.method import SourceParts, ValidationParts
-from rlctl.training.reference import precompute_reference
+from rlctl.training.reference_logprobs import precompute_reference
 from rlctl.training.saving import Saver, newest_intact
 
 SHOWN_METRICS = ("reward_mean", "accuracy")

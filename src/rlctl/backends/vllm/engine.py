@@ -17,8 +17,8 @@ from rlctl.backends.base import EngineSpec
 from rlctl.backends.messages import SampleRequest, SampleResult
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock, Sample
+from rlctl.backends.vllm.recorded_experts import Span, assembled, merged
 from rlctl.backends.vllm.replicas import LaterHosts, started
-from rlctl.backends.vllm.routing import Span, assembled, merged
 from rlctl.cluster.workers import WorkerPlaces
 from rlctl.data.image_sources import IMAGE
 from rlctl.data.rollouts import TIMEOUT

@@ -16,7 +16,7 @@ from rlctl.recipes.nemo_rl.mapping_rules import (
     validated,
     without,
 )
-from rlctl.recipes.nemo_rl.quantization import quantized_engines, quantized_training
+from rlctl.recipes.nemo_rl.quant_cfg import quantized_engines, quantized_training
 from rlctl.recipes.rules import Rule, differs, if_on, logs, only, to, when
 
 RENAMED = {

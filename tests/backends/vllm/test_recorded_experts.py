@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlctl.backends.messages import Sampling
-from rlctl.backends.vllm.routing import assembled, merged
+from rlctl.backends.vllm.recorded_experts import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
 from rlctl.jobs.tiny_model import write_tiny_family
 from support.engine_host import FamilyEngine, SwappingEngine
