@@ -129,7 +129,7 @@ def evaluate(
         from rlctl.jobs.evaluate import candidates, evaluation
         from rlctl.jobs.evaluate import evaluate as run_evaluation
         from rlctl.rewards.statistics import default_ks
-        from rlctl.runs.sample_file import SampleFile
+        from rlctl.runs.evaluation_file import SampleFile
 
         found = candidates([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)
         job = evaluation(found, tasks, n, k or default_ks(n), limit)

@@ -12,7 +12,7 @@ from rlctl.checkpoints.locations import write_problem
 from rlctl.config.files import write_json
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
-from rlctl.runs.sample_file import SampleFile
+from rlctl.runs.evaluation_file import SampleFile
 from rlctl.runs.samples import read_samples
 
 

@@ -115,7 +115,7 @@ def evaluate(
     job = evaluation(found, task or [], n, k or default_ks(n), limit)
     if dry_run:
         if output is not None:
-            from rlctl.runs.sample_file import require_place
+            from rlctl.runs.evaluation_file import require_place
 
             require_place(output)
         show_plans(job, json_, explain)
@@ -142,7 +142,7 @@ def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
 def measure(job: Evaluation, output: Path | None, json_: bool) -> None:
     """Sample, score, and print the metrics."""
     from rlctl.jobs.evaluate import evaluate as run_evaluation
-    from rlctl.runs.sample_file import SampleFile
+    from rlctl.runs.evaluation_file import SampleFile
 
     with SampleFile(output) as file:
         try:

@@ -42,7 +42,7 @@ from rlctl.rollouts.prompt_order import PromptOrder
 from rlctl.rollouts.scored_groups import groups_of
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
-from rlctl.runs.sample_file import SampleFile
+from rlctl.runs.evaluation_file import SampleFile
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm

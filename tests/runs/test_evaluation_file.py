@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.runs.sample_file import SampleFile
+from rlctl.runs.evaluation_file import SampleFile
 
 SETTINGS = {"temperature": 0.0, "stop": ()}
 
