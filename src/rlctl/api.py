@@ -21,7 +21,7 @@ from rlctl.errors import InputError, missing_package
 from rlctl.methods.available import register as register_algorithm
 
 if TYPE_CHECKING:
-    from rlctl.jobs.run import RunSummary
+    from rlctl.jobs.training_run import RunSummary
     from rlctl.planner.result import Plan
     from rlctl.training.loop import Loop
 

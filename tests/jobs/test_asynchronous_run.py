@@ -51,7 +51,7 @@ from rlctl.cli import main
 main()
 """
 MOMENTS = (
-    ("rlctl.jobs.run:start_run_workers", "call == 1", "before"),
+    ("rlctl.jobs.training_run:start_run_workers", "call == 1", "before"),
     ("rlctl.cluster.workers:WorkerGroup.ready", "call == 1", "during"),
     ("rlctl.refit.session:RefitSession._move", "call == 1", "during"),
     ("rlctl.runs.directory:NewCheckpoint.begin", "call == 1", "after"),

@@ -29,10 +29,10 @@ from rlctl.jobs.dry_run import about
 from rlctl.jobs.open_model import published_facts, published_teacher
 from rlctl.jobs.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, with_images
 from rlctl.jobs.row_checks import look_at_rows, look_at_run
-from rlctl.jobs.run import RunSummary
 from rlctl.jobs.shrink import MOST_LENGTH, REHEARSAL, VARYING, ReplacedValue, StandIns, changes, shrunk, usual_letter
 from rlctl.jobs.stand_ins import generated_rows, names_of_data, write_model
 from rlctl.jobs.train import train_grpo
+from rlctl.jobs.training_run import RunSummary
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import wrapped

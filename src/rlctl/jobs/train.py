@@ -20,7 +20,7 @@ from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.jobs.dry_run import DryRun, about
 from rlctl.jobs.prepare import Job, content_changes, prepare_job, version_changes
-from rlctl.jobs.run import RunSummary, run_training
+from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
