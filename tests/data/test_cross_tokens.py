@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlctl.data.cross_tokens import Projection, chunks, read_text, token_bytes
-from support.cross_tokens import by_bytes, by_words
+from support.toy_tokenizers import by_bytes, by_words
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from rlctl.jobs.calibration import calibrate
 from rlctl.planner.inputs.cluster import ClusterFacts, calibrated, cpu_device, make_cluster
 from rlctl.planner.inputs.request import Workload
 from rlctl.telemetry.phases import Phase
-from support.catalog import make_plan, model
+from support.catalog_models import make_plan, model
 from support.run_directories import GIB, made_run
 
 CPU = ClusterFacts(cpu_device(4, 64 * GIB), 1, 0)

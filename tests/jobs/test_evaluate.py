@@ -21,7 +21,7 @@ from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from support.commands import Run
-from support.metrics import without_timing
+from support.metric_lines import without_timing
 from support.runs import command, resume
 
 

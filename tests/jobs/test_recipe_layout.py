@@ -12,7 +12,7 @@ from rlctl.jobs.prepare import check_plan
 from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
-from support.catalog import model
+from support.catalog_models import model
 
 RECIPE = """
 grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 16, max_num_steps: 10}

@@ -14,9 +14,9 @@ from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
-from support.cross_tokens import CORPUS, by_words
-from support.metrics import without_timing
+from support.metric_lines import without_timing
 from support.runs import cut_after
+from support.toy_tokenizers import CORPUS, by_words
 
 LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--seed", "1", "--set", "model.convert=false")
 

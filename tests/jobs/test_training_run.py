@@ -13,7 +13,7 @@ import pytest
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError, MachineError
-from rlctl.jobs import run as run_module
+from rlctl.jobs import training_run as run_module
 from rlctl.jobs.training_run import RunJournal, RunSummary, crowded, how_to_resume
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.planner.inputs.cluster import GIB, make_cluster
@@ -22,7 +22,7 @@ from rlctl.refit.records import RefitReport
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
-from support.catalog import make_plan, model
+from support.catalog_models import make_plan, model
 from support.groups import group
 
 STEP = {"seconds": {"total": 1.0}}

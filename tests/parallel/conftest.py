@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.pool import Pool
-from support.reference import hf_model
+from support.reference_policy import hf_model
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from rlctl.methods.available import ALGORITHMS, BUILT_IN, method_from_config
 from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools
-from support.reference import hf_model, make_batch, megatron_weights
+from support.reference_policy import hf_model, make_batch, megatron_weights
 
 PENALTY = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01")
 LAYOUTS = {"alone": (ParallelSpec(), ParallelSpec()), "cp2-dp2": (ParallelSpec(cp=2), ParallelSpec(dp=2))}

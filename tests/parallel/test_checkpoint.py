@@ -19,7 +19,7 @@ from support.parallel_cases import (
     run_checkpoint_of_no_step,
 )
 from support.pool import Pools
-from support.reference import hf_model, make_batch, megatron_weights, reference_weights
+from support.reference_policy import hf_model, make_batch, megatron_weights, reference_weights
 
 SAME = {
     "alone": Case(),

@@ -13,7 +13,7 @@ from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import Case, assemble, make_worker, pieces
 from support.pool import Pools
-from support.reference import hf_model, megatron_weights
+from support.reference_policy import hf_model, megatron_weights
 
 CASES = {
     "alone": Case(),

@@ -22,7 +22,7 @@ from support.critic_cases import (
 )
 from support.parallel_cases import Case, assemble, model_of, of_modules
 from support.pool import Pools, Published, slowly
-from support.reference import Optim, close, hf_model, make_batch, reference_weights
+from support.reference_policy import Optim, close, hf_model, make_batch, reference_weights
 
 TOLERANCE = 1e-6
 

@@ -23,7 +23,7 @@ from rlctl.rollouts.dataset import columns_of
 from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, Model, assemble
 from support.pool import Pools, slowly
-from support.reference import Optim, hf_model, megatron_weights
+from support.reference_policy import Optim, hf_model, megatron_weights
 from support.teacher_logprobs import run_student, run_teacher, together
 
 TOP, TEACHER_SEED, VOCAB, WEIGHT = 40, 7, 256, 0.01

@@ -18,7 +18,7 @@ from rlctl.methods.rl.distillation import Distillation, DistillationRlConfig
 from rlctl.training.method import RunLoss
 from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pools, slowly
-from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
+from support.reference_policy import Optim, advantage, hf_model, make_batch, megatron_weights
 from support.teacher_logprobs import run_student, run_teacher, together
 
 TOP = 5

@@ -22,15 +22,15 @@ from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
-from support.adapters import LORA
 from support.causal_types import TRAINED, causal_model
 from support.dtensor_cases import run_changed, run_memory
-from support.families import FAMILIES, OTHERS, SEPARATE
-from support.families import hf_model as family_model
+from support.family_models import FAMILIES, OTHERS, SEPARATE
+from support.family_models import hf_model as family_model
+from support.lora_cases import LORA
 from support.parallel_cases import WEIGHT, Case, assemble, of_family, of_modules, run_case, run_checkpoint, spec_of
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pools, Published, slowly
-from support.reference import (
+from support.reference_policy import (
     Optim,
     Reference,
     advantage,

@@ -24,12 +24,12 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.weights.dtensor import DTensorWorld
-from support.adapters import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
-from support.families import hf_model as family_model
+from support.family_models import hf_model as family_model
+from support.lora_cases import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
 from support.parallel_cases import WEIGHT, assemble, of_family, of_modules, run_case
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pools, Published
-from support.reference import (
+from support.reference_policy import (
     advantage,
     close,
     hf_model,

@@ -22,7 +22,7 @@ from rlctl.weights.dtensor import module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan_execution import dtype_of, execute
 from rlctl.weights.transfer_plan import receive_plan
-from support.families import FAMILIES, ROUTERS, VOCAB, hf_model
+from support.family_models import FAMILIES, ROUTERS, VOCAB, hf_model
 from support.parallel_cases import assemble
 from support.parallel_families import Cell, cotangent, make_batch, run_cell
 from support.pool import Pools

@@ -9,10 +9,10 @@ import torch
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.settings.training import LoraConfig
-from support.host_states import run_counted, run_resumed, run_steps
+from support.host_state_cases import run_counted, run_resumed, run_steps
 from support.parallel_cases import Case
 from support.pool import Pools
-from support.reference import make_batch, reference_weights
+from support.reference_policy import make_batch, reference_weights
 
 STEPS = {
     "float32": Case(),

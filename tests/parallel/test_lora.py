@@ -19,10 +19,10 @@ from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
 from rlctl.jobs.open_model import find_model
-from support.adapters import LORA, expected, megatron_adapters, merge, policy_of, run_adapters, run_saved
+from support.lora_cases import LORA, expected, megatron_adapters, merge, policy_of, run_adapters, run_saved
 from support.parallel_cases import Case, assemble, model_of, of_modules
 from support.pool import Pools, Published, slowly
-from support.reference import (
+from support.reference_policy import (
     Optim,
     close,
     facts,

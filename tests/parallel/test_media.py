@@ -25,7 +25,7 @@ from rlctl.training.method import RunLoss
 from support import parallel_cases
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
-from support.reference import hf_model
+from support.reference_policy import hf_model
 from support.toy_images import ImageSource, ImageWorker, embedded, grid_positions, text
 
 ROW = 48

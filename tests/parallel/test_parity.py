@@ -14,7 +14,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from support.parallel_cases import WEIGHT, Case, Piece, assemble, model_of, run_case
 from support.pool import Pools, Published, slowly
-from support.reference import (
+from support.reference_policy import (
     Optim,
     Reference,
     close,

@@ -11,7 +11,7 @@ from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from support.parallel_cases import run_built_configs
 from support.pool import Pools
-from support.reference import facts
+from support.reference_policy import facts
 
 
 def spec_with(*sets: str) -> PolicySpec:

@@ -17,12 +17,12 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.nvfp4 import rounded
 from rlctl.config.parallel import ParallelSpec
 from rlctl.settings.training import QuantizationConfig
-from support.families import hf_model as family_model
+from support.family_models import hf_model as family_model
 from support.parallel_cases import Case
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
 from support.quantization_cases import Boxes, run_reference_and_resumed, run_steps
-from support.reference import make_batch
+from support.reference_policy import make_batch
 
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]

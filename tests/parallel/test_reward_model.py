@@ -15,7 +15,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.rewards.reward_worker import common_prefix, text_columns
 from support.parallel_cases import Case
 from support.pool import Pools, slowly
-from support.reference import VOCAB, kind_of
+from support.reference_policy import VOCAB, kind_of
 from support.teacher_logprobs import run_scorer
 
 LAYOUTS = {"alone": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}

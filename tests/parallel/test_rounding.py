@@ -16,7 +16,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.settings.training import LoraConfig
 from support.parallel_cases import WEIGHT, Case, model_of
 from support.pool import Pools, Published, slowly
-from support.reference import make_batch, reference_weights, run_reference
+from support.reference_policy import make_batch, reference_weights, run_reference
 from support.rounding_cases import run_changed_backend, run_critic, run_export, run_float16, run_rounded
 
 MEGATRON = {

@@ -14,7 +14,7 @@ from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import WEIGHT, Case, assemble, model_of, plan_of, run_case
 from support.pool import Pools, Published, slowly
-from support.reference import (
+from support.reference_policy import (
     Optim,
     advantage,
     close,

@@ -29,7 +29,7 @@ from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
-from support.reference import facts, hf_model
+from support.reference_policy import facts, hf_model
 
 SHIFT = 0.3
 """The reference is the policy, and its log-probs are made less by this."""

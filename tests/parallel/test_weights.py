@@ -11,7 +11,7 @@ from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import Case, assemble, run_held, run_load_hf
 from support.pool import Pools
-from support.reference import hf_model, megatron_weights
+from support.reference_policy import hf_model, megatron_weights
 
 CASES = {
     "alone": Case(),

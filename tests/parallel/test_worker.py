@@ -32,7 +32,7 @@ from support.parallel_cases import (
     run_without,
 )
 from support.pool import Pools, Published
-from support.reference import Optim, hf_model, make_batch, reference_weights
+from support.reference_policy import Optim, hf_model, make_batch, reference_weights
 
 
 @pytest.mark.parametrize("share", [True, False])

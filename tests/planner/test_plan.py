@@ -30,7 +30,7 @@ from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
 from rlctl.settings.run import ClusterConfig
 from rlctl.telemetry.phases import Phase
-from support.catalog import make_plan, model
+from support.catalog_models import make_plan, model
 from support.plans import plan_of
 
 CPU = ClusterFacts(cpu_device(2, 24 * GIB), 1, 0)

@@ -29,7 +29,7 @@ from rlctl.planner.inputs.cluster import (
 from rlctl.planner.inputs.request import Workload
 from rlctl.settings.run import ClusterConfig
 from rlctl.telemetry.phases import Phase
-from support.catalog import make_plan
+from support.catalog_models import make_plan
 
 
 def profile(

@@ -18,7 +18,7 @@ from rlctl.planner.inputs.request import Workload
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json
 from rlctl.telemetry.phases import Phase
-from support.catalog import make_plan
+from support.catalog_models import make_plan
 
 MODELS = st.sampled_from([entry.facts for entry in entries() if entry.facts])
 GPUS = st.builds(

@@ -27,7 +27,7 @@ from rlctl.rollouts.asynchronous import GROUPS_FILE, AsynchronousSource
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.telemetry.phases import StepTimer
-from support.rollouts import VERSION, Prompts, Scorer, answer
+from support.toy_sources import VERSION, Prompts, Scorer, answer
 
 
 class Call:

@@ -21,7 +21,7 @@ from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.settings.generation import FilterConfig
 from rlctl.telemetry.phases import StepTimer
-from support.rollouts import VERSION, Prompts, Scorer, answer
+from support.toy_sources import VERSION, Prompts, Scorer, answer
 
 CONFIG = RlConfig.model_validate({"batch": {"prompts": 3, "generations": 2}, "run": {"seed": 5}})
 

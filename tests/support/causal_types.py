@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from support.families import BASE, WINDOW, randomised
+from support.family_models import BASE, WINDOW, randomised
 
 SMALL: dict[str, Any] = {
     "num_layers": 4, "n_layers": 4, "n_layer": 4, "n_heads": 4, "n_head": 4, "d_model": 64, "n_embd": 64,

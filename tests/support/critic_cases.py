@@ -35,7 +35,7 @@ from support.parallel_cases import (
     spec_of,
     whole,
 )
-from support.reference import Optim, close, facts, hf_model, megatron_weights
+from support.reference_policy import Optim, close, facts, hf_model, megatron_weights
 
 CLIP = 0.05
 GAMMA, LAMBDA = 0.98, 0.9

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Loss, make_worker, plan_of
-from support.reference import Optim
+from support.reference_policy import Optim
 
 
 def run_memory(rank: int, tiny: tuple[Case, Path], large: tuple[Case, Path, ModelFacts]) -> int:

@@ -15,7 +15,7 @@ from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.data.rollouts import RolloutColumns
 from support.parallel_cases import BrokenLoss, Case, Loss, make_worker, pieces, plan_of
-from support.reference import Optim
+from support.reference_policy import Optim
 
 Weights = dict[str, Tensor]
 Batch = dict[int, RolloutColumns]

@@ -30,7 +30,7 @@ from support.parallel_cases import (
     memory_of,
     pieces,
 )
-from support.reference import (
+from support.reference_policy import (
     Optim,
     advantage,
     hf_model,

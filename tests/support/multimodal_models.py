@@ -9,7 +9,7 @@ import torch
 
 from rlctl.config.files import write_json
 from rlctl.jobs.tiny_model import VOCAB_SIZE, write_tokenizer
-from support.families import GEMMA_ROPE, MOE, WINDOW
+from support.family_models import GEMMA_ROPE, MOE, WINDOW
 
 TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -40,7 +40,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
 from rlctl.training.method import RunLoss
 from support.pool import Published
-from support.reference import Optim, advantage, facts, prompt_tokens, reference_weights, token_loss
+from support.reference_policy import Optim, advantage, facts, prompt_tokens, reference_weights, token_loss
 
 WEIGHT = 0.01
 WORKERS: dict[str, Any] = {"megatron": MegatronWorker, "dtensor": DTensorWorker}

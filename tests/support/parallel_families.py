@@ -19,7 +19,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.facts import ModelFacts
 from rlctl.settings.training import OptimizerConfig
-from support.families import VOCAB
+from support.family_models import VOCAB
 from support.parallel_cases import Case as PolicyCase
 from support.parallel_cases import pieces, plan_of
 

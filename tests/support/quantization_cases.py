@@ -12,7 +12,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.weights.plan_execution import strided, transformed
 from rlctl.weights.transfer_plan import receive_plan
 from support.parallel_cases import Batch, Case, Loss, column_by_rollout, load_batch, make_worker
-from support.reference import Optim
+from support.reference_policy import Optim
 
 Boxes = list[tuple[str, tuple, Tensor]]
 """(published tensor, box, values) of one rank's share."""

@@ -20,7 +20,7 @@ from rlctl.backends.messages import Truncation
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
-from support.families import BASE, configuration
+from support.family_models import BASE, configuration
 
 EXPERTS, VOCAB = 4, 256
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

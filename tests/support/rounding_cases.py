@@ -33,7 +33,7 @@ from support.parallel_cases import (
     whole,
     wholes,
 )
-from support.reference import Optim
+from support.reference_policy import Optim
 
 Found = dict[str, tuple[Tensor, Tensor]]
 """By name: what is computed with, and float32."""

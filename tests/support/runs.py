@@ -21,7 +21,7 @@ import pytest
 
 from rlctl.telemetry.metrics import read_metrics
 from support.hosts import Host
-from support.metrics import without_timing
+from support.metric_lines import without_timing
 
 STEPS = 4
 LIMIT_S = 900

@@ -10,7 +10,7 @@ from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss, WeightedRollout
 from rlctl.data.cross_tokens import Projection
 from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Model, Piece, gather_gradients, load_batch, make_worker, pieces
-from support.reference import Optim
+from support.reference_policy import Optim
 
 TeacherLogprobs = dict[int, list[GroupLogprobs]]
 Rows = list[WeightedRollout] | None

@@ -13,7 +13,7 @@ from rlctl.telemetry.metrics import (
     read_metrics,
 )
 from rlctl.telemetry.phases import Phase
-from support.metrics import without_timing
+from support.metric_lines import without_timing
 
 
 def line(step: int, **more) -> dict:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from support.families import FAMILIES, hf_model
+from support.family_models import FAMILIES, hf_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

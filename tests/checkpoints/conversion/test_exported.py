@@ -14,7 +14,7 @@ from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, me
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.models.families import facts_from_hf_config, weights_of
-from support.families import hf_model
+from support.family_models import hf_model
 
 Tensors = dict[str, torch.Tensor]
 

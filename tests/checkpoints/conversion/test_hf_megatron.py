@@ -30,7 +30,7 @@ from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError, MachineError, VerificationError
 from rlctl.jobs.tiny_model import write_tiny_family
-from support.families import hf_model
+from support.family_models import hf_model
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from rlctl.planner.from_config import completions_workload
 from rlctl.planner.make_plan import Plan
 from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.weights.dtensor import DTensorWorld
-from support.families import FAMILIES, OTHERS, SEPARATE, hf_model
+from support.family_models import FAMILIES, OTHERS, SEPARATE, hf_model
 from support.plans import plan_of
 from support.pool import slowly
 

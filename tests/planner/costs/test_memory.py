@@ -27,7 +27,7 @@ from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.weights.vllm import VllmParallel, VllmWorld
-from support.catalog import model
+from support.catalog_models import model
 
 LLAMA_8B, MOE_30B, DEEPSEEK = model("Llama-3.1-8B"), model("Qwen3-30B-A3B"), model("DeepSeek-V3")
 

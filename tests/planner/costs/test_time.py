@@ -21,7 +21,7 @@ from rlctl.planner.costs.time import (
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
-from support.catalog import model
+from support.catalog_models import model
 
 
 def choice(fsdp: bool, rows: int = 4096, **sizes: int) -> TrainingChoice:

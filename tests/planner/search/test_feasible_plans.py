@@ -8,7 +8,7 @@ from rlctl.planner.inputs.cluster import make_cluster
 from rlctl.planner.inputs.request import Workload
 from rlctl.planner.search import feasible_plans
 from rlctl.planner.search.feasible_plans import score
-from support.catalog import make_plan, model
+from support.catalog_models import make_plan, model
 
 LARGE = Workload(256, 16, 8192)
 

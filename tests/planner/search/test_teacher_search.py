@@ -15,7 +15,7 @@ from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.telemetry.phases import Phase
-from support.catalog import make_plan, model
+from support.catalog_models import make_plan, model
 
 WORK = {"prompts": 64, "generations": 16, "old_logprobs": False}
 

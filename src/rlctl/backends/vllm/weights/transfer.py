@@ -16,7 +16,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from rlctl.backends.vllm import compat, cpu, routing
+from rlctl.backends.vllm import compat, cpu, recorded_experts
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS
 from rlctl.backends.vllm.weights import locate, read_back
 from rlctl.backends.vllm.weights.assign import Assignment, all_loaded, assign
@@ -194,9 +194,9 @@ class RlctlWorkerExtension:
         return True
 
     def rlctl_record_routing(self) -> None:
-        self._recorder = routing.Recorder(self.model_runner)
+        self._recorder = recorded_experts.Recorder(self.model_runner)
 
-    def rlctl_take_routing(self) -> dict[str, list[routing.Span]]:
+    def rlctl_take_routing(self) -> dict[str, list[recorded_experts.Span]]:
         """Return the choices since the last call, by request. Only the first worker of a pipeline stage has any, as all
         of them route alike."""
         found = self._recorder.take()
