@@ -75,7 +75,6 @@ class LazyGroup(CommandGroup):
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands, grouped by task."""
         width = max(map(len, COMMANDS))
         for heading, names in GROUPS.items():
             with formatter.section(heading):

@@ -326,9 +326,7 @@ class CriticWorker(Protocol):
 
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
-    ) -> MinibatchResult | None:
-        """As `PolicyWorker.train_minibatch`."""
-        ...
+    ) -> MinibatchResult | None: ...
 
 
 class WeightReceiver(Protocol):
@@ -338,9 +336,7 @@ class WeightReceiver(Protocol):
         """Take what stays the same over all refits: the published tensors as (name, dtype, shape), and `loader`,
         `direct` or `auto`."""
 
-    def refit_needs(self) -> list[Need]:
-        """List what each process of the engine needs, and where it is."""
-        ...
+    def refit_needs(self) -> list[Need]: ...
 
     def refit_connect(self, connections: tuple[Connection, ...]) -> None:
         """Open the receiving ends, one connection for each process of the engine."""
@@ -384,9 +380,7 @@ class EngineWorker(WeightReceiver, Protocol):
     """
 
     @property
-    def label(self) -> str:
-        """Its name in messages."""
-        ...
+    def label(self) -> str: ...
 
     @property
     def version(self) -> int:
@@ -441,9 +435,7 @@ class EngineWorker(WeightReceiver, Protocol):
 class EpisodeWorker(Protocol):
     """One process that plays episodes (`rollouts/episodes.py`) against the engine that it holds."""
 
-    def engine(self) -> EngineWorker:
-        """The engine, started and closed by this worker."""
-        ...
+    def engine(self) -> EngineWorker: ...
 
     def start(self) -> None:
         """Load the engine's model and begin to decode. Raises what `EngineWorker.start` raises."""

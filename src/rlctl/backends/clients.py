@@ -276,7 +276,6 @@ class EngineClient:
         return list(self.group.hosts)
 
     def _alone(self, engine: object, timeout_s: float) -> WorkerGroup[EpisodeWorker]:
-        """Raise WorkerError where the engine is there no more."""
         if engine not in self.group.hosts:
             raise WorkerError("An engine was replaced while groups were asked of it.")
         return self.group.part([self.group.hosts.index(engine)]).within(timeout_s + MARGIN_S)

@@ -269,7 +269,6 @@ class _KeptGradient:
         return cls(lowest_U, share_U, factor_U, grad_R * (1 - added_R / kept_R))
 
     def of_rows(self, exp_UV: Tensor, rows: slice) -> Tensor:
-        """Return the gradient of some rows' logits, but for that of the chosen tokens."""
         lowest_U1, share_U1, factor_U1 = (one[rows, None] for one in (self.lowest_U, self.share_U, self.factor_U))
         at_lowest_UV = torch.where(exp_UV < lowest_U1, 0.0, factor_U1 * share_U1)
         return torch.where(exp_UV > lowest_U1, factor_U1, at_lowest_UV).mul_(exp_UV)
@@ -416,7 +415,6 @@ def _scale(
 
 
 def _rows_at_a_time(x_UV: Tensor) -> int:
-    """Rows whose copies stay in a processor's cache, or are few enough for a GPU's memory."""
     return 64 if x_UV.device.type == "cpu" else 4096
 
 

@@ -97,5 +97,4 @@ def first_a(rank: int, inputs: int, seed: int, name: str) -> Tensor:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
     return name.rpartition(".")[2] in ("lora_a", "lora_b")

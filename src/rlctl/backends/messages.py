@@ -181,7 +181,6 @@ def detached(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[An
 
 
 def attached(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
-    """Return the results with `values`, or handles of them, in their places."""
     return [
         replace(r, columns=values[r.columns], texts=values[r.texts], transcripts=values[r.transcripts]) for r in results
     ]

@@ -191,7 +191,6 @@ def _unit(rollouts: tuple[WeightedRollout, ...], share: bool = True) -> PackingU
 
 
 def _packed(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
-    """A multiple of `step` bins, as few as first-fit-decreasing needs, of even cost where possible."""
     bins = pack([unit.tokens for unit in units], [unit.cost for unit in units], limit, step)
     return [[units[index] for index in bin_] for bin_ in bins]
 
@@ -222,7 +221,6 @@ def _filled_up(bins: list[list[PackingUnit]], step: int) -> list[list[PackingUni
 
 
 def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[list[PackingUnit]]]:
-    """The bins of each rank, as many on each, by falling cost."""
     ranks = spread([sum(unit.cost for unit in units) for units in bins], dp)
     return [[bins[index] for index in own] for own in ranks]
 

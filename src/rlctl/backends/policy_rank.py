@@ -88,7 +88,6 @@ class Save(ABC):
 
     @property
     def written(self) -> bool:
-        """Whether `finish` will not have to wait for this rank."""
         return self._writing.done()
 
     def finish(self) -> dict[str, str]:
@@ -109,7 +108,6 @@ class PolicyRank(WeightSource, ABC):
     """Whether checkpoints have the names of transformers' modules, or Megatron's."""
 
     def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
-        """`master_addr`: address of the node of rank 0."""
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self.master_addr = master_addr
         self.rounding: Rounding = spec.optimizer.rounding
@@ -329,7 +327,6 @@ class PolicyRank(WeightSource, ABC):
 
     @torch.no_grad()
     def _exchange(self, others: dict[str, Tensor]) -> None:
-        """Exchange the weights with `others`, one after the other, in the memory that they have."""
         for name, live in self.parameters().items():
             kept = live.clone()
             live.copy_(others[name])
@@ -557,5 +554,4 @@ class PolicyRank(WeightSource, ABC):
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where the tensor is on a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)

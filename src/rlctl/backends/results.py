@@ -57,7 +57,6 @@ thousandth of the norm of 28 million, as an embedding's gradient has."""
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
-    """float64: the sum of the squares."""
     parts = tensor.flatten().split(NORM_CHUNK) if tensor.device.type == "cpu" else (tensor,)
     return torch.stack(torch._foreach_norm(list(parts), dtype=torch.float32)).double().square().sum()
 

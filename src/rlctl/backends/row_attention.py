@@ -152,7 +152,6 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
 
 
 def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
-    """Runs of problems of like kind, as long as padding them to the largest wastes little."""
     batches: list[list[_Problem]] = []
     for problem in problems:
         last = batches[-1] if batches else []

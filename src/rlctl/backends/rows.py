@@ -317,7 +317,6 @@ def logprobs_by_group(
 def _chunk_means(
     chunk_R: torch.Tensor, logprobs_R: torch.Tensor, ids_RK: torch.Tensor, tops_RK: torch.Tensor
 ) -> RolloutLogprobs:
-    """Return the means over the chunks of a text, which a policy with another tokenizer can read."""
     chunks_C, chunk_of_R, count_C = chunk_R.unique(return_inverse=True, return_counts=True)
     sums_CK = tops_RK.new_zeros(len(chunks_C), tops_RK.shape[1]).index_add(0, chunk_of_R, tops_RK.log_softmax(-1))
     parts = (logprobs_R, ids_RK[:1], sums_CK / count_C[:, None], chunks_C)
@@ -352,7 +351,6 @@ def add_teacher_logprobs(
 
 
 def _add_chunks(row: PackedRow, known: Sequence[RolloutLogprobs]) -> None:
-    """Give each token of a row what a teacher has said of its chunk. Where that is nothing, the chunk becomes -1."""
     chunk_R, text_R = row.extra_R[CHUNK].cpu().numpy(), row.columns_R["rollout"].cpu().numpy()
     chunks, tops, ids = [], [], []
     for text, one in enumerate(known):

@@ -41,7 +41,6 @@ def foreign_conversion(name: str) -> Path | None:
 
 
 def nearest_existing(directory: Path) -> Path:
-    """`directory`, or the first of its parents that exists."""
     directory = user_path(directory).absolute()
     return next(place for place in (directory, *directory.parents) if os.path.exists(place))  # False: not to be seen
 

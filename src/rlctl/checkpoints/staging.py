@@ -141,12 +141,10 @@ def require_replaceable(destination: Path, sources: Collection[Path]) -> None:
 
 
 def any_content(directory: Path) -> bool:
-    """Whether a path is a file or a directory with something in it."""
     return not directory.is_dir() or any(directory.iterdir())
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, or what stands in its place."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:

@@ -52,7 +52,6 @@ def fingerprint(
 
 
 def _row_chunks(box: torch.Tensor):
-    """Pieces of about CHUNK elements of `box` seen as rows."""
     if box.dim() == 1:
         yield box.unsqueeze(0), 0
         return
@@ -87,7 +86,6 @@ class _Bits:
 
 
 def _rows(box: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...], step: tuple[int, ...]) -> torch.Tensor:
-    """V of each row of a box whose leading dimensions are `box` at `start` of `shape`."""
     if len(box) <= 1:
         return _weights(_V_SEED, box[0], start[0], step[0]) if box else _weights(_V_SEED, 1, 0, 1)
     index = torch.zeros(1, dtype=torch.int64)

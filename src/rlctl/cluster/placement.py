@@ -65,7 +65,6 @@ class Placement:
             raise
 
     def _discover(self, indexes: Sequence[int], gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
-        """Wait until the bundles are reserved, and order them by node and device. Raises TimeoutError."""
         import ray
 
         if gpus:  # Ray tells only a task inside of a bundle which device it has

@@ -371,7 +371,6 @@ def _require_membership(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """As much of shared memory as rollouts need, and never more than a third of what is free."""
     free = psutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else OBJECT_STORE_BYTES
     return max(78_643_200, min(OBJECT_STORE_BYTES, free // 3))  # Ray refuses less than 75 MiB
 

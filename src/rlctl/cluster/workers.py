@@ -130,7 +130,6 @@ class _Host:
         return os.getpid()
 
     def call(self, path: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Call the last method of `path` on the object that the methods before it lead to (`WorkerGroup.held`)."""
         target = self.worker
         for holder in path[:-1]:
             target = getattr(target, holder)()
@@ -151,7 +150,6 @@ class _Host:
         return peak
 
     def usage(self) -> Usage:
-        """The usage of the process and its node since the call before."""
         self._usage = self._usage or UsageSampler()
         return self._usage.sample()
 
@@ -229,7 +227,6 @@ class PendingCall(Generic[R]):
         return found
 
     def late(self) -> WaitTimeoutError:
-        """The error of a call that nobody answered in time."""
         return _late([self], [(0, rank) for rank in range(len(self.refs))], self.group.call_timeout_s)
 
 
@@ -383,7 +380,6 @@ class WorkerGroup(Generic[W_co]):
         return len(self.hosts)
 
     def within(self, timeout_s: float) -> WorkerGroup[W_co]:
-        """The same workers, with `timeout_s` as the time limit of calls."""
         group = copy.copy(self)
         group.call_timeout_s = timeout_s
         return group
@@ -421,7 +417,6 @@ class WorkerGroup(Generic[W_co]):
         return self._submit(method.__name__, [args] * len(self.hosts), kwargs)
 
     def submit_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> PendingCall[R]:
-        """Begin `method` with one tuple of arguments a rank."""
         return self._submit(method.__name__, args_by_rank, {})
 
     def _submit(self, name: str, args_by_rank: Sequence[tuple], kwargs: Mapping[str, Any]) -> PendingCall[Any]:
@@ -492,9 +487,9 @@ class WorkerGroup(Generic[W_co]):
         except OutOfMemoryError as error:
             found = re.search(r"was (\S+) used / (\S+) limit", str(error))
             amount = f": {found[1]} of {found[2]} were in use" if found else ""
-            why = f"{self.name} rank {rank} was ended by Ray during `{method}`, because the host ran out of memory{amount}."
+            why = f"{self.name} rank {rank} was ended by Ray during `{method}`, because the host ran out of memory"
             advice = f"{MEMORY_ADVICE} Ray ends processes when memory use exceeds RAY_memory_usage_threshold."
-            raise WorkerDiedError(why + self.log_tail(rank), advice) from None
+            raise WorkerDiedError(f"{why}{amount}.{self.log_tail(rank)}", advice) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None
 

@@ -98,7 +98,6 @@ class Module:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those that are installed, in the order given."""
     found = {}
     for name in distributions:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -186,7 +185,6 @@ def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Ins
 
 
 def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
-    """Return a default, read from another class where it refers to that (`ModelConfig.dtype`)."""
     match node:
         case ast.Call(func=ast.Name(id="field" | "Field"), keywords=[ast.keyword(arg="default", value=value), *_]):
             return value
@@ -275,7 +273,6 @@ def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, also those under `if TYPE_CHECKING` and `try`."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try):

@@ -149,7 +149,6 @@ def plain_kinds(key: str) -> set[Any]:
 
 @functools.cache
 def section_names() -> tuple[str, ...]:
-    """Return the names of the sections of all methods."""
     return tuple(dict.fromkeys(name for config in config_classes() for name in config.model_fields))
 
 

@@ -21,12 +21,10 @@ def _registry() -> Any:
 
 
 def config_classes() -> tuple[type[Section], ...]:
-    """Return the configuration classes of all methods."""
     return _registry().config_classes()
 
 
 def config_class(method: str) -> type[Section]:
-    """Return the configuration class of a method or an RL algorithm."""
     return _registry().config_class(method)
 
 
@@ -41,7 +39,6 @@ def command_of(method: str) -> str:
 
 
 def method_names() -> tuple[str, ...]:
-    """Return the names of all methods and RL algorithms."""
     return _registry().names()
 
 

@@ -95,7 +95,6 @@ class Resolved:
         return replace(self, refusals=self.final, notes=(*self.notes, *(f"left out: {line}" for line in left_out)))
 
     def given(self) -> list[Value]:
-        """Return the values that are not defaults."""
         return [
             Value(key, value, self.origin[key], key in self.optional)
             for key, value in self.leaves()
@@ -187,7 +186,6 @@ def from_sources(sources: Sequence[Source], config: type[Section] | None = None)
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Value]:
-    """Return the value that holds for each key."""
     return {value.key: value for source in sources for value in source.kept}
 
 
@@ -202,7 +200,6 @@ def mixed_values(sources: Sequence[Source]) -> list[str]:
 
 
 def origins(config: Section, values: Mapping[str, Value]) -> dict[str, str]:
-    """Return the origin of every key."""
     origin = dict.fromkeys(keys_of(type(config)), DEFAULT)
     origin |= {leaf.key: DEFAULT for leaf in flatten(config.model_dump(), DEFAULT)}
     return origin | {whole(key): value.origin for key, value in values.items()}

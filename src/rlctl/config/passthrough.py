@@ -34,7 +34,6 @@ class InstalledClass:
         return installed.fields_of(self.module, self.name)
 
     def words(self) -> str:
-        """Return class and version for a message."""
         return f"{self.label} {installed.version(self.module.partition('.')[0])}'s {self.name.removeprefix('MLA')}"
 
 
@@ -101,7 +100,6 @@ def target_of(key: str) -> tuple[InstalledClass, str] | None:
 
 @functools.cache
 def own_keys(section: str) -> frozenset[str]:
-    """Return the keys that the schema itself has in a section."""
     return frozenset(name for one in sections_of(section) for name in one.model_fields)
 
 

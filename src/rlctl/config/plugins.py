@@ -63,5 +63,4 @@ def load_plugin(entry: metadata.EntryPoint) -> Any:
 
 
 def origin(entry: metadata.EntryPoint) -> str:
-    """Return the package of an entry point, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.module

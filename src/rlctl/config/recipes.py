@@ -57,7 +57,6 @@ def grouped(entries: Iterable[Entry]) -> list[tuple[str, Entry]]:
 
 
 def short(value: Any) -> str:
-    """Return a value on one line."""
     text = " ".join(str(value).split())
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 

@@ -47,7 +47,6 @@ class Benchmark:
 
 
 def _shuffled_options(row: PromptRow) -> PromptRow:
-    """Return the row of GPQA with its four options in an order that the row's number fixes."""
     options = [str(row.answer), *(str(row.fields.get(f"Incorrect Answer {number}")) for number in (1, 2, 3))]
     draws = np.random.PCG64(np.random.SeedSequence(row.index)).random_raw(len(options))
     order = [int(place) for place in np.argsort(draws, kind="stable")]
@@ -55,7 +54,6 @@ def _shuffled_options(row: PromptRow) -> PromptRow:
 
 
 def _lettered_options(row: PromptRow) -> PromptRow:
-    """Return the row of MMLU-Pro, whose options are a list and whose answer is a letter."""
     options = [str(option) for option in row.fields.get("options") or []]
     return _with_options(row, options, LETTERS.index(str(row.answer).strip()))
 

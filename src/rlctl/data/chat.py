@@ -128,7 +128,6 @@ class PromptEncoder:
         return encoder.with_ends(encoder.stop_token_ids)
 
     def with_ends(self, tokens: Iterable[int]) -> PromptEncoder:
-        """Return an encoder with these tokens as those that end a completion."""
         ends = tuple(sorted(tokens))
         return replace(self, stop_token_ids=ends, control=ControlTokens.of(self.tokenizer, ends, self._skeletons()))
 
@@ -162,7 +161,6 @@ class PromptEncoder:
         return self.with_images(self._written_tokens(messages, where), messages, where)
 
     def with_images(self, tokens: Sequence[int], messages: Messages, where: str) -> EncodedPrompt:
-        """Return tokens that stand for messages with the images of these in their places."""
         if not (sources := images_of(messages)):
             return EncodedPrompt(tuple(tokens))
         processor = self.images(where)
@@ -184,7 +182,6 @@ class PromptEncoder:
         return self.images().never_sampled if self.template is not None and self.sees else ()
 
     def _written_tokens(self, messages: Messages, where: str) -> list[int]:
-        """Return the tokens that the chat template writes, with one for each image."""
         tokens = self.encode_text(self.render(messages, where), where)
         self.require_known(tokens, where)
         return tokens
@@ -320,13 +317,11 @@ class PromptEncoder:
 
     @cached_property
     def special(self) -> set[int]:
-        """The special tokens."""
         added = self.tokenizer.added_tokens_decoder.items()
         return {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
 
     @property
     def special_texts(self) -> list[str]:
-        """The texts of the special tokens."""
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.special))]
 
     def _skeletons(self) -> list[str]:
@@ -418,7 +413,6 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
 
 
 def reads_images(model_directory: Path | str) -> bool:
-    """Return whether the model of a directory takes images."""
     found = (Path(model_directory) / "config.json").is_file()
     return found and bool(read_config(Path(model_directory)).get("vision_config"))
 

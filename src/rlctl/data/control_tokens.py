@@ -55,7 +55,6 @@ class ControlTokens:
         return [self.hide(one) for one in value] if isinstance(value, list | tuple) else value
 
     def shown(self, text: str) -> str:
-        """Return a text with what was hidden."""
         return self._hidden.sub(lambda found: [*self.ids][int(found[1])], text)
 
     def in_strings(self, value: Any) -> Iterator[str]:

@@ -60,7 +60,6 @@ def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> 
 
 
 def images_of(messages: str | Sequence[Mapping[str, Any]]) -> tuple[ImageSource, ...]:
-    """Return the images of messages in their order."""
     if isinstance(messages, str):
         return ()
     return tuple(image for message in messages for image in message.get(IMAGES, ()))
@@ -101,12 +100,10 @@ def shown_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
 
 
 def without_marks(text: str) -> str:
-    """Return a text without the places of its images."""
     return text.replace(MARK, "").strip() if MARK in text else text
 
 
 def holds_images(record: Mapping[str, Any]) -> bool:
-    """Return whether a record of a file or a table has images."""
     return bool(_in_columns(record)) or any(_names_images(value) for value in record.values())
 
 
@@ -123,7 +120,6 @@ def _names_images(value: Any) -> bool:
 
 
 def _in_columns(record: Mapping[str, Any]) -> list[Any]:
-    """Return what the columns of images hold."""
     found: list[Any] = []
     for name in COLUMNS:
         value = record.get(name)
@@ -139,7 +135,6 @@ def _source(value: Any, where: str, data: DataConfig) -> ImageSource:
 
 
 def _places(told: Any) -> int:
-    """Return how many images messages have places for."""
     return sum(len(message.get(IMAGES, ())) for message in told) if isinstance(told, list) else 0
 
 

@@ -91,7 +91,6 @@ class ImageSource:
         return self.decoded().convert("RGB")
 
     def _opened(self) -> Image:
-        """Return the image with its header read."""
         from PIL import Image, UnidentifiedImageError
 
         data = self.encoded()

@@ -61,7 +61,6 @@ class ImageProcessor:
 
     @cached_property
     def placeholder_id(self) -> int:
-        """Its token, which the processor replaces."""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.placeholder))
 
     @cached_property
@@ -169,7 +168,6 @@ class _Piece:
 
 
 def _merged(pieces: list[_Piece], first: int, second: int, merged: int) -> list[_Piece]:
-    """Return pieces with one token in the place of each pair, which belongs to an image if one of the pair does."""
     found: list[_Piece] = []
     for piece in pieces:
         before = found[-1] if found else None

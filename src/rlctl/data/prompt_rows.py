@@ -89,7 +89,6 @@ class PromptRow:
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
-        """The images of the prompt in their order."""
         return images_of(self.prompt)
 
 
@@ -187,7 +186,6 @@ def _answer_in(record: Mapping[str, Any], named: str) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Return a value that a column of a table may hold as JSON. Raises ValueError where it is not."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -206,7 +204,6 @@ def decoded_messages(value: Any, field_name: str, where: str) -> Any:
 
 
 def _asked_in_gym(params: Any, where: str) -> Any:
-    """Return the messages in what a row of NeMo Gym asks, which has OpenAI's form of responses."""
     try:
         params = _from_json(params)
     except ValueError as error:

@@ -231,7 +231,6 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
 
 
 def _undecoded(dataset: Dataset) -> Dataset:
-    """Return a dataset whose images come as the bytes or paths that it holds."""
     import datasets
 
     for column, feature in dataset.features.items():

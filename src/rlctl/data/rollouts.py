@@ -82,7 +82,6 @@ class RolloutColumns:
         return slice(int(self.offsets_G[rollout]), int(self.offsets_G[rollout + 1]))
 
     def media(self, rollout: int) -> tuple[MediaPart, ...]:
-        """Return the media of `rollout`."""
         return self.media_G[rollout] if self.media_G else ()
 
 

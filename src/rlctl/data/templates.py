@@ -84,12 +84,10 @@ def template_of(data: DataConfig) -> PromptTemplate | None:
 
 
 def missing_column(name: str, present: Iterable[str], where: str) -> InputError:
-    """Return the error for a row that has nothing for `{name}`."""
     return InputError(f"{where}: no column {name!r} for data.prompt_template.", columns_there(present, name))
 
 
 def columns_there(present: Iterable[str], near: str = "") -> str:
-    """Return a hint that names the columns a template can have."""
     names = sorted({PROMPT, *present} - {ANSWER})
     if names == [PROMPT]:
         return "There is nothing but a prompt; --set data.prompt_template={prompt} takes it as it is."

@@ -76,7 +76,6 @@ class TrainedText:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the first one with a loss."""
         if self.prompt is not None:
             return self.prompt
         return int(self.mask_T.argmax()) if self.mask_T.any() else len(self.tokens_T)
@@ -191,7 +190,6 @@ def _preferred(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the best and the worst of completions by their ranks. Raises InputError where these are not two."""
     try:
         found = sorted(record[RANKED], key=lambda one: one["rank"])
         best, worst = found[0], found[-1]
@@ -225,7 +223,6 @@ def _completion(value: Any, field: str, where: str) -> Completion:
 
 
 def _messages(value: Any, field: str, where: str) -> Messages:
-    """Return chat messages with their weights. Raises InputError for anything else."""
     value = decoded_messages(value, field, where)
     found = checked_messages(value, field, where)
     weights = ({WEIGHT: one[WEIGHT]} if one.get(WEIGHT) is not None else {} for one in value)
@@ -326,7 +323,6 @@ def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
 
 
 def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
-    """Return a prompt and its answer in the plain format of models without a chat template."""
     if len(said) != 1:
         raise InputError(
             f"{where}: the tokenizer has no chat template, and the row has several messages to train on.",

@@ -93,12 +93,10 @@ class TurnEncoder:
         return context
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """Return ids up to where an answer begins, without what opens its thought."""
         opens = self.opening and tuple(ids[-len(self.opening) :]) == self.opening
         return ids[: -len(self.opening)] if opens else list(ids)
 
     def _without_thought(self, answer: list[int]) -> list[int]:
-        """Return the ids of an answer behind its last thought and the blank behind it."""
         decode = self.encoder.tokenizer.decode
         if not (thoughts := str(decode(answer)).count(THOUGHT)):
             return answer
@@ -157,7 +155,6 @@ class TurnEncoder:
         raise InputError("The chat template has no special token behind an answer.")
 
     def _drops_thoughts(self, role: str) -> bool:
-        """Return whether the template leaves out the thought of an answer that a message of a role comes behind."""
         said = [{"role": role, "content": "rlctl-message-says"}]
         answer = _calling(said) if role == "tool" else {"role": "assistant"}
         answer |= {"content": f"<think>\nrlctl-thought\n{THOUGHT}\n\n{MARK}"}
@@ -189,7 +186,6 @@ class TurnEncoder:
 
 
 def _calling(messages: Sequence[Message]) -> Message:
-    """Return an answer of the model that calls the tools which `messages` answer, for templates that want to see it."""
     calls = [
         {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], "arguments": {"mark": MARK}}}
         for one in _named(messages) if one["role"] == "tool"
@@ -198,7 +194,6 @@ def _calling(messages: Sequence[Message]) -> Message:
 
 
 def _named(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the names that templates ask of those of tools."""
     return [
         {"name": "tool", "tool_call_id": f"call{number:05}", **one} if one["role"] == "tool" else one
         for number, one in enumerate(messages)

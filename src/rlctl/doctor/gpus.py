@@ -157,7 +157,6 @@ def check_flashinfer(
 
 
 def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
-    """Check how the GPUs of this node are linked."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", ask("topo", "-m") or "").splitlines()
     rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
     # GPUs come first, in rows and in columns; network cards and processors follow.

@@ -131,7 +131,6 @@ def check_nodes(
 
 
 def look_around(mark: str) -> NodeFacts:
-    """Return the facts of the node that this runs on."""
     directory = os.path.dirname(mark)
     place = directory if os.path.isdir(directory) else os.path.expanduser("~")
     versions = {"python": platform.python_version(), **installed_versions(COMPARED)}
@@ -196,7 +195,6 @@ def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
 
 
 def compare_memory(facts: Mapping[str, NodeFacts], needed: float) -> Check:
-    """Check that the node with the least memory has what the plan needs of each."""
     node, least = min(((node, one.memory) for node, one in facts.items()), key=lambda item: item[1])
     detail = f"{node} has the least memory, {gib(least)}, and a node needs {gib(needed)}"
     if least < needed:

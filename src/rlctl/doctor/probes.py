@@ -413,7 +413,6 @@ def _write_billion(directory: Path) -> None:
     advice="Compare versions with docs/engines.md; a program that holds the GPU's memory is in `nvidia-smi`.",
 )  # fmt: skip
 def vllm(device: str, models: Path) -> Figures:
-    """Generate with the tiny model."""
     return generate(device, models / "tiny", eager=True)
 
 

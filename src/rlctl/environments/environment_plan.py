@@ -52,7 +52,6 @@ class EnvironmentPlan:
 
     @property
     def label(self) -> str:
-        """The name in messages."""
         return self.name or "the tools"
 
     def load(self) -> LoadedEnvironment:
@@ -109,7 +108,6 @@ class LoadedEnvironment:
         return {name: schema_of(function, f"{name!r} of {self.plan.label}") for name, function in found.items()}
 
     def begin(self) -> RunningEpisode:
-        """Return a new episode."""
         return RunningEpisode(self, partial(self._kind, **self.plan.params), self._functions)
 
 
@@ -283,7 +281,6 @@ def _is_message(found: Any) -> bool:
 
 
 def _messages(found: Any) -> tuple[Message, ...]:
-    """Return messages as they were given, or as one text. Raises TypeError for anything else."""
     if not found:
         return ()
     listed = (
@@ -303,7 +300,6 @@ _SAYS = ("role", "content")
 
 
 def _with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return messages as plain data, with the images in parts of their content. Raises TypeError for other parts."""
     try:
         read = [
             one if isinstance(one["content"], str) else {**one, **checked_messages([one], "messages", "A message")[0]}
@@ -324,7 +320,6 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 
 
 def _checked(ask: Ask) -> Ask:
-    """Return what an environment asks as plain data. Raises InputError or ValueError for what no engine takes."""
     numbers = {"max_tokens": [ask.max_tokens or 1], "stop_token_ids": ask.stop_token_ids, "tokens": ask.tokens or [0]}
     for name, given in numbers.items():
         if not all(isinstance(one, int) and one >= (name == "max_tokens") for one in given):
@@ -334,7 +329,6 @@ def _checked(ask: Ask) -> Ask:
 
 
 def _number(value: Any, what: str) -> float:
-    """Return a number that a run can reckon with. Raises ValueError for anything else."""
     try:
         found = float(value)
     except (TypeError, ValueError):
@@ -349,7 +343,6 @@ def _numbers(named: Any) -> dict[str, float]:
 
 
 def _stops(found: Any) -> tuple[str, ...]:
-    """Return texts that end a turn, given as one text or as several. Raises TypeError for anything else."""
     texts = (found,) if isinstance(found, str) else tuple(found)
     if not all(isinstance(text, str) and text for text in texts):
         raise TypeError(f"`stop` is {found!r:.80}, and has to hold texts that are not empty")

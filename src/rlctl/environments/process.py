@@ -56,7 +56,6 @@ class EnvironmentHost:
         self._child.start(self.plan, ENVIRONMENT)
 
     def begin(self) -> Session:
-        """Begin an episode."""
         ours, theirs = socket.socketpair()
         self._begun += 1
         with theirs:
@@ -75,13 +74,11 @@ class EnvironmentHost:
             reduction.send_handle(connection, theirs.fileno(), None)
 
     def end(self, episode: int) -> None:
-        """End the process of an episode, and what it has started."""
         if (connection := self._child.connection) is not None:
             with contextlib.suppress(ConnectionError):
                 connection.send((EpisodeProcesses.end, episode))
 
     def close(self) -> None:
-        """End all processes."""
         self._child.close()
 
 
@@ -92,7 +89,6 @@ class Session:
         self._host, self._number, self._socket = host, number, connection
 
     async def ask(self, method: Callable[[RunningEpisode, *Ts], Awaitable[R]], *arguments: *Ts, timeout_s: float) -> R:
-        """Return what a method of the episode returns in its process, such as `RunningEpisode.step`."""
         try:
             return await asyncio.wait_for(self._asked((method, arguments)), timeout_s)
         except TimeoutError:
@@ -157,7 +153,6 @@ class EpisodeProcesses:
         self._pids[number] = pid
 
     def end(self, number: int) -> None:
-        """End the process of an episode, and what it has started."""
         if (pid := self._pids.pop(number, None)) is not None:
             _kill_tree(pid)
 

@@ -70,7 +70,6 @@ def _call(name: Any, arguments: Any) -> Call:
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a position, and the position behind it."""
     return json.JSONDecoder().raw_decode(text, _matched(r"\s*", text, start).end())
 
 
@@ -104,8 +103,6 @@ def _json_calls(closing: str = "", *, lines: bool = False) -> Reader:
 
 
 def _named_calls(head: str, closing: str = "") -> Reader:
-    """Return the reader of a name, which `head` finds, and its arguments as JSON."""
-
     def read(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
         found = _matched(head, text, opening.end())
         arguments, end = _decoded(text, found.end())
@@ -122,7 +119,6 @@ def _mistral_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
 
 
 def _tagged_calls(head: str, argument: str, closing: str) -> Reader:
-    """Return the reader of calls whose arguments have tags of their own, found by `argument`."""
     argument_pattern = re.compile(argument, re.DOTALL)
 
     def read(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
@@ -138,7 +134,6 @@ def _tagged_calls(head: str, argument: str, closing: str) -> Reader:
 
 
 def _invoked(prefix: str, wrapper: str) -> Format:
-    """Return the format of calls as `<invoke name="...">`, with a prefix of its tags."""
     return Format(
         rf'(?:<{wrapper}>\s*)?<{prefix}invoke name="',
         _tagged_calls(
@@ -151,7 +146,6 @@ def _invoked(prefix: str, wrapper: str) -> Format:
 
 
 def _llama_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
-    """Read an object of JSON, which is a call where it has a name and arguments."""
     try:
         value, end = _decoded(text, opening.start())
     except ValueError:
@@ -276,7 +270,6 @@ THOUGHT_ENDS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]|<channel\|>")
 
 
 def _scanned(text: str, form: str) -> Iterator[tuple[int, int, list[Call]]]:
-    """Yield calls of a text with the positions where they begin and end."""
     place, opening_pattern = 0, re.compile(FORMATS[form].opening)
     while opening := opening_pattern.search(text, place):
         try:
@@ -306,7 +299,6 @@ def read_calls(text: str, form: str) -> list[Call]:
 
 
 def without_call(text: str, form: str) -> str:
-    """Return what a text says in front of its calls."""
     thought, answer = _parted(text, form)
     return thought + answer[: next((start for start, _, _ in _scanned(answer, form)), None)]
 

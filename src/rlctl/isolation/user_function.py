@@ -86,7 +86,6 @@ class UserCode:
         return _last_frame(error, self.path) if passed else None
 
     def error(self, error: BaseException, doing: str) -> InputError:
-        """Return what to raise where the function raised `error` while `doing` something."""
         place = _last_frame(error, self.path)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
         return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
@@ -144,7 +143,6 @@ class UserFunction:
         return self._runner.run(work)
 
     def _taken(self, given: dict[str, Any], rows: str) -> dict[str, Any]:
-        """Return the arguments of `given` that the function takes. Raises InputError where it needs others."""
         missing = sorted(self._required - given.keys())
         if missing:
             absent = [name for name in missing if name in ONLY_TRL]
@@ -157,7 +155,6 @@ class UserFunction:
 
     @contextlib.contextmanager
     def _naming(self, rows: str) -> Iterator[None]:
-        """Name file, line and rows where the function fails in the block."""
         try:
             yield
         except InputError:
@@ -315,7 +312,6 @@ def _module(code: UserCode) -> ModuleType:
 
 
 def _last_frame(error: BaseException, path: Path) -> str:
-    """Return the last line of the user's own file on the way to the error."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([frame for frame in frames if frame.filename == str(path)] or frames)[-1]
     return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"

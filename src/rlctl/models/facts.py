@@ -179,9 +179,7 @@ class ModelFacts:
         return () if self.vision is None else (self.vision.image_token,)
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether `layer` (from 0) attends to the window only."""
         return self.sliding_window is not None and layer not in (self.full_attention_layers or ())
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether `layer` (from 0) has experts."""
         return self.moe is not None and layer not in self.moe.dense_layers

@@ -34,7 +34,6 @@ class Family:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families."""
     modules = {name: import_module(f"rlctl.models.{name}") for name in FAMILIES}
     return tuple(Family(name, m.ARCHITECTURES, m.DEFAULTS, m.facts, m.weights) for name, m in modules.items())
 
@@ -86,7 +85,6 @@ def _architectures(config: dict[str, Any]) -> list[str]:
 
 
 def sees(config: dict[str, Any]) -> bool:
-    """Return whether a configuration is of a model that takes more than text."""
     named = _architectures(config)
     return any(config.get(key) for key in OTHER_SENSES) or any(
         name.endswith(("ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")) for name in named

@@ -43,7 +43,6 @@ def facts(config: dict[str, Any]) -> ModelFacts:
 
 
 def _ropes(config: dict[str, Any]) -> tuple[RopeFacts, RopeFacts]:
-    """Rotary embedding of the layers without a window and of those with one. `rope_scaling` is added to the first."""
     given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if other := given.keys() - {"full_attention", "sliding_attention"}:
         why = f"Gemma 3 has `full_attention` and `sliding_attention` in it, and `{min(other)}` would not be read"

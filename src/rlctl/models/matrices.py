@@ -175,7 +175,6 @@ class ModelWeights:
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Every matrix, in the order of the model."""
         return (*self.outer, *(matrix for layer in range(len(self.per_layer)) for matrix in self.layer(layer)))
 
     @cached_property
@@ -190,7 +189,6 @@ class ModelWeights:
 
     @cached_property
     def outer(self) -> tuple[Matrix, ...]:
-        """Matrices outside of the layers."""
         return tuple(self._fill(weight, None, None) for weight in self.once)
 
     @cached_property
@@ -200,14 +198,12 @@ class ModelWeights:
 
     @cached_property
     def by_tensor(self) -> dict[str, tuple[Matrix, ...]]:
-        """The matrices that each tensor holds."""
         index: dict[str, list[Matrix]] = {}
         for matrix in self.matrices:
             index.setdefault(matrix.tensor, []).append(matrix)
         return {name: tuple(held) for name, held in index.items()}
 
     def layer(self, layer: int, experts: range | None = None) -> Iterator[Matrix]:
-        """Matrices of one layer (from 0), of all experts or of the given ones."""
         for weight in self.per_layer[layer]:
             if not self.is_expert(weight):
                 yield self._fill(weight, layer, None)

@@ -30,7 +30,6 @@ def attention(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def norms() -> tuple[Weight, ...]:
-    """The norm before attention and the one before the MLP."""
     return (
         Weight(Role.ATTENTION_NORM, LAYER + "input_layernorm.weight", ("hidden",)),
         Weight(Role.MLP_NORM, LAYER + "post_attention_layernorm.weight", ("hidden",)),

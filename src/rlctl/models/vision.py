@@ -25,7 +25,6 @@ class VisionFamily:
     """How names of tensors begin in transformers' own files and in those of the hub, where these differ."""
 
     def part_of(self, module: str) -> VisionPart:
-        """Return the part that a parameter or module of transformers is of."""
         if re.match(rf"(?:{self.projector})(?:\.|$)", module):
             return "projector"
         return "vision" if f"{module}.".startswith(f"{self.tower}.") else "language"

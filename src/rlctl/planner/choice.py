@@ -118,12 +118,10 @@ class GenerationChoice:
 
     @property
     def matrix_bytes(self) -> float:
-        """Bytes of a weight of the layers."""
         return self.numbers.matrix_bytes or self.weight_bytes
 
     @property
     def cache_element_bytes(self) -> float:
-        """Bytes of an element of the KV cache."""
         return self.numbers.cache_element_bytes or (4.0 if self.weight_bytes == 4 else 2.0)
 
     @property

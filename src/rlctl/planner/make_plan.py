@@ -145,8 +145,6 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
 
 
 def _others(plans: list[Plan], best: Plan) -> list[Plan]:
-    """The best plan of each other layout, and with the goal `cheap` of each other part of the cluster."""
-
     def kind(plan: Plan) -> object:
         return plan.cluster.gpus if plan.workload.goal == "cheap" else plan.name()
 
@@ -160,7 +158,6 @@ NEXT = 3
 
 
 def _next_best(side: str, plans: list[Plan], best: Plan, rejected: list[Rejected]) -> list[NextBest]:
-    """The best layouts of one side after the chosen one, and if they are few, those that came closest to fitting."""
     seen, found = {getattr(best, side).name()}, list[NextBest]()
     phases = ("generation",) if side == "generation" else ("training", "logprobs")
     for plan in sorted(plans, key=score):
@@ -177,7 +174,6 @@ def _next_best(side: str, plans: list[Plan], best: Plan, rejected: list[Rejected
 
 
 def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:
-    """The best plan with the engines on the policy's devices, where `best` has them apart."""
     if best.waits is None:
         return None
     here = [plan for plan in plans if plan.colocated and plan.cluster == best.cluster]
@@ -193,7 +189,6 @@ APART = ("generation.colocated", "generation.devices")
 
 
 def _check_devices(request: Request) -> None:
-    """Raise ConfigError for engines with devices of their own where that cannot be, whatever the layout."""
     own, total, on_cpu = request.pin("generation.devices"), request.cluster.devices, request.cluster.is_cpu
     alone, kind = total < 2 and not on_cpu, "cores" if on_cpu else "GPUs"  # two sides share one core, and never a GPU
     if own is None:
@@ -210,7 +205,6 @@ def _check_devices(request: Request) -> None:
 
 
 def _check_mover(request: Request) -> None:
-    """Raise ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
     mover, colocated, cluster = request.pin("refit.mover"), request.pin("generation.colocated"), request.cluster
     apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
     shared = {"cuda-ipc": "devices"} | ({"shared-memory": "nodes"} if cluster.nodes > 1 else {})
@@ -245,7 +239,6 @@ def _slower(plan: Plan, best: Plan) -> str:
 
 
 def _less_believable(plan: Plan, best: Plan) -> str:
-    """Return why an equal plan was not chosen."""
     known = [evidence(one.facts, one.cluster, one.training, one.generation) for one in (plan, best)]
     if known[0] < known[1]:
         return "less of its layout is that of published runs"

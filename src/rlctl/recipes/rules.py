@@ -115,7 +115,6 @@ def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str | Rule)
 
 
 def if_on(rule: Rule) -> Rule:
-    """Return the rule of a switch that does something where it is on."""
     return when(lambda found: found.value, rule, "it is off")
 
 

@@ -362,7 +362,6 @@ class RefitSession:
 
 
 def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, ...]:
-    """Return `table` with the dtype in which the engines ask for each tensor."""
     held: dict[str, str] = {}
     for need in needs:
         if len(held) < len(table):  # replicas and slices of the same tensors have the same dtype

@@ -149,7 +149,6 @@ class WeightSync:
             self.session.abandon()
 
     def generating(self) -> AbstractContextManager[int]:
-        """As `DeviceTurns.generating`."""
         return self.turns.generating()
 
     @property
@@ -237,7 +236,6 @@ class WeightSync:
             return report
 
     def _count(self, error: RlctlError, lost: list[int]) -> None:
-        """Say which engines are lost. Raises WorkerError when these are too many."""
         self._lost_so_far += len(lost)
         logs = ", ".join(str(self.engines.group.log_path(rank)) for rank in lost)
         if self._lost_so_far > self._restarts:
@@ -269,5 +267,4 @@ class WeightSync:
 
 
 def _cause(error: RlctlError) -> str:
-    """The message without the lines of a log."""
     return error.message.splitlines()[0].partition(" Its last lines")[0].partition(" It wrote nothing")[0]

@@ -18,9 +18,7 @@ class WeightSender(Protocol):
     """The sending side of a refit, on one policy rank. Every method is called on all ranks of the policy. The receiving
     side is `WeightReceiver` in `backends/base.py`."""
 
-    def refit_place(self) -> SenderPlace:
-        """Where this rank runs."""
-        ...
+    def refit_place(self) -> SenderPlace: ...
 
     def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
         """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect.

@@ -204,7 +204,6 @@ def _curves(found: Sequence[Arm]) -> dict[str, Any]:
 
 
 def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -> list[str]:
-    """Return the names without those of the same values as an earlier one, which then has their titles too."""
     first: dict[Any, str] = {}
     for name in names:
         values: Any = tuple(tuple(arm.columns.get(name, ())) for arm in found)

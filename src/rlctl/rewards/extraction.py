@@ -244,13 +244,11 @@ REWRITTEN = (
 
 
 def answers_alike(completion: str, reference: str) -> bool:
-    """Return whether a completion's last answer is the reference."""
     found = ANSWER.findall(completion[-LOOKED_AT:])
     return bool(found) and spelled(found[-1]) == spelled(reference)
 
 
 def spelled(answer: str) -> str:
-    """Return an answer in the spelling that is compared."""
     text = answer.rpartition("=")[2]
     for old, new in (*REPLACED, *((word, "") for word in LEFT_OUT)):
         text = text.replace(old, new)

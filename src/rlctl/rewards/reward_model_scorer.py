@@ -105,7 +105,6 @@ class ModelScorer:
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield the places of texts of like length, at most `most` together and `BATCH_TOKENS` tokens with padding."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ends = [0]
     for place, index in enumerate(order):

@@ -141,7 +141,6 @@ class MathVerify:
         return (True, tagged) if tagged else (False, text)
 
     def _parsed(self, text: str, marked: bool) -> list[Any]:
-        """Return the expressions in an answer, or in a text that is searched for one."""
         if not marked:
             return _expressions(self._math_verify.parse(readable_math(text)))
         text = extract(text, "boxed") or text  # a box inside of a tag
@@ -293,11 +292,9 @@ class RewardPlan:
         return any(extract(completion, way, opened=self.opened) is not None for way in ways)
 
     def of(self, source: str) -> RewardPlan:
-        """Return the plan for the rows of a source, by its label."""
         return self
 
     def reference(self, answer: Any) -> str:
-        """Return a completion that has a reference answer where the scorers look for it."""
         how = self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction
         return written_as(str(answer), how, opened=self.opened)
 
@@ -340,7 +337,6 @@ class MixedRewards:
         return tuple(name for plan in self.plans.values() for name in plan.scorers)
 
     def of(self, source: str) -> RewardPlan:
-        """Return the plan for the rows of a source, by its label."""
         return self.plans[source]
 
     def describe(self) -> list[str]:

@@ -136,7 +136,6 @@ class ScoringProcess:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The processes, most of which are started when there is much to score."""
         return [*self._built_in, *([self._own] if self._own else [])]
 
     def start(self) -> None:
@@ -351,7 +350,6 @@ def _within(limit_s: float, scorer: Scorer, work: Work) -> float:
 
 
 def _score_together(scorer: BatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
-    """Yield the outcomes of one scorer. Where it fails it is called with each half, to find out on what."""
     try:
         values = scorer.score_all([one.completion for one in work], [one.row for one in work])
     except NoListError as error:  # no completion's fault
@@ -370,7 +368,6 @@ def _score_together(scorer: BatchScorer, work: Sequence[Work]) -> Iterator[Score
 
 
 def _naming_completion(error: RlctlError, work: Work) -> RlctlError:
-    """Return the error of a scorer with the completion that it was given, cut in the middle where it is long."""
     text, half = repr(work.completion), SHOWN_CHARACTERS // 2
     shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
     return type(error)(f"{error.message} The completion was {shown}.", error.hint)

@@ -316,7 +316,6 @@ class AsynchronousSource:
             return ", ".join([*parts, f"the scorer has {len(self._sampled)}"])
 
     def _replace(self, engine: object, error: RlctlError, version: int) -> None:
-        """Bring the engines back after `engine` failed, if a refit has not, and begin its groups again."""
         if engine in self._engines.engines:
             self._sync.recover(error, version)
         with self._changed:

@@ -116,7 +116,6 @@ class TextStream(PromptStream):
         )
 
     def _other(self, source: OpenedSource, row: PromptRow) -> PromptRow:
-        """Return the row whose completion stands next to that of `row`. Raises InputError where there is no other."""
         if (size := len(source.prompts)) > 1:
             return source.prompts[(row.index + 1) % size]
         if self.others is None:
@@ -249,7 +248,6 @@ class HeldOutTexts:
         return self
 
     def describe(self, config: RlctlConfig) -> str:
-        """Return what is validated, and when."""
         held = " held out of the data" if config.validation.data.name is None and config.validation.holdout else ""
         answers = f", an engine answers {self.answers} of their prompts" if self.answers else ""
         where = held or f" of {self.label}"

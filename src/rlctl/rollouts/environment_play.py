@@ -167,7 +167,6 @@ class EnvironmentPlay:
         return {"name": self.plan.name, "params": self.plan.params, "code": [one.fingerprint for one in code]}
 
     def describe(self) -> list[str]:
-        """Return what a run says of it before it begins."""
         limits, name = self.limits, self.plan.name or "tools alone"
         how = f"environment: {name}, at most {limits.turns} turn{'s' * (limits.turns > 1)}"
         return [how, *self.notes]
@@ -175,7 +174,6 @@ class EnvironmentPlay:
     # In the process of an engine
 
     def started(self) -> Player:
-        """Return what plays episodes; starts the process of the environments."""
         host = EnvironmentHost(self.plan)
         host.start()
         return Player(self, host)
@@ -334,7 +332,6 @@ class Player:
         return next((reason for reason, so in over.items() if so), None)
 
     def close(self) -> None:
-        """End the processes of the environments."""
         self._host.close()
 
 
@@ -347,7 +344,6 @@ class _Story:
 
 
 def _spoken(messages: Sequence[Message], tokens: int) -> list[Turn]:
-    """Return the turns of messages that were written together as `tokens` ids, which the first of them has."""
     return [
         Turn(one["role"], one["content"].replace(MARK, IN_TEXT), 0 if i else tokens, None)
         for i, one in enumerate(messages)
@@ -383,5 +379,4 @@ def episode_seed(run_seed: int, position: int) -> int:
 def episode_request(
     group: int, row: PromptRow, encoder: PromptEncoder, seeds: Sequence[int], seed: int
 ) -> GroupRequest:
-    """Return the request for the episodes of a row, one for each of `seeds`; `seed` is that of their environments."""
     return GroupRequest(group, (), tuple(seeds), row, tuple(encoder.messages(row)), seed)

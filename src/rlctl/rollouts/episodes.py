@@ -107,7 +107,6 @@ class Episode:
                 break
 
     def count(self, numbers: Mapping[str, float]) -> None:
-        """Add to the counts of the episode."""
         for name, number in numbers.items():
             self.counts[name] = self.counts.get(name, 0.0) + number
 
@@ -146,9 +145,7 @@ Play = Callable[[Episode], Awaitable[None]]
 class PlaySpec(Protocol):
     """A course of episodes that has to be started in the process of each engine."""
 
-    def started(self) -> Play:
-        """Return it started; it has a method `close`."""
-        ...
+    def started(self) -> Play: ...
 
 
 async def one_turn(episode: Episode) -> None:
@@ -318,7 +315,6 @@ class EpisodeRunner:
             self._awaited.pop(request.key, None)
 
     def _ask(self) -> None:
-        """Ask the engine for all that the episodes of this turn of the event loop want."""
         asked, self._asked = [one for one in self._asked if one.key in self._awaited], []
         try:
             self._engine.add_samples(asked)
@@ -326,7 +322,6 @@ class EpisodeRunner:
             self._fail(error, [one.key for one in asked])
 
     def _decode(self) -> None:
-        """Decode until the engine is closed, and hand on what is finished. Errors end all episodes."""
         while self._threads:
             try:
                 found = self._engine.finished_samples(LOOK_S)
@@ -425,7 +420,6 @@ def _shared_prompt(episodes: Sequence[Episode]) -> int:
 
 
 def _of_turns(episodes: Sequence[Episode], offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns of the turns, of their rewards, and of their faults where there are any."""
     turn_T = np.full(int(offsets[-1]), -1, np.int32)
     reward_T, faults_T = (np.zeros(int(offsets[-1]), np.float32) for _ in range(2))
     for begin, episode in zip(offsets, episodes, strict=False):

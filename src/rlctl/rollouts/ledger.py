@@ -70,7 +70,6 @@ class Ledger:
             self._handed_over_below += 1
 
     def state(self) -> dict[str, Ranges]:
-        """Return the ledger as JSON."""
         under_way = self.under_way.union(self._again)
         return {"trained": self.handed_over, "finished": ranges(self.finished), "under_way": ranges(under_way)}
 
@@ -93,7 +92,6 @@ class Ledger:
 
 
 def ranges(positions: Iterable[int]) -> Ranges:
-    """Return `positions` as ranges."""
     found: Ranges = []
     for position in sorted(positions):
         if found and found[-1][1] == position - 1:

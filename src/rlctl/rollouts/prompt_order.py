@@ -142,7 +142,6 @@ class PromptStream:
         return self.sources[0].encoder
 
     def prompt_at(self, position: int) -> PromptRow:
-        """Return the row of the data at `position`."""
         number, turn = self._mixing.at(position)
         source = self.sources[number]
         return self._row(source, source.order.at(turn))
@@ -301,7 +300,6 @@ class PromptStream:
         ]
 
     def _first(self, limit: int) -> Iterator[PromptRow]:
-        """Yield the rows of the first positions that the run will use, at most `limit`, each row once."""
         turns = self._mixing.turns(min(self.planned, limit))
         for source, count in zip(self.sources, turns, strict=True):
             for turn in range(min(count, len(source.prompts))):

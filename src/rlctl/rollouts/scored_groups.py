@@ -98,11 +98,9 @@ class GroupMaker:
 
     @property
     def scores(self) -> bool:
-        """Whether the run has rewards."""
         return self._rewards is not None
 
     def row_at(self, position: int) -> PromptRow:
-        """Return the row of the data at `position`."""
         return self._prompts.prompt_at(position)
 
     def request(self, position: int, row: PromptRow) -> GroupRequest:

@@ -27,7 +27,6 @@ class RolloutBatch:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rollouts, group after group."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
 

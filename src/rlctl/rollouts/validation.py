@@ -121,7 +121,6 @@ class ValidationSet:
         return replace(self, rows=rows, tokens=tokens, changed=f", {len(long)} longer ones left out")
 
     def describe(self, config: RlctlConfig) -> str:
-        """Return what is validated, when and how."""
         assert isinstance(config, RolloutConfig)  # prompts are validated on by sampling
         wanted = config.validation
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
@@ -143,7 +142,6 @@ def validation_sampling(config: TextConfig | RolloutConfig, encoder: PromptEncod
 
 
 def times_of(wanted: ValidationConfig) -> str:
-    """Return in words when a run validates."""
     every = f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"
     at = [every] * (wanted.every > 0) + ["before the first"] * wanted.at_start + ["after the last"] * wanted.at_end
     return ", ".join(at)
@@ -174,7 +172,6 @@ class Validation(ABC):
         """Validate the weights of `version`."""
 
     def due(self, step: int) -> bool:
-        """Return whether to validate after `step` finished steps."""
         wanted = self._config.validation
         if step == 0:
             return wanted.at_start
@@ -266,7 +263,6 @@ class SampledValidation(Validation):
 
 
 def metric_of_the_best(config: RlctlConfig) -> str:
-    """Return the name of the metric by which validations are better."""
     by = config.run.keep_best_by
     usual = next(iter(config.step_metrics), LOSS)
     return by.removeprefix(VALIDATION_PREFIX) if by.startswith(VALIDATION_PREFIX) else usual

@@ -317,7 +317,6 @@ class Checkpoint:
 
     @property
     def readable(self) -> bool:
-        """Whether it has a state."""
         with contextlib.suppress(InputError):
             return bool(self.state())
         return False
@@ -367,7 +366,6 @@ class NewCheckpoint:
             ) from error
 
     def begin(self) -> None:
-        """Make the empty place."""
         shutil.rmtree(self._aside, ignore_errors=True)
         self._aside.parent.mkdir(exist_ok=True)  # and no run directory that was removed meanwhile
         self.policy.mkdir(parents=True)

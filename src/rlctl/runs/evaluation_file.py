@@ -98,7 +98,6 @@ class SampleFile:
             )
 
     def samples(self, task: str, model: str) -> dict[tuple[int, int], dict[str, Any]]:
-        """Return the samples there are, by row and number of the sample."""
         return self._samples.setdefault((task, model), {})
 
     def add(self, records: list[dict[str, Any]]) -> None:

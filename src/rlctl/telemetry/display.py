@@ -122,7 +122,6 @@ class Display:
 
     @property
     def in_terminal(self) -> bool:
-        """Whether a person looks on."""
         return self.console.is_terminal
 
     @property
@@ -210,7 +209,6 @@ class Display:
         self._what, self._since, self._phase, self._seen = what, time.monotonic(), phase, {}
 
     def _finish_phase(self) -> None:
-        """Keep how long a phase of the start took, for the log and for the line that sums the start up."""
         if self._step is None and self._what:
             seconds = time.monotonic() - self._since
             self.note(f"{self._what}: {seconds:.1f} s")
@@ -280,7 +278,6 @@ class Display:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as `0:07` or `1:02:03`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -291,7 +288,6 @@ def _time() -> str:
 
 
 def _columns(declared: Sequence[Metric], width: int | None, without: Sequence[str]) -> tuple[list[Column], bool]:
-    """Return the columns of a step line that fit, and whether the seconds of its phases find room behind them."""
     shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
     columns = [column for column in (*COLUMNS, *shown, *LAST_COLUMNS) if column.name not in without]
     room = math.inf if width is None else width
@@ -302,7 +298,6 @@ def _columns(declared: Sequence[Metric], width: int | None, without: Sequence[st
 
 
 def heading_line(declared: Sequence[Metric], width: int | None = None, without: Sequence[str] = ()) -> str:
-    """Return the headings above step lines of that width."""
     columns, phases = _columns(declared, width, without)
     return "  ".join([*(f"{column.heading:>{column.width}}" for column in columns), *["phases (s)"] * phases])
 
@@ -355,7 +350,6 @@ class WorkProgress:
         self._task = self._bar.add_task("", total=total, completed=done, rate="")
 
     def advance(self, what: str, count: int) -> None:
-        """Count `count` more pieces, of `what`."""
         self._done += count
         now = time.monotonic()
         rate = (self._done - self._before) / max(now - self._begun, 1e-6)

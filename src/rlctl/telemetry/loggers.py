@@ -254,7 +254,6 @@ class LoggerThread:
         self._thread.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hand a step over."""
         if self._thread.is_alive():
             self._steps.put((step, logged_values(metrics)))
 
@@ -303,5 +302,4 @@ def wanted_loggers(
 
 
 def start_loggers(names: Sequence[LoggerName], run: LoggedRun, tell: Callable[[str], None]) -> list[LoggerThread]:
-    """Start loggers of a run; returns at once."""
     return [LoggerThread(name, lambda kind=KINDS[name]: kind(run), tell) for name in names]

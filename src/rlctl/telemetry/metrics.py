@@ -52,7 +52,6 @@ class MetricsFile:
         self.steps = {line["step"] for line in kept}
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line."""
         with self.path.open("a") as file:
             file.write(_to_line({"step": step, **metrics}))
             file.flush()

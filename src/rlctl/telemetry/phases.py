@@ -55,7 +55,6 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new step."""
         self._start = self._mark = time.perf_counter()
         self._open: list[Phase] = [Phase.OTHER]
         self._seconds = dict.fromkeys(Phase, 0.0)

@@ -84,12 +84,10 @@ def reset() -> None:
 
 
 def be_quiet(value: bool) -> None:
-    """Callback of -q."""
     Verbosity.quiet = Verbosity.quiet or value
 
 
 def be_verbose(value: bool) -> None:
-    """Callback of -v."""
     if value:
         logger = logging.getLogger("rlctl")
         logger.setLevel(logging.INFO)
@@ -97,13 +95,11 @@ def be_verbose(value: bool) -> None:
 
 
 def without_color(value: bool) -> None:
-    """Callback of --no-color."""
     if value:
         os.environ["NO_COLOR"] = "1"
 
 
 def colored(text: str, status: Severity, stream: TextIO | None) -> str:
-    """Return `text` in the color of a status where `stream` is a terminal that may show colors."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or stream is None or not stream.isatty():
         return text
     return f"{COLORS[status]}{text}{PLAIN}"

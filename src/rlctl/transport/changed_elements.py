@@ -165,7 +165,6 @@ class ChangePacker:
         return values.to(dtype_of(copy.destination_dtype)).reshape(-1)
 
     def _places(self, copy: Copy, chunk: Chunk, index: torch.Tensor) -> torch.Tensor:
-        """Where elements `index` of a copy lie in the receiver's parameter, of which a chunk is a contiguous run."""
         view = copy.destination_view
         if view.strides == ParamSpec(view.shape, "uint8").strides():  # one run of memory
             return (index + (view_of(self._specs[chunk.param], chunk.box).offset + view.offset)).to(torch.int32)

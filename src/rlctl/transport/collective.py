@@ -107,7 +107,6 @@ class TransferGroup:
         return self._begin([Message(memory, to, tag)], [], "take")
 
     def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
-        """Begin to receive into `memory`."""
         return self._begin([], [Message(memory, source, tag)], "send")
 
     def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
@@ -118,7 +117,6 @@ class TransferGroup:
         return [self._begin(sends, receives, "exchange")] if sends or receives else []
 
     def _begin(self, sends: list[Message], receives: list[Message], verb: str) -> Pending:
-        """Begin transfers. Raises PeerFailedError if another member has left already."""
         peers = ", ".join(self.names[peer] for peer in sorted({one.peer for one in (*sends, *receives)}))
         batched, work = self.device.type == "cuda", None
         try:
@@ -277,7 +275,6 @@ class CollectiveReceiver:
 
     @property
     def _puts_together(self) -> bool:
-        """Whether messages arrive next to the image and are then put in place, rather than in the image itself."""
         return self.before is None and self._changes is None
 
     def _expect(self, index: int) -> None:

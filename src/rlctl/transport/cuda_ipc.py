@@ -23,7 +23,6 @@ _DEVICE = 6
 
 
 def device_name(device: torch.device) -> str:
-    """A name that is the same in every process that uses the device."""
     if device.type != "cuda":
         return device.type
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
@@ -89,7 +88,6 @@ def _share(buffer: torch.Tensor) -> tuple:
 
 
 def _open(handle: tuple, device: torch.device) -> torch.Tensor:
-    """The memory behind a handle, on this process's number of the same device."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     index = device.index if device.index is not None else torch.cuda.current_device()

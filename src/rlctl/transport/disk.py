@@ -36,7 +36,6 @@ def _being_written(directory: str | None, version: int) -> Path:
 
 
 def file_name(channel: int, sender: str) -> str:
-    """The file of one sender for one channel."""
     return f"channel-{channel}-{sender.replace(' ', '-')}"
 
 
@@ -126,7 +125,6 @@ class DiskReceiver:
 
 
 def _opened(link: Connection, version: int, sender: str) -> BinaryIO:
-    """Open a sender's file of a version. Raises VerificationError if the version is not there."""
     folder = version_directory(link.directory, version)
     try:
         return (folder / file_name(link.channel, sender)).open("rb")

@@ -173,7 +173,6 @@ def cut_rounds(layout: Layout, capacity: int) -> Rounds:
 
 
 def _split(box: Box, dtype: str, capacity: int) -> Iterator[Box]:
-    """Boxes of at most `capacity` bytes that make up `box`, cut along the first axis where that is enough."""
     axis = next((i for i, span in enumerate(box) if span.count > 1), None)
     size = volume(box) * ITEM_BYTES[dtype]
     if size <= capacity or axis is None:
@@ -187,7 +186,6 @@ def _split(box: Box, dtype: str, capacity: int) -> Iterator[Box]:
 
 
 def buffer_bytes(rounds: Rounds) -> int:
-    """Bytes of the largest round."""
     return max((chunk.offset + chunk.bytes for own in rounds for chunk in own), default=0)
 
 
@@ -215,7 +213,6 @@ def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
 
 
 def rows_of(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
     return tuple(slice(span.start, span.last + 1, span.step) for span in box)
 
 

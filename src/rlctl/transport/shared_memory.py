@@ -274,7 +274,6 @@ class SharedMemorySender:
     """Writes one rank's part of the rounds where the receivers read it."""
 
     def __init__(self, channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, **_: object) -> None:
-        """`staging`: where this rank made it."""
         segment, memory = (staging.segment, staging.buffers) if staging else (None, None)
         self.ring = _ring(channel.connection, packer.rounds, channel.senders.index(rank), memory, segment)
         self.begin, self.wait, self.close = self.ring.refit, self.ring.wait_free, self.ring.close

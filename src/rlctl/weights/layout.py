@@ -61,7 +61,6 @@ class View(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of every element."""
     return tuple(Span(0, n) for n in shape)
 
 
@@ -88,7 +87,6 @@ def meet(a: Span, b: Span) -> tuple[int, int, int, int, int] | None:
 
 
 def _first_common(a: Span, b: Span, common: int, step: int) -> int:
-    """Smallest index at or above both starts that lies on both progressions."""
     other = b.step // common
     k = (b.start - a.start) // common * pow(a.step // common, -1, other) % other if other > 1 else 0
     first = a.start + k * a.step
@@ -150,7 +148,6 @@ class Piece:
     primary: bool = True
 
     def renamed(self, tensor: str, param: str) -> Piece:
-        """The same boxes of another tensor and param."""
         return Piece(tensor, self.tensor_box, param, self.param_box, self.axes, self.transforms, self.primary)
 
 

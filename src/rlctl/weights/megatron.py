@@ -182,7 +182,6 @@ class MegatronWorld:
 
 @lru_cache(maxsize=64)
 def _layers_of_stages(layers: int, mtp_layers: int, parallel: ParallelSpec) -> list[list[int]]:
-    """The layers of each stage, those of its first chunk first."""
     counts = parallel.stage_layers(layers)
     assert counts is not None, "MegatronWorld checks its sizes"
     found: list[list[int]] = [[] for _ in counts]

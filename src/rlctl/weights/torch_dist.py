@@ -58,7 +58,6 @@ def default_style(facts: ModelFacts) -> KeyStyle:
 
 
 def style_of(keys: Collection[str]) -> KeyStyle:
-    """The style of an existing checkpoint."""
     stacked = not any(_LAYER.match(key) for key in keys)
     halves = ("linear_fc1.weight_w", "linear_fc1.weight_v")
     return KeyStyle(stacked, singleton=any(key.endswith(halves) for key in keys))
@@ -125,7 +124,6 @@ def _spellings(name: str, holds: Callable[[str], bool] | None, facts: ModelFacts
 
 
 def _address(name: str, facts: ModelFacts, style: KeyStyle) -> _Address:
-    """Key and leading indices of a param of the model at TP 1, PP 1, EP 1."""
     lead: list[int] = []
     sizes: list[int] = []
     found = _LAYER.match(name)
@@ -142,7 +140,6 @@ def _address(name: str, facts: ModelFacts, style: KeyStyle) -> _Address:
 
 
 def _at(address: _Address, piece: Piece) -> Piece:
-    """`piece` with the leading axes of its key."""
     lead = tuple(Span(index, 1) for index in address.lead)
     axes = (None,) * len(lead) + piece.axes
     return replace(piece, param=address.key, param_box=lead + piece.param_box, axes=axes)
@@ -182,7 +179,6 @@ class StoredBlock:
 
     @property
     def name(self) -> str:
-        """Name of the block as a param."""
         return f"{self.key}@{','.join(str(span.start) for span in self.box)}"
 
 

@@ -33,13 +33,9 @@ class World(Protocol):
     """All ranks of one engine (or one file), asked about one rank or one tensor at a time."""
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def size(self) -> int: ...
 
-    def layout(self, rank: int) -> Layout:
-        """Everything that `rank` holds."""
-        ...
+    def layout(self, rank: int) -> Layout: ...
 
     def shards(self, tensor: str) -> Sequence[Shard]:
         """Return the holders of each part of `tensor`, each part once; () where nobody holds it."""

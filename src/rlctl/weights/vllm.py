@@ -80,7 +80,6 @@ class LocalMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of all parts one below the other."""
         return (self.rows, self.columns) if self.columns else (self.rows, *self.further)
 
     def pieces(self) -> Iterator[Piece]:
@@ -332,7 +331,6 @@ class VllmWorld:
         return range(start, start + base + (own < more))
 
     def _held(self, rank: int) -> Iterator[tuple[LocalMatrix, str]]:
-        """The rank's matrices and their dtypes, in the order of the model."""
         _, stage, at = self.parallel.place(rank)
         yield from self._dense((matrix for matrix in self.weights.outer if stage in self._stages(matrix.role)), at)
         layers = self.parallel.stage_layers(self.facts.layers, stage)
@@ -342,7 +340,6 @@ class VllmWorld:
             yield from self._experts((matrix for matrix in matrices if matrix.expert is not None), rank)
 
     def _stages(self, role: Role) -> set[int]:
-        """The stages that hold a matrix outside of the layers."""
         if self.facts.family in ENDS_EVERYWHERE:
             return set(range(self.parallel.pp))
         last = self.parallel.pp - 1

@@ -129,7 +129,6 @@ def require_called(inner: nn.Module) -> None:
 
 
 def adapted_layers(inner: nn.Module) -> dict[str, AdaptedLinear]:
-    """Adapted layers by the names of the modules."""
     return {name: module for name, module in inner.named_modules() if isinstance(module, AdaptedLinear)}
 
 
@@ -174,7 +173,6 @@ def adapters(inner: nn.Module, narrow: Callable[[Tensor], Tensor]) -> Iterator[t
 
 
 def _all_rows(a: Tensor) -> Tensor:
-    """A with the rows of all shards, and this rank's part of the columns."""
     if not isinstance(a, DTensor):
         return a
     mesh = a.device_mesh

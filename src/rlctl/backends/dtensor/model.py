@@ -62,7 +62,6 @@ class Groups:
 
     @classmethod
     def of(cls, parallel: ParallelSpec, device: str) -> Groups:
-        """Collective: make the groups."""
         copies, shards, ep = parallel.replicate, parallel.fsdp_shards, parallel.ep
 
         def mesh(names: str, *sizes: int) -> DeviceMesh:
@@ -143,7 +142,6 @@ class PolicyModel(nn.Module):
         """With router replay, the routers that are told a row's experts."""
 
     def _sampled_from(self, head: Callable[[Tensor], Tensor], spec: PolicySpec) -> Callable[[Tensor], Tensor]:
-        """The head with the logits that engines sample from, which are lower where tokens are never drawn."""
         width = spec.facts.vocab // self._tensor.size()
         first = self._tensor.rank() * width
         own = [token - first for token in spec.never if first <= token < first + width]
@@ -366,7 +364,6 @@ def require_causal(model: PolicyModel, spec: PolicySpec) -> None:
 
 
 def _probe(first: Tensor, second: Tensor) -> PackedRow:
-    """A row of two rollouts, all tokens of the first but its last one predicting the same ones in each such row."""
     places = torch.arange(PROBED - 1, device=first.device)
     tokens_T = torch.cat([first, second])
     units = (RowUnit(0, PROBED), RowUnit(PROBED, PROBED))

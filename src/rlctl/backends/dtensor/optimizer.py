@@ -86,7 +86,6 @@ def total_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def _parts(tensor: Tensor) -> int:
-    """The number of different parts that a tensor is divided into over the ranks."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh

@@ -105,7 +105,6 @@ class RowImages:
         return embeds + nothing.to(embeds.dtype)
 
     def _require_own_tokens(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> None:
-        """Raise InputError for a token of an image outside of all images, as a model may have sampled it."""
         outside_T = tokens_T == self._token
         for part in media:
             outside_T[part.start : part.start + part.tokens] = False
@@ -117,7 +116,6 @@ class RowImages:
             )
 
     def _pixels(self, part: MediaPart) -> dict[str, Tensor]:
-        """The model's inputs of one image, which are made once for a batch."""
         kept = self._made.get(id(part.data))
         if kept is None:
             kept = part.data, ImageProcessor.open(self._directory).pixels([part.data])
@@ -125,7 +123,6 @@ class RowImages:
         return kept[1]
 
     def _joined(self, media: Sequence[MediaPart]) -> dict[str, Tensor]:
-        """The model's inputs of several images."""
         each = [self._pixels(part) for part in media]
         return {name: _side_by_side(name, [one[name] for one in each]) for name in each[0]}
 

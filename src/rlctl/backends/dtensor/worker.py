@@ -132,7 +132,6 @@ class DTensorWorker(PolicyRank):
         return (adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()) | head
 
     def _reshard(self) -> None:
-        """After a forward pass without a backward one, the root's parameters are still gathered."""
         from rlctl.backends.dtensor.model import fsdp_modules
 
         for module in fsdp_modules(self.model):
@@ -182,7 +181,6 @@ class DTensorWorker(PolicyRank):
 
     @contextlib.contextmanager
     def _states_here(self) -> Iterator[None]:
-        """Bring states that wait in host memory to the device for a moment. Activations are not there then."""
         if self._states_away is not None:
             self._states_away.restore()
             self._state_memory.rewind()

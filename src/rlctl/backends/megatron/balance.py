@@ -80,7 +80,6 @@ class Balance(OfMicroBatch):
         return probs, chosen_TE
 
     def _loss(self, logits_TE: Tensor, counted_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of the weighted losses, and of the two without their coefficients."""
         from megatron.core import parallel_state
         from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 

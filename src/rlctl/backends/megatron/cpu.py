@@ -180,8 +180,6 @@ TORCH = TorchOnCpu()
 
 
 def _rewrite_constants(code: types.CodeType, table: dict[str, str]) -> types.CodeType:
-    """`code` with string constants replaced, in nested tuples and functions too."""
-
     def replaced(constant: Any) -> Any:
         if isinstance(constant, str):
             return table.get(constant, constant)
@@ -240,7 +238,6 @@ def _use_cpu_random_state() -> None:
 
 
 def _split_rotary_without_pinning() -> None:
-    """The context-parallel slice of rotary embeddings pins memory and moves it to CUDA."""
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
 
     def slice_of_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
@@ -254,7 +251,6 @@ def _split_rotary_without_pinning() -> None:
 
 
 def _convert_cpu_splits() -> None:
-    """The MoE dispatcher turns its all-to-all splits into numpy only when they are CUDA tensors."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -84,12 +84,10 @@ class SharedScaler(DynamicGradScaler):
         """Do nothing: each optimizer calls this."""
 
     def end_step(self, skipped: bool) -> None:
-        """Update the scale after a step that was taken or skipped."""
         super().update(skipped)
 
 
 def share_loss_scale(inners: list[Any]) -> None:
-    """Have all optimizers of a rank multiply by one loss scale, where they have any."""
     for inner in inners:
         if isinstance(inner.grad_scaler, DynamicGradScaler):
             inner.grad_scaler = inners[0].grad_scaler
@@ -186,7 +184,6 @@ def buffers_of(chunks: list[Any]) -> Iterator[Any]:
 
 
 def gradients(chunks: list[Any]) -> Iterator[Tensor]:
-    """The buffers that gradients are accumulated in."""
     return (buffer.grad_data for buffer in buffers_of(chunks))
 
 

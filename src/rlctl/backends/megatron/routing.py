@@ -33,7 +33,6 @@ class OfMicroBatch:
         self.training = False
 
     def begin(self, *, training: bool) -> None:
-        """A schedule starts."""
         self._given, self._waiting, self.training = None, [], training
 
     def give(self, value: Tensor | None) -> None:
@@ -76,14 +75,12 @@ class Replay(OfMicroBatch):
 
 
 def routers_of(chunk: nn.Module) -> list[Any]:
-    """Return the routers of a model chunk."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
 def install(chunk: nn.Module) -> list[Replay]:
-    """Give every router of a model chunk its `Replay`."""
     for router in routers_of(chunk):
         router.router_replay = Replay(router.layer_number - 1)
     return [router.router_replay for router in routers_of(chunk)]

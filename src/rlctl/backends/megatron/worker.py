@@ -144,7 +144,6 @@ class MegatronWorker(PolicyRank):
         return [core_of(chunk) for chunk in self.chunks]
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of the model itself (no adapters) and its persistent buffers."""
         for core in self._cores():
             buffers = ((name, value) for name, value in core.named_buffers() if name.endswith("expert_bias"))
             for name, value in (*core.named_parameters(), *buffers):
@@ -176,7 +175,6 @@ class MegatronWorker(PolicyRank):
         self._take_masters(found if head is None else found | {head: load_value_head(directory)})
 
     def _take_masters(self, masters: dict[Tensor, Tensor]) -> None:
-        """Give parameters and buffers of the model, and the optimizer of those that are trained, float32 values."""
         from rlctl.backends.megatron.optimizer import set_masters
 
         for live, master in masters.items():
@@ -190,7 +188,6 @@ class MegatronWorker(PolicyRank):
             inner.reload_model_params()
 
     def _gather_parameters(self) -> None:
-        """With overlapped all-gather the last one is only issued by the next forward pass."""
         for chunk in self.chunks if self.optimizer is not None else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)

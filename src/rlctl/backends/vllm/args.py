@@ -251,7 +251,6 @@ def _without_cpu_kernel(facts: ModelFacts) -> str:
 
 
 def _passed(config: EngineConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's own arguments, which go before `arguments`. Raises ConfigError for a dtype that they do not take."""
     passed = dict(config.vllm.passed)
     if isinstance(passed.get("hf_overrides"), dict):
         passed["hf_overrides"] = arguments.get("hf_overrides", {}) | passed["hf_overrides"]

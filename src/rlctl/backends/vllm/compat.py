@@ -102,7 +102,6 @@ def is_of_known_family(model: torch.nn.Module) -> bool:
 
 
 def reads_images(model: torch.nn.Module) -> bool:
-    """Whether a model takes more than text."""
     return bool(getattr(model, "supports_multimodal", False))
 
 

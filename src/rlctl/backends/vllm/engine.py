@@ -283,7 +283,6 @@ class VllmEngine:
             self._rpc("rlctl_weights.begin")
 
     def _halt_samples(self) -> None:
-        """Bring samples in flight to where the weights may change under them."""
         if self.spec.in_flight in ("wait", "turns"):
             self._drain()
         elif self.spec.in_flight == "abort":
@@ -311,7 +310,6 @@ class VllmEngine:
             self._lock.tell()
 
     def _begin_later(self) -> None:
-        """Begin the samples that came while a refit waited for those in flight."""
         later, self._later = self._later, []
         self._begin(later)
 

@@ -73,7 +73,6 @@ class AwakeClock:
         self._asleep_s, self._since = 0.0, None
 
     def run(self, awake: bool) -> None:
-        """Let the clock run, or stop it."""
         now = time.monotonic()
         if self._since is not None:
             self._asleep_s += now - self._since
@@ -105,7 +104,6 @@ class Sample:
 
     @property
     def all_tokens(self) -> np.ndarray:
-        """Those that it goes on from, and those that were sampled."""
         return np.array([*self.request.tokens, *(self.output.token_ids if self.output else ())], np.int32)
 
     def require_tokens(self, prompt: Sequence[int]) -> None:
@@ -130,7 +128,6 @@ class Sample:
         self.finished = True
 
     def late(self, now: float) -> bool:
-        """Whether it takes longer than it may."""
         limit_s = self.request.sampling.timeout_s
         return limit_s is not None and not self.finished and now - (self.begun or now) > limit_s
 

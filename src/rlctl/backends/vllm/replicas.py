@@ -68,7 +68,6 @@ class Meeting(NamedTuple):
                 compat.leave_replicas()
 
     def arguments(self, given: dict[str, Any], host: int) -> dict[str, Any]:
-        """The arguments of vLLM on one of the hosts of a replica."""
         if self.hosts == 1:
             return given
         return compat.over_hosts(given, host, self.hosts, self.address, self.port + PORTS - 1, self.replicas)
@@ -238,7 +237,6 @@ class VllmReplica:
             self._told.pop(name, None)
 
     def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the replica."""
         return getattr(self._replica, method)(*args, **kwargs)
 
     def close(self) -> None:

@@ -91,7 +91,6 @@ def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
 
 
 def _scoring(made: Exported, reader: TorchDistReader) -> Exported:
-    """Return the weights with the head of a reward model, where the checkpoint has one."""
     head = value_head(reader)
     if head is None:
         return made
@@ -125,7 +124,6 @@ def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path
 
 
 def _headless(made: Exported) -> Exported:
-    """Return the weights without those of the output layer."""
     facts, layout = replace(made.facts, tied_embeddings=True), made.world.layout(0)
     kept = weights_of(facts).tensors.keys()
     pieces = tuple(piece for piece in layout.pieces if piece.tensor in kept)
@@ -135,7 +133,6 @@ def _headless(made: Exported) -> Exported:
 
 
 def _read_for(pieces: Iterable[Piece]) -> set[str]:
-    """Return the params that these pieces are read from."""
     return {name for one in pieces for name in (one.param, *(n for t in one.transforms for n in t.reads))}
 
 

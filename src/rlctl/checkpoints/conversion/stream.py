@@ -98,7 +98,6 @@ def stream(
     seen_nan: set[str] = set()
 
     def make(name: str, values: torch.Tensor) -> dict[str, int]:
-        """The fingerprints of the parts of tensors in it."""
         fill(fills[name], {name: values}, specs)
         parts: dict[str, int] = {}
         for copy in copies[name]:
@@ -198,7 +197,6 @@ def _add(into: dict[str, int], copy: Copy, values: torch.Tensor, shapes: Mapping
 
 
 def _refuse_overflow(tensor: str, values: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise InputError where float16, whose range is narrower than that of every other dtype, made values infinite."""
     if target.dtype != torch.float16 or values.dtype == torch.float16 or not target.isinf().any():
         return
     if bool((target.isinf() & ~values.isinf()).any()):

@@ -263,14 +263,12 @@ def _problems(inner: Any) -> Iterator[str]:
 
 
 def _ropes(inner: Any) -> set[str]:
-    """The kinds of rotary embedding."""
     kinds = [getattr(module, "rope_type", None) for module in inner.modules()]
     texts = [kind for kind in kinds if isinstance(kind, str)]
     return {*texts, *(kind for own in kinds if isinstance(own, dict) for kind in own.values())}
 
 
 def _counting_themselves(inner: Any) -> list[Any]:
-    """The embeddings, as RoBERTa's, whose first position is the number behind that of the padding token."""
     return [module for module in inner.modules() if hasattr(module, "create_position_ids_from_input_ids")]
 
 
@@ -340,7 +338,6 @@ def _unpacked(inner: Any, calls: list[Call]) -> Iterator[str]:
 
 
 def _require_head(inner: Any) -> None:
-    """Raise InputError unless the model's own forward pass makes logits of hidden states alone."""
     import torch
 
     name, vocab = type(inner).__name__, inner.config.vocab_size
@@ -356,7 +353,6 @@ def _require_head(inner: Any) -> None:
 
 
 def _listed(inner: Any, directory: Path) -> tuple[ListedTensor, ...]:
-    """The published tensors. A stored buffer that is not of bfloat16 in a model of bfloat16 has a dtype of its own."""
     import torch
 
     dtypes = dict[str, str]()

@@ -77,7 +77,6 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
 
 
 def _whole_stacks(inner: Any) -> set[str]:
-    """Parameters of all experts of a layer, in modules that are told the experts of each token."""
     return {
         f"{path}.{name}"
         for path, module in inner.named_modules()
@@ -93,7 +92,6 @@ def _layer(name: str, own_path: re.Pattern[str]) -> int | None:
 
 
 def _template(name: str, layer: int | None) -> str:
-    """A tensor's name with `{layer}` in place of the layer's number."""
     return name if layer is None else re.sub(rf"(^|\.){layer}(?=\.)", r"\1{layer}", name, count=1)
 
 
@@ -172,7 +170,6 @@ def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[Listed
 
 
 def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[tuple[_Coded, ListedTensor]]:
-    """Each parameter in a published tensor, and the box that both hold."""
     sides = [(codes >= one.base) & (codes < one.base + one.codes.numel()) for one in coded]
     present = [(one, side) for one, side in zip(coded, sides, strict=True) if side.any()]
     found = [(one, _box(published, codes, side, one)) for one, side in present]

@@ -133,7 +133,6 @@ class SafetensorsDirectory:
 
     @cached_property
     def dtypes(self) -> dict[str, int]:
-        """dtype -> elements in it, most first."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors.values():
             counts[tensor.dtype] += prod(tensor.shape)
@@ -201,7 +200,6 @@ def refuse_stale_index(directory: Path) -> None:
 
 
 def _refuse_parts(directory: Path, files: list[Path]) -> None:
-    """Raise InputError where shards without an index are of two saves, or not all of one."""
     shards = [(int(found[1]), int(found[2])) for file in files if (found := SHARD.search(file.name))]
     counts = sorted({count for _, count in shards})
     if len(counts) > 1:

@@ -110,7 +110,6 @@ def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, 
 
 
 def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
-    """The architecture of a text section's class, and the values of its configuration."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

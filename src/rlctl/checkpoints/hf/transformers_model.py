@@ -51,7 +51,6 @@ def body_path(inner: Any) -> str:
 
 
 def _below_head(inner: Any) -> str:
-    """The path of the module whose output the head is given."""
     prefix = next((name for name in (inner.base_model_prefix, "model") if name and hasattr(inner, name)), "")
     if not prefix:
         return ""
@@ -81,7 +80,6 @@ def tower_layers(inner: Any) -> Any:
 
 
 def layers_of(inner: Any) -> Any:
-    """The list of layers."""
     return inner.get_submodule(layers_path(inner))
 
 
@@ -131,7 +129,6 @@ def head_of(inner: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _with_module(module: Any, path: list[str], other: Any) -> Any:
-    """A shallow copy of a module that has `other` at a path."""
     own = _with_module(module._modules[path[0]], path[1:], other) if path else other
     if not path:
         return own

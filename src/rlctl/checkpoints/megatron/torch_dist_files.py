@@ -63,7 +63,6 @@ class TorchDistWriter:
     _file: int = -1
 
     def write(self, chunk: StoredBlock, values: torch.Tensor) -> None:
-        """Append one block (a contiguous tensor of its own)."""
         offsets = torch.Size(span.start for span in chunk.box)
         sizes = torch.Size(span.count for span in chunk.box)
         info = self._append(values)
@@ -152,7 +151,6 @@ class TorchDistReader:
         return TorchDistReader(directory, metadata, load_common(directory), shapes)
 
     def chunks(self, key: str) -> list[StoredBlock]:
-        """The blocks in which a key was written."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)  # the keys of `shapes`
         return [

@@ -32,7 +32,6 @@ class TextArena:
         return Step(reward=float(next(iter(rewards.values()))), done=True)
 
     def _new(self) -> str:
-        """Return what was added to the game's text, which each observation holds from its beginning."""
         _, text = self.env.get_observation()
         new, self.seen = text.removeprefix(self.seen), text
         return str(new).strip()

@@ -99,7 +99,6 @@ class Program:
         await self.server.cleanup()
 
     async def _next(self) -> Step:
-        """Wait for the next question, or for the end of the program."""
         question = asyncio.ensure_future(self.questions.get())
         await asyncio.wait([question, self.ended], return_when=asyncio.FIRST_COMPLETED)
         if question.done():
@@ -127,7 +126,6 @@ class Program:
     # The server
 
     async def _answer(self, ask: Ask) -> Message:
-        """Return the model's answer. Raises an error of the protocol where the episode is over."""
         answer: Answered = asyncio.get_running_loop().create_future()
         if not self.over:
             self.asked.append(answer)
@@ -255,8 +253,6 @@ def _logprobs(answer: Message) -> list[dict[str, Any]]:
 
 
 def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
-    """Whether messages say the same, whatever further fields a client gives them."""
-
     def said(message: Message) -> tuple[Any, ...]:
         calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
         return (message["role"], message.get("content") or "", calls)

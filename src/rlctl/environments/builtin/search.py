@@ -73,7 +73,6 @@ class Search:
 
 
 def same(said: str, answer: str) -> bool:
-    """Whether two answers are the same number or the same words."""
     number = as_number(answer)
     if number is not None and as_number(said) == number:
         return True

@@ -69,7 +69,6 @@ To see the board again, write <action>view</action>
         return self.told(f"Tile {tile} slid {action if action in FROM else 'into the gap'}.", moves=1.0)
 
     def told(self, text: str, **metrics: float) -> Step:
-        """Return an answer that goes on."""
         return Step(f"<environment>\n{text}\n</environment>\n", metrics=metrics)
 
     def place_of(self, action: str) -> int | str:
@@ -94,7 +93,6 @@ To see the board again, write <action>view</action>
         return row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else None
 
     def slide(self, place: int) -> None:
-        """Slide the tile at a place into the gap."""
         gap = self.tiles.index(0)
         self.tiles[gap], self.tiles[place] = self.tiles[place], 0
 

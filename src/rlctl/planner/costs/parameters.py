@@ -68,7 +68,6 @@ def _of_experts(tensor: ListedTensor) -> bool:
 
 
 def expert_parameters(facts: ModelFacts) -> int:
-    """Parameters of one routed expert."""
     if facts.moe is None:
         return 0
     if facts.listed:
@@ -253,7 +252,6 @@ def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
 
 
 def adapted_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
-    """Those of `rank_parameters` that have adapters."""
     adapters = choice.adapters
     adapted = _adapter_parameters(facts, stage, adapters, choice.parallel.tp)[1] if adapters else 0.0
     return RankParameters(adapted, 0.0, 0.0, 0.0)

@@ -153,7 +153,6 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
 
 
 def _host_seconds(request: Request, stage: Stage, choice: TrainingChoice) -> float:
-    """Seconds in which the host launches a forward pass of one micro-batch."""
     facts, cluster, constants, p = request.facts, request.cluster, request.constants, choice.parallel
     layers = stage.layers * constants.layer_host_s
     if cluster.is_cpu:
@@ -196,7 +195,6 @@ def expert_rate(request: Request, choice: TrainingChoice, tokens: float) -> floa
 
 
 def _shaped(request: Request, choice: TrainingChoice, width: float, rows: float) -> float:
-    """The rate of matrices of which a rank has `width` columns, with `rows` rows of activations."""
     constants = request.constants
     scaled = {"fp8": constants.fp8_efficiency, "fp4": constants.fp4_efficiency}
     efficiency = scaled.get(choice.precision, constants.matmul_efficiency)
@@ -238,7 +236,6 @@ def _expert_seconds(request: Request, stage: Stage, choice: TrainingChoice, toke
 
 
 def _context_seconds(request: Request, stage: Stage, choice: TrainingChoice, tokens: float) -> float:
-    """Keys and values travel once around the ring of context-parallel ranks."""
     facts, tp, cp = request.facts, choice.parallel.tp, choice.parallel.cp
     if cp == 1:
         return 0.0
@@ -260,7 +257,6 @@ def training_time(request: Request, choice: TrainingChoice, colocated: bool = Tr
 
 
 def _most_trained(request: Request, choice: TrainingChoice) -> RankParameters:
-    """The parameters with gradients of the stage that has most."""
     found = (trained_parameters(request.facts, stage, choice) for stage in stages(request.facts, choice))
     return max(found, key=lambda params: params.total)
 
@@ -305,7 +301,6 @@ def _sharded_seconds(request: Request, choice: TrainingChoice, micro: float, num
 
 
 def _shards(choice: TrainingChoice, params: RankParameters) -> float:
-    """Parameters that a rank receives where each of these is gathered from (or summed over) its shards."""
     shards = choice.parallel.fsdp_shards
     return params.dense * (1 - 1 / shards) + params.experts * (1 - min(1.0, choice.parallel.ep / shards))
 

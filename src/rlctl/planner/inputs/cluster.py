@@ -77,7 +77,6 @@ UNITS |= dict.fromkeys(("memory_bandwidth", "link", "network", "host_link"), GB)
 
 
 def _devices() -> dict[str, Device]:
-    """Return the devices of `devices.yaml` by name."""
     listed: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
     usual, found = listed.pop("usual"), {}
     for name, own in listed.items():

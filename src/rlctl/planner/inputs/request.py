@@ -113,12 +113,10 @@ class Workload:
         return self.max_new_tokens or max(1, self.max_length - self.prompt_tokens)
 
     def lengths(self, sigma: float) -> Lengths:
-        """Distribution of completion lengths."""
         mean = self.mean_new_tokens or 0.4 * self.new_tokens_limit
         return Lengths(min(mean, self.new_tokens_limit), self.new_tokens_limit, sigma, self.samples)
 
     def tokens(self, sigma: float) -> float:
-        """Tokens that a step trains on."""
         if not self.rollouts:
             return float(self.samples * (self.mean_tokens or self.max_length))
         return self.samples * (self.prompt_tokens + self.lengths(sigma).mean)
@@ -253,7 +251,6 @@ class Request:
 
     @property
     def generation_bytes(self) -> float:
-        """Bytes of a weight in the engines."""
         return 4.0 if self.precision == "float32" else 2.0
 
     @property

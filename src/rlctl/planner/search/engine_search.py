@@ -81,7 +81,6 @@ def memory_fraction(request: Request, choice: GenerationChoice, colocated: bool,
 
 
 def _fixed_bytes(request: Request, choice: GenerationChoice) -> float:
-    """Bytes of an engine on one GPU without its KV cache."""
     return weight_bytes(request.facts, choice) + sum(overhead_bytes(request.facts, choice, request.constants).values())
 
 
@@ -143,7 +142,6 @@ def _with_cache(
 
 
 def _cpu_cache(request: Request, choice: GenerationChoice, budget: float) -> GenerationChoice | Problem:
-    """A KV cache for all sequences that run at once at full length, within the memory that training leaves."""
     ranks = choice.engine_gpus
     per_token = kv_bytes_per_token_on_device(request.facts, choice) * ranks
     wanted = choice.max_concurrent * request.workload.max_length * per_token * 1.1

@@ -42,7 +42,6 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
 
 
 def _modes(request: Request) -> list[bool]:
-    """Return whether the engines share the policy's devices, the ways to try. A CPU is divided only if asked for."""
     colocated, cluster = request.pin("generation.colocated"), request.cluster
     if colocated is None and request.pin("generation.devices") is not None:
         colocated = False
@@ -72,7 +71,6 @@ class _RejectionLog:
         return note
 
     def listed(self) -> list[Rejected]:
-        """Sort by memory missed, what no rule allows last, and a half that fits in no way before one that does."""
         order = sorted(
             self.lines.items(),
             key=lambda item: (item[1][2] == math.inf, item[1][0] in self.fitted, item[1][2], len(item[0])),
@@ -152,7 +150,6 @@ MOST_PARTS = 8
 
 
 def _split(request: Request, log: _RejectionLog) -> list[Plan]:
-    """Policy and engines on different devices."""
     return sorted((plan for size in _division_sizes(request) for plan in _divided(request, size, log)), key=score)
 
 
@@ -174,7 +171,6 @@ def _division_sizes(request: Request) -> list[int]:
 
 
 def _pinned_sizes(request: Request, total: int) -> set[int]:
-    """The devices of the engines that pinned sizes of either side ask for."""
     engines = [request.pin(f"generation.{key}") for key in ("engines", "tp")]
     ranks = [request.pin(f"training.{key}") for key in ("tp", "pp", "cp", "dp")]
     more = [request.pin(f"generation.{key}", 1) for key in ("pp", "dp")]
@@ -217,13 +213,11 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
 
 
 def _least_cpu_engine(request: Request) -> float:
-    """Bytes of a node that the smallest engine needs on a CPU."""
     choices = generation_choices(request, request.cluster.devices)
     return min((generation_memory(request, one, 0.0).total for one in choices), default=0.0) + 256 * 1024**2
 
 
 def _fits(plan: Plan, budget: float, log: _RejectionLog) -> bool:
-    """Return whether a refit fits a device, and what is offloaded, and copied by a save, the host memory."""
     device = plan.cluster.device
     needs = [(plan.host_memory, device.host_memory, "what is offloaded, and saved, needs", "of host memory a node")]
     if plan.generation is not None:
@@ -427,7 +421,6 @@ def _reward_seconds(request: Request, training: search.TrainingCandidate | None)
 def _rollout_seconds(
     request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice
 ) -> float:
-    """Seconds in which engines and scorers work at the rollouts of a step."""
     return _generation_seconds(request, generation) + _reward_seconds(request, training)
 
 
@@ -441,7 +434,6 @@ def policy_asleep(request: Request, training: search.TrainingCandidate) -> float
 
 
 def _teacher_bytes(request: Request, training: search.TrainingCandidate) -> float:
-    """Return the bytes of a node that the processes of a teacher take on a CPU."""
     if training.teacher is None:
         return 0.0
     ranks = max(1, training.teacher.choice.parallel.world_size // request.cluster.nodes)

@@ -49,7 +49,6 @@ class TeacherPlan:
 
     @property
     def label(self) -> str:
-        """Its name in texts."""
         return self.role.replace("_", " ")
 
     @property
@@ -59,7 +58,6 @@ class TeacherPlan:
 
     @property
     def weights(self) -> float:
-        """Bytes of its weights."""
         return self.memory.parts[f"{self.label} weights"]
 
     @property

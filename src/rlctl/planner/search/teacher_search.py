@@ -72,7 +72,6 @@ def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[Tea
 
 
 def _problems(request: Request, choice: TrainingChoice) -> list[Problem]:
-    """Return the rules of the policy's backend, which is the teacher's too, that the sizes break."""
     return (fsdp_problems if choice.sharding == "full" else policy_problems)(request.facts, choice.parallel)
 
 

@@ -25,7 +25,6 @@ SHOWN = 5
 
 
 def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
-    """The error for a request that has no plan."""
     broken = _broken_pin(request)
     if broken is not None:
         return broken

@@ -109,7 +109,6 @@ def no_plan_values(error: NoPlanError) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
-    """The plan as a page of text."""
     training, teacher, generation, cluster = plan.training, plan.teacher, plan.generation, plan.cluster
     active = f", {count(plan.facts).active / 1e9:.1f}B active" if plan.facts.moe is not None else ""
     lines = [f"{model} ({_size(plan.facts)}{active}) on {cluster.describe()}", ""]
@@ -158,7 +157,6 @@ def _next_text(one: NextBest) -> str:
 
 
 def _work(work: Workload) -> str:
-    """Say how many rollouts of which lengths the plan is for."""
     if not work.rollouts:
         tokens = f"{work.mean_tokens or work.max_length:,.0f} tokens ({'their mean' if work.measured else 'assumed'})"
         return f"{work.algorithm}, {work.prompts:,} rows a step of {tokens}, at most {work.max_length:,}"
@@ -204,7 +202,6 @@ def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _memory_table(plan: Plan) -> list[str]:
-    """One column a phase, one line a part."""
     phases = list(plan.memory)
     unit = "process" if plan.cluster.is_cpu else "GPU"
     rows = [f"  memory, GiB a {unit:<14}" + "".join(f"{phase:>12}" for phase in phases)]

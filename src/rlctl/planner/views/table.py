@@ -12,7 +12,6 @@ NAMES = ("GPUs", "s a step", "range", "tokens/s/GPU", "GPU-hours a step", "GiB o
 
 
 def machine_row(nodes: int, gpus_per_node: int, plan: Plan | str) -> dict[str, Any]:
-    """Return what a plan takes on a machine, or why there is none."""
     gpus = nodes * gpus_per_node
     row: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "gpus_per_node": gpus_per_node, "fits": isinstance(plan, Plan)}
     if isinstance(plan, str):
@@ -28,7 +27,6 @@ def machine_row(nodes: int, gpus_per_node: int, plan: Plan | str) -> dict[str, A
 
 
 def rows_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a table of text."""
     cells: list[tuple[str, ...]] = [NAMES]
     for row in rows:
         if not row["fits"]:

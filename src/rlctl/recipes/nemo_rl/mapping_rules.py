@@ -538,7 +538,6 @@ def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> st
 
 
 def _schedule(values: Mapping[str, Any], steps: Any) -> tuple[Any, ...]:
-    """Return what a schedule does, without the keys that have no effect in it."""
     warmup, decay = values.get("scheduler.warmup_steps", 0), values.get("scheduler.decay", "constant")
     rises = values.get("scheduler.init_lr", 0) if warmup else None
     falls = (values.get("scheduler.decay_steps", steps), values.get("scheduler.min_lr", 0))
@@ -638,7 +637,6 @@ def rope_scaling(found: Found) -> None:
 
 
 def template_variables(found: Found) -> None:
-    """Map a variable of the chat template."""
     found.map(f"model.chat_template_kwargs.{found.name.rpartition('.')[2]}", found.value)
 
 
@@ -1156,7 +1154,6 @@ def scored_by_model(found: Found) -> None:
 
 
 def of_reward_model(found: Found) -> None:
-    """Leave out how the reward model is computed."""
     if environment_used(found.leaves) == "reward_model":
         found.skip("scores do not depend on it: reward.terms names the reward model")
     else:
@@ -1228,7 +1225,6 @@ LOGGERS = {
 
 
 def loggers(found: Found) -> None:
-    """Take the loggers that are on."""
     found.map("run.loggers", [name for key, name in LOGGERS.items() if found.get(key) is True])
 
 

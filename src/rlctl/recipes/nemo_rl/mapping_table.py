@@ -31,7 +31,6 @@ NO_VALIDATION = logs("validation samples all prompts at once, with generation.to
 
 
 def each(section: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """Return one rule for several keys of a section."""
     return {f"{section}.{name}": rule for name in names.split()}
 
 

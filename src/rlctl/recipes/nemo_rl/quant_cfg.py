@@ -50,7 +50,6 @@ def quantized_training(found: Found) -> None:
 
 
 def quantized_engines(found: Found) -> None:
-    """Say where the engines' quantization comes from."""
     if found.value is None:
         found.skip("what rlctl does")
     elif found.leaves.get("policy.quant_cfg") is None:
@@ -113,7 +112,6 @@ def _block_of(rule: Mapping[str, Any]) -> int:
 
 
 def _format(name: Any) -> str:
-    """Return the name of a number format, which may be given as its bits of exponent and mantissa."""
     return "e{}m{}".format(*name) if isinstance(name, Iterable) and not isinstance(name, str) else str(name).lower()
 
 

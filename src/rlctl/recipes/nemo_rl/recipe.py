@@ -206,7 +206,6 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
 
 
 def _explain_unknown(result: Import, typed: set[str]) -> None:
-    """Add the nearest known key to each unknown one of the file. Raise ConfigError for one of the command line."""
     for index, entry in enumerate(result.entries):
         if entry.status != "not known":
             continue
@@ -217,7 +216,6 @@ def _explain_unknown(result: Import, typed: set[str]) -> None:
 
 
 def _with_one_teacher(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return leaves with those of a list of one teacher in place of the list."""
     listed = leaves.get("teachers")
     if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], Mapping):
         return leaves
@@ -227,17 +225,14 @@ def _with_one_teacher(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_teacher(key: str) -> str:
-    """Return a key of the only teacher of a list as a recipe with one teacher has it."""
     return f"teacher{key.removeprefix(ONE_TEACHER)}" if key.startswith(f"{ONE_TEACHER}.") else key
 
 
 def _in_list(key: str) -> str:
-    """Return a key of a teacher as a recipe with a list of one has it."""
     return f"{ONE_TEACHER}{key.removeprefix('teacher')}" if key.startswith("teacher.") else key
 
 
 def _of_ppo(key: str) -> str:
-    """Return a key of a PPO recipe as that has it."""
     return next((old + key.removeprefix(new) for old, new in PPO.items() if key.startswith(f"{new}.")), key)
 
 
@@ -319,7 +314,6 @@ def given_keys(override: Override) -> list[str]:
 
 
 def _paths(values: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of sections, values and places in lists."""
     items = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
     for name, value in items:
         yield f"{prefix}{name}"
@@ -376,7 +370,6 @@ def read_recipe(
 
 
 def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
-    """Return a value with its references resolved, and `Unresolved` instead of each leaf where that fails."""
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 

@@ -63,12 +63,10 @@ OF_DPO = ("precompute_ref_log_probs", "ld_alpha", "discopop_tau", "use_weighting
 
 
 def without(reason: str) -> Rule:
-    """Return the rule of a key that has no counterpart, for `reason`."""
     return lambda found: found.skip(reason)
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
-    """Return one rule for several keys."""
     return dict.fromkeys(names.split(), rule)
 
 

@@ -45,12 +45,10 @@ OF_CRITIC = {"critic.cliprange_value": 0.5, "algorithm.lam": 1.0, "critic.optim.
 
 
 def without(reason: str) -> Rule:
-    """Return the rule of a key that has no counterpart, for `reason`."""
     return lambda found: found.skip(reason)
 
 
 def each(section: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """Return one rule for several keys of a section."""
     return {f"{section}.{name}" if section else name: rule for name in names.split()}
 
 
@@ -60,7 +58,6 @@ def of_critic(rule: Rule) -> Rule:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return the items of a list, or of a value that stands for a list of one."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
@@ -186,8 +183,6 @@ def clip_ratio(found: Found) -> None:
 
 
 def share_of_steps(key: str) -> Rule:
-    """Return the rule of a warm-up that is given as a share of all steps."""
-
     def rule(found: Found) -> None:
         steps = found.get("trainer.total_training_steps")
         if not found.value:

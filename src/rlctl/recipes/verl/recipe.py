@@ -59,7 +59,6 @@ def _map(result: Import, leaves: Mapping[str, Any]) -> None:
 
 
 def _read_script(path: Path, result: Import) -> tuple[dict[str, Any], list[str]]:
-    """Return the sections of the YAML file that a script names, where it is there, and its overrides."""
     line = command_line(path)
     if "sft" in line.module:
         result.foreign = OF_TEXTS
@@ -134,7 +133,6 @@ def _resolved(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield leaves by dotted key."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves_of(value, f"{prefix}{name}.")

@@ -101,7 +101,6 @@ def _written(direct: tuple[StoredMatrix, ...]) -> dict[str, str]:
 
 
 def _unmatched(matrices: StoredMatrices, every: list[StoredMatrix], tensors: set[str], alone: bool) -> Iterator[str]:
-    """Parameters of which it is not known what they hold, and tensors of which it is not known where they are."""
     yield from matrices.unknown
     held = {part.tensor for matrix in every for part in matrix.parts}
     yield from sorted(held - tensors)

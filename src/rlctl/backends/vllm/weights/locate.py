@@ -208,7 +208,6 @@ def matched(
 
 
 def _parameters(matrix: StoredMatrix) -> Iterator[str]:
-    """The names of a matrix of unknown storage's parameter and of the others of its module, such as scales."""
     yield matrix.full_name
     if isinstance(matrix.module, torch.nn.Module):
         yield from (f"{matrix.path}.{name}" for name, _ in matrix.module.named_parameters(recurse=False))
@@ -248,7 +247,6 @@ def _why_misshapen(matrix: StoredMatrix) -> str:
 
 
 def _name_after_input_embedding(found: list[StoredMatrix]) -> list[StoredMatrix]:
-    """With tied embeddings the output module computes with a copy of the input embedding's published tensor."""
     name = next((matrix.parts[0].tensor for matrix in found if matrix.lookup), None)
     if name is None:  # another pipeline stage has both
         return found
@@ -366,7 +364,6 @@ def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]])
 
 
 def _output_rows(module: Any, kind: set[str], tp: int, rank: int) -> list[Rows]:
-    """The rows of each published matrix in one that is column-parallel or replicated."""
     if "QKVParallelLinear" in kind:
         head_dim = module.head_size
         v_head_dim = getattr(module, "v_head_size", head_dim)
@@ -386,7 +383,6 @@ def _storage(module: torch.nn.Module) -> Storage:
 
 
 def _block(path: str) -> str:
-    """The MoE block that experts or their router belong to."""
     return path.removesuffix(".routed_experts").removesuffix(".experts")
 
 
@@ -399,7 +395,6 @@ def _correction_bias(path: str, holder: Any, gate: str, derived: bool = False) -
 
 
 def _sinks(path: str, module: Any) -> Iterator[StoredMatrix]:
-    """Attention sinks, one a head of this rank, in the module and in the kernel that computes with them."""
     tp, rank = _tensor_parallel()
     matrix = held.stacked_rows(
         path, "sinks", [f"{path}.sinks"], [held.equal_rows(module.sinks.shape[0] * tp, tp, rank)]
@@ -417,7 +412,6 @@ def _tensor_parallel() -> tuple[int, int]:
 
 
 def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator[StoredMatrix]:
-    """Latent attention decodes with the two halves of each head of kv_b, transposed and apart."""
     tensor = f"{paths[id(module.kv_b_proj)]}.weight"
     if why := _why_not_halved(module):
         yield _opaque(path, module, "W_UK_T", [tensor], why, derived=True)

@@ -190,7 +190,6 @@ def _poison_latent_halves(matrix: StoredMatrix) -> None:
 
 
 def _poison_packed(matrix: StoredMatrix) -> None:
-    """Let the module pack a matrix of not-a-number as it packs its weight at the start."""
     module, kept = matrix.module, getattr(matrix.module, matrix.parameter)
     if kept.numel():
         kept.data.fill_(float("nan"))

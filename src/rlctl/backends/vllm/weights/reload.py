@@ -36,7 +36,6 @@ class Reload:
         self.fixes = _Fixes(self.part)
 
     def begin(self) -> None:
-        """Take the modules out of use."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.fixes.before()

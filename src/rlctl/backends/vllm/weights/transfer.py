@@ -71,7 +71,6 @@ class WorkerWeights(ReceivingEnd):
         return self.parameters.targets()
 
     def _assign(self, tensors: set[str], receive: Receive) -> Assignment:
-        """The path of each tensor. Raises ConfigError where `receive` is `direct` and one cannot be written so."""
         if receive == "loader":
             return all_loaded(tensors, "asked for")
         if compat.reloads_as_a_whole(self.model):
