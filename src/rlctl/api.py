@@ -1,7 +1,6 @@
-"""Python's way to what the commands do: a configuration, its plan, a run, completions, evaluations, and the metrics
-of a run.
+"""Python functions for the commands: configuration, plan, run, completions, evaluations and metrics.
 
-Every function raises the errors of `rlctl.errors`, all of which are `RlctlError`s.
+Every function raises the errors of `rlctl.errors`, all derived from `RlctlError`.
 """
 
 from __future__ import annotations

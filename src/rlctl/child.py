@@ -1,8 +1,4 @@
-"""A function called in a process of its own, whose result or error comes back.
-
-For work that needs torch where the caller does without it, that takes memory or threads which should end with it, or
-that runs a user's code for the first time. The child ends with its caller, however that ends.
-"""
+"""Call a function in a child process, for torch, memory, threads or user code. The child ends with its caller."""
 
 from __future__ import annotations
 
@@ -31,12 +27,10 @@ CLEARING_S = 30.0
 
 
 def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | None = None, quiet: bool = False) -> T:
-    """Return what `function` returns, a function of a module or a `partial` of one. Its output goes to stderr, or
-    nowhere if it is to be `quiet`: libraries that are only asked a question print warnings too.
+    """Return the result of `function` (a module function or a `partial`) from a child process.
 
-    `doing` is a phrase for messages, such as "the conversion of X". Raises the RlctlError that the function raises,
-    WaitTimeoutError after `limit_s` seconds, KilledError where a signal killed it, and RlctlError where it fails
-    otherwise.
+    Output goes to stderr, or nowhere if `quiet`. `doing` is a phrase for messages. Raises the function's RlctlError,
+    WaitTimeoutError after `limit_s`, KilledError after a signal, RlctlError for other failures.
     """
     with tempfile.TemporaryFile() as answer:
         # -P: no module of the directory that the user works in replaces one of Python's.

@@ -1,7 +1,6 @@
-"""The command line: the list of commands, and the one place that turns errors into messages and exit codes.
+"""The command line: the list of commands, and the mapping of errors to messages and exit codes.
 
-A command lives in `commands/<name>.py` as a Typer app called `app`. Its module is imported only when the command is
-used, so that `rlctl --help` stays fast and imports none of the engines.
+A command is a Typer app `app` in `commands/<name>.py`, imported only when used, so `rlctl --help` stays fast.
 """
 
 from __future__ import annotations

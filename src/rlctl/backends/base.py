@@ -1,8 +1,6 @@
-"""The seam between the driver and the engines: what a policy rank and a generation engine are built from, and what the
-driver may ask of them.
+"""The interface between the driver and the engines: specifications and worker protocols. Imports no torch.
 
-The driver calls workers by reference to these Protocols, `group.call(PolicyWorker.load_model, directory)`. Nothing here
-imports torch.
+The driver calls workers by reference to these Protocols: `group.call(PolicyWorker.load_model, directory)`.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ class Teaching:
     top: int = 0
     """Number of its most likely tokens at each position whose log-probs are computed too."""
     by_text: bool = False
-    """The most likely tokens are those of a whole text, the same at each of its positions: those with the highest logit
-    at any of them. The teacher then has a tokenizer of its own, and `vocab` is its vocabulary."""
+    """The most likely tokens belong to a whole text, by their highest logit at any position; the teacher has its own
+    tokenizer and vocabulary `vocab`."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class PolicySpec:
     temperature: float = 1.0
     """Log-probs are those of logits / temperature, the distribution that the rollouts were sampled from."""
     truncation: Truncation | None = None
-    """The tokens that the rollouts were sampled from; None: all. Log-probs of a training batch are renormalized over
-    them, and those that the loss compares with a reference or teacher are not."""
+    """Truncated sampling of the rollouts (None: off). Training log-probs are renormalized over the kept tokens;
+    log-probs that are compared with a reference or teacher are not."""
     never: tuple[int, ...] = ()
     """Tokens that engines do not draw (`Sampling.never`): log-probs are those of the others."""
     logprob_chunk_tokens: int = 1024
@@ -128,9 +126,8 @@ class PolicySpec:
 
     @property
     def row_multiple(self) -> int:
-        """Rows of tokens must divide by this: as the layout asks for it, and in float8 so that each rank's part of a
-        row does by what its products take (`get_fp8_align_size` of megatron/core/fp8_utils.py) or, in whole blocks,
-        what TransformerEngine gathers for sequence parallelism (`is_quantizable` of its block quantizers)."""
+        """Divisor of a row's tokens: from the layout, and in float8 also from the kernels (`get_fp8_align_size` in
+        megatron/core/fp8_utils.py, `is_quantizable` of TransformerEngine's block quantizers)."""
         if not self.megatron.get("fp8"):
             return self.parallel.row_multiple
         blocks = {"mxfp8": 32, "blockwise": 128 if self.parallel.sequence_parallel else 16}
@@ -167,8 +164,8 @@ class EngineSpec:
     replaced: dict[str, Any] = field(default_factory=dict)
     """The values that would be used without them."""
     in_flight: Literal["wait", "turns", "keep", "abort"] = "wait"
-    """How a refit treats samples in flight: wait for them (`turns`: and not for the rest of their episodes), keep them
-    (their later tokens are the new weights'), or end them with what they have."""
+    """Samples in flight at a refit: wait (`turns`: only for their turns), keep (later tokens use the new weights), or
+    end them."""
     drain_timeout_s: float = 300.0
     """Longest that a refit waits for them."""
     routing: bool = False
@@ -205,8 +202,7 @@ class WeightSource(Protocol):
         ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters by the names of its layout, up to date, to be read by refit and export. May be
-        collective (an all-gather that overlaps is completed): to be called on all ranks."""
+        """Return this rank's current parameters by layout name, for refit and export. Collective."""
         ...
 
     def sent_parameters(self) -> Mapping[str, torch.Tensor]:
@@ -215,10 +211,8 @@ class WeightSource(Protocol):
 
 
 class PolicyWorker(WeightSource, Protocol):
-    """One process of a policy. All methods are collective over the policy's ranks unless they say otherwise.
-
-    Methods that return results return them on `ParallelSpec.result_rank` and None elsewhere.
-    """
+    """One process of a policy. Methods are collective over the policy's ranks unless stated otherwise. Results are
+    returned on `ParallelSpec.result_rank`, None elsewhere."""
 
     def open_store(self) -> int:
         """On rank 0 alone: serve the store at which the ranks meet, and return its port."""
@@ -228,8 +222,7 @@ class PolicyWorker(WeightSource, Protocol):
         """Join the process group at that port; build model and optimizer with random weights."""
 
     def load_model(self, directory: Path | str) -> None:
-        """Fill the weights from a Hugging Face directory, a converted model, or what `save_begin` and `save_finish`
-        wrote; the optimizer starts afresh."""
+        """Load weights from a Hugging Face directory, a converted model or a save; reset the optimizer."""
 
     def hold_reference(self) -> None:
         """Keep a frozen copy of the current weights as the reference policy."""
@@ -248,23 +241,21 @@ class PolicyWorker(WeightSource, Protocol):
         ...
 
     def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
-        """Compute the log-probs of the loaded batch as a teacher. On the ranks for which `ParallelSpec.reports` is true
-        return them for each group of the shard, in its order, and nothing elsewhere."""
+        """Return a teacher's log-probs of the loaded batch by group of the shard, on ranks with `ParallelSpec.reports`;
+        nothing elsewhere."""
         ...
 
     def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        """Add a teacher's log-probs to the loaded batch; not collective. `handles` has, for each group of
-        the shard, those of its `GroupLogprobs`."""
+        """Add a teacher's log-probs (`handles` by group of the shard) to the loaded batch. Not collective."""
 
     def estimate(self, estimate: AdvantageEstimate) -> None:
-        """Put the advantages of tokens in place of what the driver gave the rollouts of the loaded batch. With a critic
-        add its values and returns too."""
+        """Replace the driver's advantages in the loaded batch by token advantages; with a critic, add values and
+        returns."""
 
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
-        """Take one optimizer step on mini-batch `index` of the loaded batch. Without `weight_decay` the optimizer's own
-        is used."""
+        """Take one optimizer step on mini-batch `index` of the loaded batch. `weight_decay` None: the optimizer's."""
         ...
 
     def evaluate_minibatch(self, index: int, loss: MicroBatchLoss) -> MinibatchResult | None:
@@ -272,17 +263,15 @@ class PolicyWorker(WeightSource, Protocol):
         ...
 
     def sleep(self, keep_weights: bool = False) -> int:
-        """Move weights, optimizer and reference to host memory until `wake`; return the bytes that this rank's device
-        got back. May be collective, as `parameters`. Nothing else may be called before `wake`; with `keep_weights` the
-        model's weights stay, and `parameters` may be called."""
+        """Move weights, optimizer and reference to host memory until `wake`; return the freed device bytes. Collective.
+        With `keep_weights` the weights stay readable; no other call is allowed before `wake`."""
         ...
 
     def wake(self) -> None:
         """Bring back what `sleep` moved; not collective."""
 
     def device_used(self) -> tuple[int, int] | None:
-        """Bytes of this rank's GPU that are in use, by whatever process, and all that it has; None on a CPU. Not
-        collective."""
+        """Return (used, total) bytes of this rank's GPU over all processes; None on a CPU. Not collective."""
         ...
 
     def parameters_not_finite(self) -> list[str]:
@@ -290,12 +279,12 @@ class PolicyWorker(WeightSource, Protocol):
         ...
 
     def save_begin(self, directory: Path | str) -> None:
-        """Take a snapshot of model, optimizer and random state, and start writing it into an existing directory; one
-        save at a time. Not atomic."""
+        """Snapshot model, optimizer and random state and start writing them into `directory`, one save at a time. Not
+        atomic."""
 
     def save_written(self) -> bool:
-        """Whether `save_finish` would not have to wait for this rank; not collective. This and `save_finish` may be
-        called at any time, also between `sleep` and `wake`."""
+        """Return whether `save_finish` would return at once. Not collective; allowed also between `sleep` and
+        `wake`."""
         ...
 
     def save_finish(self) -> dict[str, str]:
@@ -314,12 +303,12 @@ class PolicyWorker(WeightSource, Protocol):
 
 
 class CriticWorker(Protocol):
-    """One process of a policy that has a critic next to it (`PolicySpec.critic`). Its `load_model`, `load` and
-    saves are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+    """A policy process with a critic (`PolicySpec.critic`). Loads and saves cover both models; `load_batch` gives both
+    the same rows."""
 
     def critic_begin(self) -> None:
-        """Let the critic compute from here to `critic_end`: only `train_critic` and `PolicyWorker.estimate` may be
-        called between."""
+        """Switch to the critic until `critic_end`; only `train_critic` and `PolicyWorker.estimate` are allowed in
+        between."""
 
     def critic_end(self) -> None:
         """Let the policy compute again."""
@@ -333,8 +322,7 @@ class WeightReceiver(Protocol):
     """The receiving side of a refit: an engine, or a process that holds parameters like one."""
 
     def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
-        """Take what stays the same over all refits: the published tensors as (name, dtype, shape), and `loader`,
-        `direct` or `auto`."""
+        """Set the values shared by all refits: published tensors (name, dtype, shape), and the receive path."""
 
     def refit_needs(self) -> list[Need]: ...
 
@@ -374,10 +362,8 @@ class WeightReceiver(Protocol):
 
 
 class EngineWorker(WeightReceiver, Protocol):
-    """One generation engine; a process of its own, or the first of several. No method is collective over engines.
-
-    It knows requests for one sample each; `EpisodeWorker` is what the driver asks.
-    """
+    """One generation engine: its own process, or the first of several. Never collective over engines. It handles single
+    samples; the driver calls `EpisodeWorker`."""
 
     @property
     def label(self) -> str: ...
@@ -399,16 +385,16 @@ class EngineWorker(WeightReceiver, Protocol):
         """Raise WorkerError unless every process of the engine answers."""
 
     def require_ready(self, timeout_s: float) -> None:
-        """Wait for a refit that waits for samples in flight. Raises WorkerError while the weights are half-updated or
-        the engine sleeps."""
+        """Wait for a refit that drains samples in flight. Raises WorkerError with partial weights or a sleeping
+        engine."""
 
     def add_samples(self, requests: Sequence[SampleRequest]) -> None:
-        """Begin some samples, which are decoded by `finished_samples`. While the weights change or the engine sleeps
-        they wait. Raises InputError for tokens that do not fit."""
+        """Submit samples for `finished_samples`; they wait during refits and sleep. Raises InputError for tokens that
+        do not fit."""
 
     def finished_samples(self, timeout_s: float) -> list[SampleResult]:
-        """Decode until some samples are finished, and return these; nothing where none is after `timeout_s`. Raises
-        WorkerError where the weights that they were sampled with did not pass verification."""
+        """Decode until samples finish and return them; empty after `timeout_s`. Raises WorkerError if their weights
+        failed verification."""
         ...
 
     def drop_samples(self, keys: Sequence[str]) -> None:
@@ -418,8 +404,7 @@ class EngineWorker(WeightReceiver, Protocol):
         """Drop what is cached of earlier prompts, so that the next ones are computed as in a new engine."""
 
     def sleep(self) -> None:
-        """Give the device's memory back until `wake`, where it is shared; submitted samples are kept, and go on then. A
-        refit meanwhile wakes the weights alone."""
+        """Free shared device memory until `wake`, and pause submitted samples. A refit wakes only the weights."""
 
     def wake(self) -> None:
         """Take the memory again; the engine can generate."""
@@ -444,8 +429,8 @@ class EpisodeWorker(Protocol):
         """Stop decoding, and let go of the model."""
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
-        """Return one result a request, in their order. Raises InputError for a prompt that does not fit,
-        WaitTimeoutError after `timeout_s`, and WorkerError while the weights are half-updated."""
+        """Return one result per request. Raises InputError for a prompt that does not fit, WaitTimeoutError, and
+        WorkerError with partial weights."""
         ...
 
     def generate_by_handle(
@@ -458,6 +443,6 @@ class EpisodeWorker(Protocol):
         """Begin the episodes of some prompts, which go on by themselves."""
 
     def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
-        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_by_handle`, or
-        nothing where the engine falls asleep before. Raises WaitTimeoutError after `timeout_s`."""
+        """Wait for a submitted group and return it with columns by handle; nothing if the engine falls asleep. Raises
+        WaitTimeoutError."""
         ...

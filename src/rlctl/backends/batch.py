@@ -1,6 +1,6 @@
-"""The batch that a policy is given to train on, what a loss is computed from, and what a step returns. Torch-free.
+"""The training batch of a policy, the inputs of a loss, and the results of a step. Torch-free.
 
-Suffix R: the response tokens of one micro-batch (those that the policy chose), rollout after rollout in its order.
+Suffix R: the response tokens (chosen by the policy) of one micro-batch, in rollout order.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ ROUNDING = 4 * 2.0**-23
 
 
 def equal_up_to_rounding(low: float, high: float) -> bool:
-    """Return whether two rewards or advantages, of which `high` is not the smaller one, differ by rounding alone, as
-    0.1 + 0.2 and 0.3 do."""
+    """Return whether two rewards or advantages differ only by rounding, like 0.1 + 0.2 and 0.3 (`low` <= `high`)."""
     return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
 
 
 @dataclass(frozen=True)
 class RolloutLogprobs:
-    """The log-probs of one rollout's response tokens under a policy that is not the one trained. Suffix K: the most
-    likely tokens of each position; there may be none."""
+    """Log-probs of one rollout's response tokens under another policy. Suffix K: the most likely tokens of each
+    position, possibly none."""
 
     logprobs_R: np.ndarray  # float32
     top_ids_RK: np.ndarray  # int32: the most likely tokens under that policy, the first of them first
     top_logprobs_RK: np.ndarray  # float32
     chunks_C: np.ndarray | None = None
-    """float32: not None where the policy reads with another tokenizer. There is then one row of `top_logprobs_RK` for
-    each of these chunks of the text: the mean over its tokens of the log-probs, which add up to 1 over the most likely
-    tokens of the text; `top_ids_RK` has a single row."""
+    """float32, for another tokenizer: mean log-prob of each text chunk. `top_logprobs_RK` then has one row per chunk,
+    normalized over the text's most likely tokens, and `top_ids_RK` one row."""
 
 
 GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
@@ -51,8 +49,7 @@ GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
 
 @dataclass(frozen=True)
 class WeightedRollout:
-    """One rollout of an optimizer mini-batch: where its tokens are, and the scalars that the driver gives it, its
-    advantage and the weight of its tokens."""
+    """One rollout of an optimizer mini-batch: the location of its tokens, its advantage and token weight."""
 
     position: int
     """Position of its prompt: the key of its group's columns in `BatchShard.columns`."""
@@ -64,8 +61,8 @@ class WeightedRollout:
     """All its tokens. Those after the prompt need not all be response tokens: the loss mask of the columns tells."""
     advantage: float
     token_weight: float
-    """Weight of each of its response tokens in the loss. All normalization is in here, over the whole mini-batch:
-    gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
+    """Loss weight of each response token, normalized over the whole mini-batch: gradients are summed over micro-batches
+    and ranks, never averaged. 0 excludes the rollout from loss and metrics."""
     begin: int = 0
     """Where it begins among the tokens of its sample: an episode of several contexts is a rollout for each of them."""
     nll_weight: float = 0.0
@@ -123,8 +120,8 @@ class TokenBatch:
     """The columns of one micro-batch that a loss is computed from, one element for each response token."""
 
     logprobs_R: torch.Tensor  # float32 with gradient, under the current weights; of a reward model its values
-    """With truncated sampling renormalized over the tokens that this policy would sample from and the chosen one, as
-    are `rollout_logprobs_R` and `old_logprobs_R`."""
+    """Under truncated sampling, renormalized over the kept tokens and the chosen one, like `rollout_logprobs_R` and
+    `old_logprobs_R`."""
     entropy_R: torch.Tensor  # float32 with gradient, of the whole distribution, in nats
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32
@@ -136,23 +133,21 @@ class TokenBatch:
     teacher_logprobs_R: torch.Tensor | None = None  # float32; None: no teacher
     teacher_top_RK: torch.Tensor | None = None  # float32, a teacher's log-probs of its most likely tokens
     top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
-    """Where the teacher reads with another tokenizer, `teacher_top_RK` has the means of each token's chunk, and this
-    the policy's probabilities in the teacher's vocabulary."""
+    """With a teacher of another tokenizer: the policy's probabilities in the teacher's vocabulary; `teacher_top_RK` has
+    chunk means."""
     nll_weights_R: torch.Tensor | None = None  # float32, see WeightedRollout.nll_weight; None: all are 0
     extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """float32: further columns of the rollouts by their names (`RolloutColumns.extra_T`), 0 where a rollout of the
-    micro-batch has none. A loss may treat each token by what stands there."""
+    """float32: custom rollout columns (`RolloutColumns.extra_T`) by name; 0 for rollouts without the column."""
     full_logprobs_R: torch.Tensor | None = None
-    """float32 with gradient: `logprobs_R` over the whole vocabulary, as `reference_logprobs_R` and those of a teacher
-    are; None: `logprobs_R` themselves."""
+    """float32 with gradient: log-probs over the whole vocabulary, comparable with reference and teacher; None:
+    `logprobs_R`."""
     old_full_logprobs_R: torch.Tensor | None = None
     """`old_logprobs_R` over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class ValueBatch:
-    """The columns of one micro-batch that advantages and the loss of a critic are computed from, one element for each
-    response token."""
+    """Columns of one micro-batch for advantages and the critic's loss, one element per response token."""
 
     values_R: torch.Tensor  # float32, of the critic's current weights; with gradient where it is trained; 0 without one
     rewards_R: torch.Tensor  # float32, the reward of the token's rollout, which it has as a whole, or its advantage
@@ -178,10 +173,9 @@ class LossOutput:
 
 
 class MicroBatchLoss(Protocol):
-    """The loss of a whole micro-batch, which a policy worker is given; pickled to the workers.
+    """The loss of a micro-batch, pickled to the workers. `RunLoss` builds it from an algorithm's `token_loss`.
 
-    `RunLoss` makes it of an algorithm's `token_loss`. It is called only with at least one token, and must return the
-    same metric names for every micro-batch.
+    It needs at least one token, and must return the same metric names for every micro-batch.
     """
 
     def __call__(self, batch: TokenBatch) -> LossOutput: ...

@@ -1,7 +1,5 @@
-"""Bin packing of numbered items by size, and the balance of bins over ranks by cost. O(items log items).
-
-A bin is a list of item numbers. Every rank gets the same number of bins.
-"""
+"""Bin packing of items by size, and balancing of bins over ranks by cost, in O(items log items). A bin is a list of
+item numbers; every rank gets the same number of bins."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ EXCHANGES = 100
 
 
 def first_fit_decreasing(sizes: Sequence[int], limit: int) -> list[Bin]:
-    """Return the bins of first-fit-decreasing (Johnson 1973) in the order in which it opens them.
+    """Return the bins of first-fit-decreasing (Johnson 1973) in opening order.
 
-    First-fit-decreasing gives each bin, from the first on, the largest item left that still fits, so that bins can be
-    filled one after the other. Items of one size are taken together, and `below` skips sizes that are used up.
+    Each bin takes the largest remaining item that fits, so bins can be filled one after another. Items of one size are
+    handled together; `below` skips exhausted sizes.
     """
     items: dict[int, Bin] = defaultdict(list)
     for number in range(len(sizes) - 1, -1, -1):
@@ -64,10 +62,8 @@ def _up(count: int, step: int) -> int:
 
 
 def pack(sizes: Sequence[int], costs: Sequence[float], limit: int, step: int) -> list[Bin]:
-    """Return a multiple of `step` bins, at most as many as first-fit-decreasing needs, of even cost where possible.
-
-    Items come by falling cost, and none is larger than `limit`. Some bins may be empty.
-    """
+    """Return a multiple of `step` bins with balanced costs, at most as many as first-fit-decreasing needs; some may be
+    empty. Items come by falling cost, none larger than `limit`."""
     least = max(step, _up(-(-sum(sizes) // limit), step))
     if (bins := even_bins(sizes, costs, limit, least)) is not None:
         return bins
@@ -104,10 +100,8 @@ def level(bins: list[Bin], sizes: Sequence[int], costs: Sequence[float], limit: 
 
 
 def even_bins(sizes: Sequence[int], costs: Sequence[float], limit: int, count: int) -> list[Bin] | None:
-    """Put each item into the cheapest of `count` bins that has room; return None when an item has no place.
-
-    Bins without room for the last items wait in a second heap until a smaller item comes.
-    """
+    """Put each item into the cheapest of `count` bins with room; return None if an item does not fit. Full bins wait in
+    a second heap for smaller items."""
     bins: list[Bin] = [[] for _ in range(count)]
     room = [limit] * count
     cheapest = [(0.0, number) for number in range(count)]
@@ -129,8 +123,8 @@ def even_bins(sizes: Sequence[int], costs: Sequence[float], limit: int, count: i
 
 
 def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deal bins, by falling cost, each to the rank with the least to do that still lacks one; then exchange bins
-    between ranks while that makes them more even. Return the bins of each rank by falling cost."""
+    """Deal bins by falling cost to the least loaded rank, exchange bins for balance, and return each rank's bins by
+    falling cost."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0.0, rank) for rank in range(ranks)]
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):

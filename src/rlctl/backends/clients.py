@@ -45,8 +45,8 @@ class PolicyClient:
         micro_batch_tokens: int,
         whole_groups: bool = False,
     ) -> None:
-        """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout, or with `whole_groups` of
-        the rollouts of a group together, which then share a row."""
+        """`micro_batch_tokens`: row limit, at least the longest rollout (with `whole_groups`, the longest group, which
+        shares a row)."""
         self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
         self._reads_others = spec.valued and spec.teaches is not None
@@ -168,8 +168,8 @@ class PolicyClient:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A second policy or a reward model, never trained, on the devices of the first. It has them while it computes, and
-    where it is to wait in host memory it waits there else."""
+    """A frozen teacher, reference or reward model on the policy's devices, in host memory while others compute if
+    needed."""
 
     policy: PolicyClient
     offload: bool
@@ -206,8 +206,8 @@ class PendingGroups:
     """Latest time for its answer, of time.monotonic."""
 
     def results(self) -> list[GroupResult]:
-        """Wait for the groups, with handles of columns and texts. Raises what `PendingCall.results` raises, and
-        WorkerError where columns or texts are lost."""
+        """Return the finished groups with handles of columns and texts. Raises PendingCall's errors, and WorkerError
+        for lost data."""
         (found,) = self.call.results()
         if self.keeps:
             keep_here(self.handles)
@@ -219,8 +219,7 @@ class PendingGroups:
 
 
 class EngineClient:
-    """Asks all generation engines, which know nothing of one another: a call is never collective, and one that allows
-    for the loss of an engine says so."""
+    """Client of all generation engines. Engines are independent; calls that tolerate the loss of an engine say so."""
 
     def __init__(self, group: WorkerGroup[EpisodeWorker], *, keeps: bool = False) -> None:
         """`keeps`: what engines have made is copied to this node, because theirs may be lost without the policy's."""
@@ -239,8 +238,8 @@ class EngineClient:
     def generate(
         self, shares: Sequence[Sequence[GroupRequest]], sampling: Sampling, timeout_s: float
     ) -> list[list[GroupResult] | WorkerError | WaitTimeoutError]:
-        """Give each engine its share of the requests; return the results of each engine, with handles of columns and
-        texts, or the error of one that failed, is gone, or did not answer in `timeout_s`."""
+        """Generate each engine's share; return its results with handles of columns and texts, or its error after
+        `timeout_s`."""
         asked, handles = self.group.within(timeout_s + MARGIN_S).submit_by_handle(
             EpisodeWorker.generate_by_handle,
             [(share, sampling, timeout_s) for share in shares],
@@ -306,8 +305,8 @@ class EngineClient:
         self._aside += [self.group.drop([rank]) for rank in sorted(ranks, reverse=True)]
 
     def take_back(self, tell: Callable[[str], None]) -> bool:
-        """Start the engines that were set aside and have another place now; return whether there are any. `tell`
-        reports those that do not start, which are given up."""
+        """Restart engines that were set aside and have a place now; return whether there are any. `tell` reports
+        failures."""
         back = [one for one in self._aside if one.moved()]
         self._aside = [one for one in self._aside if one not in back]
         taken = False
@@ -346,10 +345,10 @@ def generate_groups(
     timeout_s: float,
     recover: Callable[[RlctlError], object] | None = None,
 ) -> list[GroupResult]:
-    """Return the results of all requests in the order of their groups, with handles of columns and texts.
+    """Return the results of all requests by group, with handles of columns and texts. Requests are dealt to engines in
+    turn.
 
-    The requests are dealt to the engines in turn. `recover(error)` brings the engines back after the failure of one, or
-    raises; the requests that the failed engine had are then asked for again.
+    `recover(error)` restores the engines after a failure, or raises; the failed engine's requests are then repeated.
     """
     results: list[GroupResult] = []
     left = list(requests)

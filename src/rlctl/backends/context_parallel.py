@@ -1,7 +1,6 @@
-"""The tokens of a packed row that a rank holds under context parallelism, and the collectives that put parts of rows
-together again.
+"""Context parallelism: a rank's tokens of a packed row, and collectives that join the parts.
 
-Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen.
+Suffixes: T tokens of the row, R response tokens, U positions that predict them.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class GatherValues(torch.autograd.Function):
 
 
 class JoinContext(torch.autograd.Function):
-    """Log-probs (or values) of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each
-    rank computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+    """Gather log-probs or values of the whole row on every context-parallel rank. Each rank computes the same loss and
+    keeps the gradient of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, part_nR: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:
@@ -93,8 +92,8 @@ class JoinContext(torch.autograd.Function):
 
 
 def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
-    """`row` with only those tokens that a context-parallel rank holds, and the places that predict one as indices into
-    them; media are whole."""
+    """Return `row` with one context-parallel rank's tokens, and predicting positions as indices into them. Media stay
+    whole."""
     if cp_size == 1:
         return row
     device = row.tokens_T.device

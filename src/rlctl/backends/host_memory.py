@@ -1,8 +1,5 @@
-"""Device memory that is given up for a while: storages are emptied, their bytes wait in host memory.
-
-The storages themselves are emptied and refilled, so every view of them stays what it is. On a CPU the host memory is
-the same memory; there it only costs time.
-"""
+"""Device memory released for a while: storages are emptied and their bytes kept in host memory, so all views stay
+valid. On a CPU this only costs time."""
 
 from __future__ import annotations
 

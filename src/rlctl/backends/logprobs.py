@@ -1,7 +1,7 @@
-"""Log-probs and entropy of chosen tokens from vocabulary-parallel logits, a chunk of positions at a time, and values.
+"""Log-probs, entropy and values from vocabulary-parallel logits, a chunk of positions at a time.
 
-Suffixes: R response tokens, U positions that predict them (a shared prompt's last position predicts several), V this
-rank's part of the vocabulary, K a fixed number of tokens at each position.
+Suffixes: R response tokens, U predicting positions (a shared prompt's last position predicts several), V this rank's
+vocabulary, K tokens per position.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class VocabPart:
 
 
 class ValueHead(nn.Module):
-    """A critic's value of each hidden state, in float32: 0 everywhere before training. Every tensor-parallel rank has
-    it whole and computes the same."""
+    """A critic's float32 value of each hidden state, 0 before training. Every tensor-parallel rank holds and computes
+    all of it."""
 
     def __init__(self, hidden: int, **options: Any) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ def text_tokens(
     hidden_U: Tensor, part: PackedRow, output_layer: Callable[[Tensor], Tensor], vocab: VocabPart, chunk: int,
     top: Teaching, context: Any,
 ) -> Tensor:  # fmt: skip
-    """int64 [R, K]: the most likely tokens of the text of each chosen token: those with the highest logit at any of its
-    positions, of all context-parallel ranks (`context`)."""
+    """int64 [R, K]: the most likely tokens of each chosen token's text, by their highest logit at any position, over
+    context-parallel ranks (`context`)."""
     text_R = part.columns_R["rollout"]
     text_U = torch.zeros(len(hidden_U), dtype=torch.int64, device=hidden_U.device).scatter(0, part.inverse_R, text_R)
     highest_NV: Tensor | None = None
@@ -352,9 +352,10 @@ def _sum_from(exp_UV: Tensor, lowest_U: Tensor, group: Any) -> Tensor:
 
 
 class ProjectedProbs(torch.autograd.Function):
-    """float32 [R, K]: the probabilities p = softmax(logits / temperature), over a vocabulary split across `group`, as a
-    sparse matrix M turns them into others, at `places_RK` of its rows. d L / d logits = p (M^T g - <p, M^T g>) /
-    temperature, where g is the gradient of M p."""
+    """float32 [R, K]: softmax probabilities mapped by a sparse matrix M to other tokens, at rows `places_RK`.
+
+    d L / d logits = p (M^T g - <p, M^T g>) / temperature, where g is the gradient of M p.
+    """
 
     @staticmethod
     def forward(
@@ -394,8 +395,8 @@ class ProjectedProbs(torch.autograd.Function):
 def _scale(
     exp_UV: Tensor, factor_U: Tensor, entropy_U: Tensor | None, shift_U: Tensor, kept_gradient: _KeptGradient | None
 ) -> Tensor:
-    """Replace exp by exp * (factor - entropy * (log exp + shift)) and the gradient of truncated log-probs, a few rows
-    at a time; 0 where exp is 0."""
+    """Replace exp by exp * (factor - entropy * (log exp + shift)) and truncated gradients, in row blocks; 0 where exp
+    is 0."""
     if entropy_U is None and kept_gradient is None:
         return exp_UV.mul_(factor_U[:, None])
     step = _rows_at_a_time(exp_UV)

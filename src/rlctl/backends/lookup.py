@@ -1,8 +1,6 @@
-"""Policy and generation backends, a record of each, looked up by name.
+"""Backends by name. A record names the worker class and has what the driver needs before a process runs.
 
-A backend's record names its worker class and holds what the driver needs of it before a process runs. Records are
-imported when they are asked for, so that no command imports an engine it does not use. `register_backend` adds one from
-outside of the package, and so does an entry point of an installed one; the loop, refits and commands need no change.
+Records are imported on demand. `register_backend` and entry points of installed packages add backends.
 """
 
 from __future__ import annotations
@@ -110,8 +108,8 @@ def policy_backend(name: str) -> PolicyBackend:
 
 
 def require_backends(config: RlctlConfig) -> None:
-    """Raise ConfigError, with the nearest known name, where `training.backend` or `generation.backend` names nothing
-    that can be planned. Backends of installed packages are imported and registered here."""
+    """Raise ConfigError for an unknown `training.backend` or `generation.backend`. Imports and registers installed
+    backends."""
     _require(POLICIES, PolicyBackend, "training.backend", config.training.backend)
     if isinstance(config, EngineConfig):
         _require(ENGINES, EngineBackend, "generation.backend", config.generation.backend)

@@ -1,10 +1,8 @@
-"""LoRA (arXiv 2106.09685), as far as it is the same whatever backend trains: where adapters are, how they begin, and
-the gradients of merged weights.
+"""LoRA (arXiv 2106.09685), independent of the backend: targets, initial values, and gradients of merged weights.
 
-W' = W + alpha / rank * B A. The model computes with W', which is made after each step and is what engines get. A layer
-that added B A x to W x would round the sum of two rounded products: in bfloat16 its log-probs are twice as far from an
-engine's. Parts of a layer that Megatron fuses (q, k and v; gate and up) share one A in every backend, so that a run can
-go on under another.
+W' = W + alpha / rank * B A. The model and the engines compute with W', rebuilt after each step; adding B A x to W x
+would round twice, which in bfloat16 doubles the log-prob difference from an engine. Parts that Megatron fuses (q, k, v;
+gate, up) share one A in every backend, so a run can change its backend.
 
 Shapes: T tokens, r rank, O outputs, I inputs of a layer.
 """
@@ -28,8 +26,8 @@ LAYERS = {
     "attention": ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_q_proj", "linear_proj"),
     "mlp": ("linear_fc1", "linear_fc2"),
 }
-"""Layers behind each of `training.lora.targets`, by Megatron's names. MLA's down-projections and routed experts keep
-their base weights."""
+"""Layers of each `training.lora.targets` entry, by Megatron's names. MLA down-projections and routed experts are
+excluded."""
 
 
 class Adapted:
@@ -89,8 +87,8 @@ def require_kind(name: str, module: nn.Module, known: Iterable[type]) -> None:
 
 
 def first_a(rank: int, inputs: int, seed: int, name: str) -> Tensor:
-    """[r, I]: the A that a layer begins with, uniform, the whole of it on every rank, so that no layout changes it.
-    `name` is Megatron's, with layers counted over the whole model."""
+    """Return the initial A [r, I], uniform, equal on all ranks and layouts. `name`: Megatron's, with layers counted
+    over the model."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = 1 / math.sqrt(inputs)
     return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)

@@ -1,5 +1,4 @@
-"""Requests to a generation engine and its answers: samples, and the groups of episodes that are made of them. Nothing
-here imports torch or vLLM.
+"""Requests to a generation engine and its answers: samples and groups of episodes. Imports neither torch nor vLLM.
 
 Suffix G: the episodes of one prompt.
 """
@@ -19,8 +18,8 @@ from rlctl.settings.generation import GenerationConfig
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that are sampled from, where these are not all. vLLM applies the temperature, then `min_p`, `top_k`
-    and `top_p`, each to the tokens that the one before has kept."""
+    """Truncated sampling. vLLM applies temperature, then `min_p`, `top_k` and `top_p`, each to the tokens kept
+    before."""
 
     top_p: float = 1.0
     """Keep the most likely tokens whose probabilities add up to this."""
@@ -56,8 +55,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion in addition to the model's own end tokens."""
     turn_ends: tuple[str | int, ...] = ()
-    """Stops that end a turn of the chat format. The text of a completion excludes them and the model's own end tokens;
-    all other stops are part of it. The tokens of a completion include every stop token."""
+    """Stops that end a turn of the chat format. Completion texts exclude these and the model's end tokens, and include
+    other stops; token ids include all."""
     never: tuple[int, ...] = ()
     """Tokens that are not drawn, as those that stand for images: `NEVER` is added to their logits."""
     timeout_s: float | None = None

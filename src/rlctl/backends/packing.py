@@ -1,7 +1,6 @@
-"""Bin packing of rollouts into rows of tokens, balanced over data-parallel ranks.
+"""Bin packing of rollouts into rows (micro-batches), balanced over data-parallel ranks.
 
-A row is one micro-batch. Every rank gets the same number of rows (collectives inside the model pair up across ranks),
-and rows and ranks are balanced by compute: linear in tokens plus quadratic attention.
+Every rank gets the same number of rows, because collectives pair up. Cost is linear in tokens plus quadratic attention.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from rlctl.backends.bin_packing import least_bins, pack, spread
 from rlctl.errors import ConfigError
 
 ATTENTION_TOKENS = 4096
-"""Sequence length at which the quadratic part of a layer's attention costs as much as its linear part (6-12 x hidden in
-published models; only the balance depends on it)."""
+"""Sequence length at which a layer's attention costs as much as its linear part (6-12 x hidden; used for balance
+only)."""
 MORE_ROWS = 1.02
-"""Rows that whole groups may take over those of single rollouts before groups are divided to fill rows better. Each
-part has its own copy of the prompt."""
+"""Share of additional rows allowed before groups are divided, which duplicates their prompt."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,13 @@ def plan_batch(
     multiple: int = 1,
     micro_batch_multiple: int = 1,
 ) -> BatchPlan:
-    """Divides each optimizer mini-batch into rows for `dp` ranks.
+    """Divide each optimizer mini-batch into rows for `dp` ranks.
 
-    Args:
-        minibatches: the rollouts of each optimizer step.
-        columns: handle of the columns of each group; a shard carries those it needs.
-        micro_batch_tokens: most tokens of a row.
-        packing: False gives each rollout a row of its own.
-        dynamic: without packing, rows of rollouts of like length, padded to the longest of them.
-        share_prompts: rollouts of a group in one row stand behind one copy of their prompt; needs packing.
-        whole_groups: all rollouts of a group are in one row, whose loss compares them.
-        multiple: rows are padded to a multiple of this many tokens (tp x 2 cp under sequence and context parallelism).
-        micro_batch_multiple: each rank gets a multiple of this many rows, empty ones where rollouts do not suffice.
-
-    Raises:
-        ConfigError: a rollout is longer than a row.
+    Raises ConfigError for a rollout longer than a row. `columns`: handle of each group's columns. `micro_batch_tokens`:
+    row limit. `packing` False: one rollout per row; with `dynamic`, rows of similar lengths, padded. `share_prompts`:
+    rollouts of a group share one prompt copy (needs packing). `whole_groups`: a group stays in one row, whose loss
+    compares it. `multiple`: rows are padded to it (tp x 2 cp). `micro_batch_multiple`: rows per rank are a multiple,
+    with empty rows if needed.
     """
     share = share_prompts and packing
     if packing and dynamic:

@@ -1,9 +1,8 @@
-"""One rank of a policy, as far as it is the same whatever backend trains: meeting the other ranks, the rows of a batch,
-passes over them, saves in the background, and the way back to the device; and the critic next to it.
+"""One rank of a policy, independent of the backend: rendezvous, batches, passes, background saves, and moves to host
+memory.
 
-The critic is a second model in the policy's process and process groups: a rank of the same class whose model has values
-(`PolicySpec.valued`), which trains, sleeps, saves and loads as the policy does. Its rows are the policy's, so that each
-sees the columns that the other adds.
+A critic is a second model in the policy's process and groups (`PolicySpec.valued`) that trains, sleeps, saves and loads
+alike. Its rows are the policy's, so both see each other's columns.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ CRITIC = "critic"
 
 
 class Save(ABC):
-    """A snapshot that one rank writes in the background. Every rank makes one and finishes it; the checkpoint is
-    complete when all have."""
+    """A snapshot that one rank writes in the background. The checkpoint is complete when every rank has finished."""
 
     def __init__(self, directory: Path) -> None:
         """Start writing into an existing empty directory; to be called when the snapshot has been taken."""
@@ -123,8 +121,7 @@ class PolicyRank(WeightSource, ABC):
         self.begun_with = Path()
         """Where the weights were loaded from."""
         self._base = dict[str, Tensor]()
-        """From the first step on, the weights of adapted layers without their adapters, in host memory and in the
-        dtype that is computed in."""
+        """Base weights of adapted layers after the first step, in host memory and in the compute dtype."""
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
@@ -168,18 +165,17 @@ class PolicyRank(WeightSource, ABC):
 
     @abstractmethod
     def load_weights(self, directory: Path, *, saved: bool = False) -> None:
-        """Fill the weights of the model; the optimizer starts afresh. `saved`: the directory is a checkpoint of this
-        model, whose float32 weights are read."""
+        """Load the model's weights and reset the optimizer. `saved`: the directory is a checkpoint with float32
+        weights."""
 
     @abstractmethod
     def round_weights(self) -> None:
-        """Have the model compute with weights on the grid (`grid`), where it has one; to be called when weights have
-        changed. Collective."""
+        """Round weights to the grid (`grid`), if any, after each change. Collective."""
 
     @abstractmethod
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
-        """Run the model over `rows`, unless `forward_only` with gradients added up; return the second values of
-        `loss_of`, where this rank has the output."""
+        """Run the model over `rows` and accumulate gradients unless `forward_only`; return `loss_of`'s second values on
+        output ranks."""
 
     @abstractmethod
     def with_weights(self, others: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -267,8 +263,8 @@ class PolicyRank(WeightSource, ABC):
         self._store = None
 
     def sleep(self, keep_weights: bool = False) -> int:
-        """The bytes returned include those of an earlier `sleep` that kept the weights. A critic that does not take
-        turns with the policy sleeps whenever it does."""
+        """Also return the bytes of an earlier `sleep` that kept the weights. A critic without turns sleeps with the
+        policy."""
         of_critic = self.critic.sleep() if self.critic is not None and not self._takes_turns else 0
         self._offloaded.append(self.offload(keep_weights))
         return of_critic + sum(part.device_bytes for part in self._offloaded)

@@ -1,8 +1,7 @@
-"""Weights of a policy's rank on the grid of `training.quantization`, whatever backend trains.
+"""Quantization-aware training: weights on the grid of `training.quantization`.
 
-The optimizer's float32 weights become those of model.dtype, as without quantization, and these are rounded to the grid.
-Both the policy and the engines compute with the rounded ones, and their gradient is taken for that of the float32
-weights (straight-through). The scale of a matrix follows its weights from step to step.
+float32 weights are rounded to model.dtype and then to the grid. Policy and engines compute with the rounded weights;
+gradients go to the float32 weights (straight-through). Matrix scales follow the weights at each step.
 """
 
 from __future__ import annotations

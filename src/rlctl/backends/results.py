@@ -37,9 +37,8 @@ class StepOutcome:
 
 
 class LossScale:
-    """The factor that losses are multiplied by in float16, where small gradients would be zero, and that gradients are
-    divided by. It changes as torch's GradScaler's does, which cannot hear from other ranks that a gradient was not
-    finite: it is halved after a step that was skipped, and doubled after 2000 that were not."""
+    """The loss scale of float16, like torch's GradScaler but consistent over ranks: halved after a skipped step,
+    doubled after 2000 others."""
 
     def __init__(self) -> None:
         self.value, self._taken = 2.0**16, 0
@@ -52,8 +51,8 @@ class LossScale:
 
 
 NORM_CHUNK = 1 << 16
-"""Elements whose squares a processor adds up in float32. Torch adds them one after the other there, which loses a
-thousandth of the norm of 28 million, as an embedding's gradient has."""
+"""Block size of float32 sums of squares on CPUs: torch's sequential sum loses a thousandth of the norm of 28 million
+elements."""
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ def micro_batch_loss(
     loss: Callable[[Any], LossOutput], batch_of: Callable[[PackedRow, Tensor], Any], row: PackedRow, out: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one row, and its detached loss, sums and maxima. `batch_of`: `PackedRow.token_batch` or
-    `PackedRow.value_batch`, for the output of a policy or of a critic."""
+    `value_batch`."""
     if out.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
         return out.sum() * 0.0, {"loss": out.detach().sum(), "sums": {}, "maxima": {}}
     found = loss(batch_of(row, out))
@@ -80,8 +79,8 @@ def micro_batch_loss(
 
 
 def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: Any) -> None:
-    """Put the advantages of tokens where the rewards or advantages of rollouts were, which become a column of their
-    own, and add the returns. Collective over the data-parallel ranks (`group`)."""
+    """Replace rollout rewards or advantages by token advantages, keep rewards as a column, and add returns. Collective
+    over `group` (data parallel)."""
     for row in rows:
         columns = row.columns_R
         found = row.value_batch(columns.get("values", torch.zeros_like(columns["advantages"]))[None])
@@ -98,8 +97,7 @@ def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: An
 
 
 def _whiten(rows: list[PackedRow], group: Any) -> None:
-    """Give the advantages of all tokens that count, of all ranks, the mean 0 and the standard deviation 1; equal ones
-    are 0."""
+    """Whiten the advantages of all counted tokens over all ranks; equal ones become 0."""
     counted = [row.columns_R["advantages"][row.columns_R["token_weights"] != 0].double() for row in rows]
     own = torch.cat(counted) if counted else torch.zeros(0)
     moments = (0, 0.0, 0.0, 0.0, 0.0)  # number, mean, sum of squares around it, smallest and largest value
@@ -154,8 +152,7 @@ def logprob_stats(columns: list[dict[str, Tensor]], column: LogprobColumn, group
 
 
 def _all_ranks(value: Any, group: Any) -> list[Any]:
-    """Return `value` of every rank of `group`, in their order. These are a few numbers a step, which are added up in
-    float64, in the same way in each run."""
+    """Return `value` of every rank of `group` in order, for reproducible float64 sums."""
     if group.size() == 1:
         return [value]
     found: list[Any] = [None] * group.size()

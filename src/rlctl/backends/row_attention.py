@@ -1,8 +1,7 @@
-"""Attention over packed rows by torch's scaled_dot_product_attention: units of a row never see each other.
+"""Attention over packed rows by torch's scaled_dot_product_attention; units of a row never see each other.
 
-Units are gathered into batches of similar length, so that a row of many short rollouts costs a few calls and not one
-for each. Under context parallelism the caller gathers keys and values from the ranks; long contexts on GPUs want ring
-attention.
+Units are batched by length, so many short rollouts cost few calls. Under context parallelism the caller gathers keys
+and values.
 
 Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d head width.
 """
@@ -21,13 +20,12 @@ from rlctl.backends.context_parallel import zigzag
 from rlctl.backends.rows import PackedRow, RowUnit
 
 TREE_TOKENS = 512
-"""Longest unit with shared prompt that is attended in one masked square; longer ones cost less a completion at a
-time."""
+"""Longest shared-prompt unit computed as one masked square; longer units compute each completion separately."""
 BATCH_WASTE = 1.5
 """Units are batched while the padded squares are at most this much larger than their own."""
 KERNEL_WIDTH = 8
-"""With a mask, torch's fused kernels on GPUs take heads in bfloat16 whose width is a multiple of this. Others are
-computed with all scores in memory (`check_head_dim_size_mem_efficient` of ATen's transformers/cuda/sdp_utils.cpp)."""
+"""Head width divisor of torch's fused masked bfloat16 kernels on GPUs; other widths use a math kernel
+(`check_head_dim_size_mem_efficient` in ATen's sdp_utils.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class AttentionBlock:
     _windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal, for
-        which kernels on GPUs are faster than with a mask."""
+        """bool [B, 1, Q, K] for a `window` (including the token); None: causal, which has faster GPU kernels than a
+        mask."""
         if window is None or window >= self.keys_BK.shape[1]:
             return self.mask_B1QK
         if window not in self._windows:
@@ -79,14 +77,11 @@ def attend(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """[T, h * d]: the attention of a rank's queries to the keys of the whole row.
+    """Return [T, h * d], the attention of a rank's queries to the keys of the whole row.
 
-    Args:
-        query: [T, h, d]; key and value have as many heads or fewer (grouped queries), and values may be narrower.
-        scale: of the scores; None: 1 / sqrt(d).
-        window: positions that a token attends to, its own included; None: all before it.
-        sinks: [h] a learned logit of each head that takes part in the softmax and attends to nothing.
-        cap: scores s become cap * tanh(s / cap).
+    `query` [T, h, d]; key and value may have fewer heads, and values narrower ones. `scale` None: 1 / sqrt(d).
+    `window`: attended positions including the token; None: all. `sinks` [h]: a learned logit per head that attends to
+    nothing. `cap`: scores s become cap * tanh(s / cap).
     """
     parts = [_attend(query, key, value, block, scale, window, sinks, cap) for block in attention.blocks]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -121,14 +116,13 @@ def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[A
 
 
 def takes_squares(device: torch.device) -> bool:
-    """Whether a causal square without a mask costs less than the rectangle below its first rows. On GPUs the fastest
-    kernels take no mask, and others compute the whole rectangle, with a mask in memory that grows as it does."""
+    """Return whether an unmasked causal square is cheaper than a masked rectangle, as on GPUs."""
     return device.type == "cuda"
 
 
 def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
-    """The attention of a unit: one square, or the prompt's and one rectangle for each completion. With `squares` a
-    completion that is as long as its prompt or longer has a square of both, of which the prompt's part is not read."""
+    """Split a unit's attention: one square, or the prompt's and one rectangle per completion. `squares`: long
+    completions use a square with the prompt."""
     tokens = unit.start + np.arange(unit.tokens)
     if len(unit.completions) <= 1:
         return [_Problem(tokens, tokens, None)]
@@ -166,8 +160,7 @@ def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
 
 
 def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
-    """Pads a batch. Padding queries and keys are token 0: no mask lets a real query see a padding key, and nobody
-    reads the output of a padding query."""
+    """Pad a batch with token 0: masks hide padding keys, and nobody reads padding queries."""
     queries, keys = max(len(p.queries) for p in batch), max(len(p.keys) for p in batch)
     queries_BQ, keys_BK = np.zeros((len(batch), queries), np.int64), np.zeros((len(batch), keys), np.int64)
     mask = None if batch[0].mask_QK is None else np.zeros((len(batch), 1, queries, keys), bool)
@@ -255,9 +248,8 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores_h: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Put one more token in front, whose score with every query is the head's sink and whose value is zero. It takes a
-    further dimension of queries and keys, so that any kernel can be used and causal stays causal; more of zeros make
-    the width one that kernels take."""
+    """Prepend a token with the sink's score and value zero. It uses a further query and key dimension, so any kernel
+    works; zeros fill the width that kernels need."""
     further = KERNEL_WIDTH - q.shape[-1] % KERNEL_WIDTH
     scores = scores_h.to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
     q = F.pad(torch.cat([q, scores], -1), (0, further - 1, 1, 0))

@@ -1,12 +1,11 @@
-"""Packed rows: the tensors of one micro-batch, and which token attends to which.
+"""Packed rows: the tensors of one micro-batch and their attention.
 
-A row is a sequence of units. A unit is a prompt and the completions behind it: one rollout on its own, or all
-rollouts of a group behind the one copy of their prompt. Every completion continues the positions of its prompt, and
-attends to the prompt and to itself. A row's tokens stand under context parallelism as Megatron's zigzag of the whole
-row.
+A row is a sequence of units: a prompt and its completions (one rollout, or a group that shares the prompt). Each
+completion continues the prompt's positions and attends to the prompt and itself. Context parallelism splits a row in
+Megatron's zigzag.
 
-Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen, L layers, K experts a token,
-k numbers that make up the position of a token.
+Suffixes: T tokens of the row, R response tokens, U predicting positions, L layers, K experts per token, k numbers per
+position.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TEACHER_SAM
 from rlctl.errors import InputError
 
 FILLER = 1
-"""The token that rows are padded with. It is not 0, which most models have for padding themselves: its embedding may be
-zero, and layers that take the root of its mean square (Gemma 3n) have no finite gradient there, which would spread."""
+"""Padding token of rows. Not 0, which is often a model's padding with a zero embedding, whose root mean square (Gemma
+3n) has no finite gradient."""
 
 Positions = Callable[[np.ndarray, Sequence[MediaPart]], np.ndarray]
-"""(tokens [T] of a rollout, its media) -> int64 [k, T], the positions as the model takes them. The first of the k
-numbers counts the tokens; a model of texts has no other."""
+"""(tokens [T], media) -> int64 [k, T], the model's positions. The first number counts tokens; text models have only
+that."""
 
 
 def counted_positions(tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
@@ -98,9 +97,8 @@ class PackedRow:
     inverse_R: torch.Tensor  # int64: index into U of the position that predicts the token
     targets_R: torch.Tensor  # int64: the chosen tokens
     columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
-    """rollout, rollout_logprobs, advantages, token_weights; nll_weights where one is not 0; once computed old_logprobs
-    and reference_logprobs; with truncated sampling old_full_logprobs; rewards where the ranks made the advantages; with
-    a critic values and returns; with a teacher teacher_logprobs and teacher_top."""
+    """rollout, rollout_logprobs, advantages, token_weights; and, when used: nll_weights, old_logprobs,
+    reference_logprobs, old_full_logprobs, rewards, values, returns, teacher_logprobs, teacher_top."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
     extra_R: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -117,8 +115,7 @@ class PackedRow:
     """int64: which token of `media`, counted over all of them, each token is; -1: text. None: all is text."""
 
     def token_batch(self, out: torch.Tensor) -> TokenBatch:
-        """Return what a policy's loss is computed from; `out` is what `chunked_logprobs` returns, or values
-        [1, R]."""
+        """Return the policy loss's input from the output of `chunked_logprobs`, or values [1, R]."""
         columns = self.columns_R
         further = 0 if self.further_RK is None else self.further_RK.shape[1]
         return TokenBatch(
@@ -159,8 +156,8 @@ class PackedRow:
 def fetch_rows(
     shard: BatchShard, fetch: Fetch, multiple: int, device: torch.device, positions: Positions, *, routing: bool
 ) -> list[list[PackedRow]]:
-    """Fetch the columns of a rank's part and pack them: for each mini-batch its rows, with `routing` the recorded
-    experts too. `positions` are the model's. Raises as `build_row` and `row_routing` do."""
+    """Fetch a rank's columns and pack rows for each mini-batch, with recorded experts if `routing`. Raises like
+    `build_row` and `row_routing`."""
     columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
 
     def packed(micro: MicroBatch) -> PackedRow:
@@ -180,9 +177,8 @@ def build_row(
     rectangular: bool = False,
     positions: Positions = counted_positions,
 ) -> PackedRow:
-    """Pack the rollouts of `micro_batch` into a row padded to a multiple of `multiple` tokens. `rectangular` (without
-    `share`) pads each to the longest: attention is then one batch of equal lengths. Raises InputError where rollouts of
-    one group have different prompts, or the columns disagree with the driver's lengths."""
+    """Pack rollouts into a row padded to a multiple of `multiple`. `rectangular` (without `share`) pads each rollout to
+    the longest. Raises InputError for different prompts in a group or wrong lengths."""
     tokens: list[np.ndarray] = []
     units: list[RowUnit] = []
     sources: list[np.ndarray] = []
@@ -297,8 +293,8 @@ def _extra_columns(
 def logprobs_by_group(
     shard: BatchShard, rows: Sequence[Sequence[PackedRow]], outputs: Sequence[torch.Tensor]
 ) -> list[GroupLogprobs]:
-    """Return a teacher's log-probs of each group of the shard, in its order, from the float32 [2 + 2 K, R] that its
-    model has put out for each row (`chunked_logprobs`), or a reward model's scores in their place from [1, R]."""
+    """Return a teacher's log-probs by group from float32 [2 + 2 K, R] per row (`chunked_logprobs`), or a reward model's
+    scores from [1, R]."""
     found: dict[int, GroupLogprobs] = {position: {} for position in shard.columns}
     pairs = [pair for own in zip(shard.minibatches, rows, strict=True) for pair in zip(*own, strict=True)]
     for (micro, row), output in zip(pairs, outputs, strict=True):
@@ -330,8 +326,7 @@ def add_teacher_logprobs(
     fetch: Fetch,
     projection: VocabProjection | None = None,
 ) -> None:
-    """Add to each row the log-probs that a teacher has computed; `handles` has those of each group. With a
-    `projection` it has read the texts with another tokenizer."""
+    """Add a teacher's log-probs (`handles` by group) to each row. `projection`: the teacher has another tokenizer."""
     groups: dict[int, GroupLogprobs] = {}
     for position in shard.columns:
         groups[position] = {key: one for part in fetch(list(handles[position])) for key, one in part.items()}
@@ -383,8 +378,8 @@ def units_of(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[Weigh
 def row_routing(
     micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], share: bool, row: PackedRow
 ) -> torch.Tensor | None:
-    """int16 [T, L, K]: the recorded experts where `row` has the tokens, -1 elsewhere; None of a row without rollouts.
-    Raises InputError where the rollouts have no such record."""
+    """int16 [T, L, K]: recorded experts, -1 where missing; None for an empty row. Raises InputError without a
+    record."""
     routing_TLK: np.ndarray | None = None
     for unit, (_, rollouts) in zip(row.units, units_of(micro_batch, share), strict=False):  # the last may be padding
         at = unit.start

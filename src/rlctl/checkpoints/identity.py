@@ -43,10 +43,8 @@ def damaged_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
 
 
 def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
-    """Hexadecimal digest that two directories share when they hold the same model; `weights`: where else those are.
-
-    It covers each weight file's name, size and 16 samples of 64 KiB spread over it, from its header on.
-    """
+    """Return a hexadecimal digest of the model: each weight file's name, size and 16 samples of 64 KiB. `weights`:
+    another directory for these."""
     digest = hashlib.sha256()
     _add_small_files(digest, directory)
     weights = weights or directory
@@ -60,11 +58,9 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
 
 
 def source_identity(directory: Path) -> str:
-    """Hexadecimal digest by which a model directory that was converted is known again.
+    """Return a hexadecimal digest of a converted source: companion contents and weight file identity.
 
-    It covers the content of the files that are copied along, and the identity of the weight files. Those of a hub's
-    cache are named after their content; others are known by place, size and time, so that a rewritten file counts as
-    another.
+    Hub cache files are named by content; others count by place, size and time.
     """
     digest = hashlib.sha256()
     _add_small_files(digest, directory, COMPANIONS)

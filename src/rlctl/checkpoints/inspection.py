@@ -48,11 +48,7 @@ class Inspection:
 
 
 def inspect(path: Path) -> Inspection:
-    """Look at a Hugging Face directory, a Megatron checkpoint, or a run.
-
-    Raises:
-        InputError: there is nothing at `path`, or it is not a checkpoint of a known format.
-    """
+    """Inspect a Hugging Face directory, a Megatron checkpoint or a run. Raises InputError for anything else."""
     if not path.exists():
         raise InputError(f"{path} does not exist.")
     found = find(path) if path.is_dir() else None

@@ -24,16 +24,13 @@ def hub_directory() -> Path:
 
 
 def converted_directory() -> Path:
-    """The `named_directory`, else folder `rlctl` in the `hub_directory`.
-
-    rlctl writes only below its own folder, so the directory may be shared.
-    """
+    """Return the `named_directory`, else folder `rlctl` in the `hub_directory`. rlctl writes only below its folder."""
     return named_directory() or hub_directory() / "rlctl"
 
 
 def foreign_conversion(name: str) -> Path | None:
-    """Return the directory of the conversion that another trainer made of the model `name`, if there is one: below
-    NRL_MEGATRON_CHECKPOINT_DIR, else that variable's default in the `hub_directory`."""
+    """Return another trainer's conversion of `name`, below NRL_MEGATRON_CHECKPOINT_DIR or its default in the
+    `hub_directory`."""
     given = os.environ.get(NAMED[1])
     folder = user_path(given) if given and given.strip() else hub_directory() / "nemo_rl"
     place = folder / (f"model_{name.replace('/', '_')}" if os.path.exists(name) else name)
@@ -46,8 +43,7 @@ def nearest_existing(directory: Path) -> Path:
 
 
 def write_problem(place: Path) -> str | None:
-    """Why no file can be written and locked in `place`, or None: tried with a real file, since modes do not tell it
-    all."""
+    """Return why a file cannot be written and locked in `place`, tested with a real file; None: it can."""
     if not place.is_dir():
         return f"{place} is not a directory"
     try:

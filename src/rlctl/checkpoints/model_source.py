@@ -36,8 +36,7 @@ class ModelSource:
     megatron: Path | None = None
     """The shards of the Megatron checkpoint that holds the weights."""
     origin: Path | None = None
-    """Where this was made of something else: the model that takes images or sound as well, of which it is the text
-    part, or the checkpoint of adapters that are merged into it."""
+    """Source of a derived model: the multimodal model of a text part, or the checkpoint of merged adapters."""
 
     @property
     def weights(self) -> Path:
@@ -66,11 +65,11 @@ def resolve_model(
     tell: Tell = lambda _: None,
     otherwise: Supplier = lambda name, revision, tell: None,
 ) -> ModelSource:
-    """Find or fetch the model that `--model` names: a local directory, the Hugging Face cache, the hub, in this order.
+    """Find or fetch the model of `--model`: a local directory, the Hugging Face cache, or the hub.
 
-    A local directory is Hugging Face's or a Megatron checkpoint (torch_dist, or a run of rlctl). `weights=False` is
-    content with config and tokenizer. `otherwise` is asked where the hub cannot be reached. Raises InputError where a
-    directory has no config or lacks shards, or a name is unknown, gated or cannot be reached.
+    Directories are Hugging Face's, torch_dist, or rlctl runs. `weights=False` needs only config and tokenizer.
+    `otherwise` is called if the hub is unreachable. Raises InputError for incomplete directories, and unknown, gated or
+    unreachable names.
     """
     local = user_path(name)
     if local.is_dir() and (checkpoint := find(local)) is not None:
@@ -141,8 +140,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | No
 
 
 def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
-    """Find or fetch the tokenizer that `--tokenizer` names: a local directory, the Hugging Face cache, the hub, in this
-    order. It needs no config.json. Raises InputError where a name is unknown, gated or cannot be reached."""
+    """Find or fetch the tokenizer of `--tokenizer`: a local directory, the cache, or the hub. Needs no config.json.
+    Raises InputError for unknown, gated or unreachable names."""
     if (local := user_path(name)).is_dir():
         return local
     patterns = [*CONFIG_FILES, *(("*.py",) if trust_remote_code else ())]
@@ -186,8 +185,8 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
 
 
 def check_directory(directory: Path, *, weights: bool = True) -> None:
-    """Raise InputError unless `directory` has a readable config.json and (with `weights`) every safetensors shard, none
-    of them damaged as far as its header and its size tell."""
+    """Raise InputError unless `directory` has a readable config.json and (with `weights`) all shards, by header and
+    size."""
     read_config(directory)
     if weights:
         require_whole(directory)

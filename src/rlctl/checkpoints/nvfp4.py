@@ -1,9 +1,7 @@
-"""NVFP4's grid, of numbers that are held in a wider format.
+"""NVFP4's grid in a wider format.
 
-A number is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1), times the scale of its block of consecutive numbers,
-times the scale of the matrix. Block scales are float8 (E4M3), and the scale of the matrix is float32, so that the
-largest number of the matrix is 6 times 448, the largest numbers of both formats. Numbers and scales are rounded to the
-nearest, and to the even one of two that are equally near.
+A value is E2M1 (sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6) x a float8 (E4M3) scale per block x a float32 scale per matrix,
+chosen so that the largest value is 6 times 448. Rounding is to nearest even.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ LARGEST_NUMBER, LARGEST_SCALE = 6.0, 448.0
 
 @torch.no_grad()
 def rounded(values: Tensor, largest: Tensor, block: int) -> Tensor:
-    """Return `values` [..., I] on the grid, in their own dtype. I divides by `block`; `largest` is the largest size
-    of a number of the matrix that they are a part of."""
+    """Return `values` [..., I] on the grid, in their dtype. I is a multiple of `block`; `largest` is the matrix's
+    largest magnitude."""
     blocks = values.float().unflatten(-1, (-1, block))
     of_matrix = largest.float() / (LARGEST_NUMBER * LARGEST_SCALE)
     wanted = blocks.abs().amax(-1, keepdim=True) / LARGEST_NUMBER / of_matrix

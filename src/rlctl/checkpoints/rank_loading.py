@@ -28,16 +28,12 @@ def load_rank(
     valued: bool = False,
     masters: bool = False,
 ) -> int:
-    """Stream a model directory into the live params of one rank; returns bytes read.
+    """Stream a model directory into a rank's live params and return the bytes read.
 
-    `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
-    (proven beforehand). Each rank reads only what it holds. Weights that a run has trained are rounded as in the run.
-    `facts` are the policy's: a Megatron checkpoint is checked against them, a Hugging Face directory against its own
-    configuration. `valued`: it is the checkpoint of a model that ends in values, all but the head of which is read.
-    `masters`: the optimizer's float32 weights are read, where a checkpoint has them apart.
-
-    Raises InputError for a damaged directory or one of another model, and for a param of the layout that the policy
-    does not have, or has in another shape.
+    `params` are contiguous tensors named by `world.layout(rank)`; each element is written exactly once (proven first).
+    Trained weights are rounded as in the run. `facts`: the policy's, checked against Megatron checkpoints. `valued`:
+    all but the head of a value model. `masters`: read float32 weights if stored apart. Raises InputError for damaged or
+    different models and mismatched params.
     """
     from rlctl.weights.plan_execution import execute, fill
 
@@ -72,8 +68,8 @@ def require_policy(directory: Path) -> Path:
 
 
 def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
-    """Read the adapters of a policy checkpoint as the optimizer updates them, whichever backend saved it: A [rank,
-    inputs] and B [outputs, rank] by published tensor. Raises InputError where it holds none, or another model's."""
+    """Return a policy checkpoint's float32 adapters by published tensor: A [rank, inputs], B [outputs, rank]. Raises
+    InputError for none, or another model's."""
     from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters
     from rlctl.checkpoints.megatron.megatron_model import MASTERS
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader

@@ -28,10 +28,8 @@ MODEL_FILES = (
 
 @contextmanager
 def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the lock of a destination; yields whether another process had it first. `waiting` is told before a wait.
-
-    Raises InputError where nothing can be written or locked at the destination.
-    """
+    """Hold a destination's lock; yield whether another process had it first. `waiting` is called before a wait. Raises
+    InputError if it cannot be locked."""
     path = destination.parent / f".{destination.name}.lock"
     lock, waited = FileLock(path), False
     try:
@@ -61,13 +59,10 @@ def unwritable(destination: Path, error: OSError) -> RlctlError:
 
 @contextmanager
 def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
-    """Yield an empty directory that replaces `destination` when the block ends well, and is removed when it does not.
+    """Yield an empty directory that replaces `destination` on success and is removed on failure. Call under `locked`.
 
-    Remains of a killed process are removed first. Call it under `locked`.
-
-    Raises:
-        InputError: the destination exists and `force` is not set.
-        MachineError: the file system has less free space than needed.
+    Removes leftovers of killed processes. Raises InputError if it exists without `force`, MachineError without enough
+    space.
     """
     if not force:
         require_absent(destination)
@@ -152,8 +147,8 @@ def _remove(path: Path) -> None:
 
 
 PIECE = 1 << 20
-"""Bytes that reach the kernel at once: torch.save hands over a whole tensor, and one write(2) of 64 MiB took up to ten
-times as long as 64 of 1 MiB (into the page cache of ext4, Linux 6.18)."""
+"""Bytes per write: one write(2) of 64 MiB took up to ten times as long as 64 of 1 MiB (page cache of ext4, Linux
+6.18)."""
 
 
 class _Pieces(io.FileIO):

@@ -1,15 +1,9 @@
-"""Fingerprints of tensors: numbers that boxes of any sharding add up to, and that a wrong order changes.
+"""Order-sensitive fingerprints of tensors that add up over boxes of any sharding.
 
-The fingerprint of a tensor is the sum, modulo 2^64, over its elements of
-
-    bits(element) * U(column) * V(row)
-
-where `bits` are those of the element in the dtype that arrives, `column` its index in the last dimension, `row` its
-index in the others (flattened), and U and V are odd pseudo-random 64-bit numbers: a two-level multilinear hash (Carter
-and Wegman 1979). It depends on each element's place in the whole tensor and not on which process holds it, so the
-fingerprints of disjoint boxes add up to that of the tensor, while permuted, transposed or swapped elements change it.
-
-The two kinds of zero count as one: they are equal as weights, and prepacked weights cannot be read back more exactly.
+The sum modulo 2^64 over elements of bits(element) * U(column) * V(row), where `bits` are in the receiving dtype,
+`column` is the last index, `row` the other indices flattened, and U and V are odd pseudo-random 64-bit numbers: a
+two-level multilinear hash (Carter and Wegman 1979). It depends on places in the whole tensor, not on processes. Both
+zeros count as one, because prepacked weights cannot distinguish them.
 """
 
 from __future__ import annotations
@@ -31,11 +25,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(
     box: torch.Tensor, shape: Sequence[int], start: Sequence[int] | None = None, step: Sequence[int] | None = None
 ) -> int:
-    """Fingerprint (0 .. 2^64 - 1) of the part `box` of a tensor of `shape`.
-
-    The box begins at index `start` (default: zero) and takes every `step`-th index (default: each) of each dimension.
-    It may be any strided view whose dimensions are those of the tensor.
-    """
+    """Return the fingerprint (0 .. 2^64 - 1) of `box`, part of a tensor of `shape`, at index `start` (default zero)
+    with `step` (default one) per dimension. Any strided view works."""
     if box.dim() == 0:
         box, shape, start, step = box.reshape(1), (1,), (0,), (1,)
     start = tuple(start) if start is not None else (0,) * box.dim()

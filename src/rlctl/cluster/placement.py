@@ -35,8 +35,7 @@ class Placement:
     """`count` bundles on the cluster, numbered so that neighbors share a node where they can."""
 
     def __init__(self, count: int, *, gpus: bool, timeout_s: float, away_from: Sequence[Bundle] = ()) -> None:
-        """Reserve the bundles, none of them on a node that holds one of `away_from`. Raises MachineError when Ray
-        cannot reserve them in `timeout_s`."""
+        """Reserve the bundles on nodes other than those of `away_from`. Raises MachineError after `timeout_s`."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -78,8 +77,8 @@ class Placement:
         return tuple(sorted(found, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
 
     def _slots(self, indexes: Sequence[int], timeout_s: float) -> list[tuple[str, None, str]]:
-        """Look up which node each bundle without a device is on: no process has to start for that. (Ray's own wait for
-        a reservation cannot be interrupted.)"""
+        """Look up the nodes of bundles without a device, without starting processes. (Ray's own wait cannot be
+        interrupted.)"""
         import ray
 
         deadline = time.monotonic() + timeout_s
@@ -102,8 +101,7 @@ class Placement:
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
 
     def stands(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether those of `bundles` that were on one node are on one now. Those of a lost node are on none until Ray
-        has placed them again."""
+        """Whether bundles that shared a node still do; bundles of a lost node have none until Ray places them again."""
         import ray
 
         require_control()

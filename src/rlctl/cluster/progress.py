@@ -1,7 +1,5 @@
-"""How far workers have come in a call that is under way: they tell it in Ray's own store, and the driver looks there.
-
-Nothing waits for it and nothing depends on it: a value that is not told or not found is not shown.
-"""
+"""Progress of workers within a call, published in Ray's store for the driver. Optional: missing values are not
+shown."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ def host(worker: str) -> None:
 
 
 def report(done: int, total: int) -> None:
-    """Tell that `done` parts of `total` are done; when all are, take back what was told. Nothing happens outside of a
-    worker, or soon after the last time."""
+    """Publish `done` of `total`, and remove it at the end. Rate-limited; no effect outside a worker."""
     now, ended = time.monotonic(), done >= total
     if _Shown.key is None or (not _Shown.some if ended else now < _Shown.at + EVERY_S):
         return

@@ -1,7 +1,7 @@
-"""A Ray session: start Ray on this machine or join a running cluster, and take down what was started.
+"""A Ray session: start Ray on this machine or join a cluster, and clean up.
 
-A session that is started here is private: its processes listen on the loopback interface alone, and its files are in
-folders that only this user can look into. Both are gone after any end.
+A session started here is private: it listens on the loopback only, in folders of this user, and both go away at its
+end.
 """
 
 from __future__ import annotations
@@ -82,14 +82,11 @@ def ray_session(
     logs: Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Connect to Ray for the duration of the block.
+    """Connect to Ray for the block.
 
-    `address` None starts Ray on this machine and stops it at the end, with all its workers; otherwise the cluster
-    at `address` is joined and left running. `gpus` limits the GPUs offered by a session started here (0: none). When
-    the block fails, what such a session logged is copied to `logs`. `tell` is given a warning where the cluster that is
-    joined asks nobody for a token.
-
-    Raises MachineError when Ray cannot be started or the address does not answer.
+    `address` None starts Ray on this machine and stops it with its workers; else the cluster is joined and left
+    running. `gpus` limits a local session's GPUs. After a failure, a local session's logs are copied to `logs`. `tell`
+    warns of a cluster without a token. Raises MachineError if Ray does not start or answer.
     """
     for name, value in PATIENCE.items() if address is None else ():
         os.environ.setdefault(name, value)
@@ -183,8 +180,7 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
 
 
 def session_base() -> Path:
-    """Return where a session that is started here keeps its folder: RAY_TMPDIR, else /tmp. Ray takes only a whole
-    path."""
+    """Return the base folder of local sessions: an absolute RAY_TMPDIR, else /tmp."""
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp").absolute()
 
 
@@ -199,8 +195,7 @@ def dead_process(*kinds: str) -> str | None:
 
 
 def control_answers() -> bool:
-    """Whether Ray's control process answers. Ray itself would ask it for a minute, and then end this process without a
-    word of ours."""
+    """Whether Ray's control process answers. Ray would wait a minute and then end this process silently."""
     from ray._private import worker
     from ray.exceptions import RayError
 
@@ -213,8 +208,8 @@ def control_answers() -> bool:
 
 
 def require_processes(*kinds: str) -> None:
-    """Raise ClusterError where a process of Ray has died. Ray's own calls would wait for it without end, or end this
-    process without a word."""
+    """Raise ClusterError if a Ray process died, because Ray's own calls would wait forever or end this process
+    silently."""
     if dead := dead_process(*kinds):
         raise ClusterError(
             f"{dead} died.",
@@ -223,8 +218,8 @@ def require_processes(*kinds: str) -> None:
 
 
 def require_control() -> None:
-    """Raise ClusterError where Ray's control process has died, and WaitTimeoutError where it does not answer. Ray's own
-    calls would wait for it without end, and not even be interrupted."""
+    """Raise ClusterError if Ray's control process died, WaitTimeoutError if it does not answer; Ray's calls would wait
+    uninterruptibly."""
     require_processes()
     if not control_answers():
         raise WaitTimeoutError(
@@ -284,18 +279,14 @@ def _as_a_run_needs_it() -> Iterator[None]:
 
 
 def _job() -> Any:
-    """Return a job whose workers do not import from the working directory of this process.
-
-    Ray puts it in front of their `sys.path`, except for jobs that its own client has submitted.
-    """
+    """Return a job whose workers do not import from this process's working directory, as with jobs of Ray's client."""
     from ray.job_config import JobConfig
 
     return JobConfig(_client_job=True)
 
 
 def _keep_stdout_clean() -> None:
-    """Ray prints what its raylets report of dead workers to stdout, which belongs to results, whatever `log_to_driver`
-    says. The death is in the result that is waited for, and there it is told."""
+    """Stop Ray from printing dead workers to stdout, which is for results; the awaited result reports the death."""
     from ray._private import worker
 
     worker._worker_logs_enabled = False
@@ -355,8 +346,8 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def _require_membership(address: str) -> None:
-    """Raise MachineError where this machine is not a node of the cluster: Ray would abort this process. Raises RayError
-    where the cluster turns us away."""
+    """Raise MachineError if this machine is no node of the cluster (Ray would abort), RayError if the cluster refuses
+    us."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue] - compiled
 
     if address.startswith("ray://") or ":" not in address:  # through its own proxy, or this machine's
@@ -377,10 +368,8 @@ def _object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _ending_with_this_process(temporary: Path, session: Path) -> Iterator[None]:
-    """Where this process is killed within the block, end all processes whose TMPDIR is `temporary`, and those that
-    write into files below `session`: one with a title of its own, as Ray's have, may have written it over its
-    environment. Those of Ray that were just starting would try for as long as `PATIENCE` lets them, and children of
-    workers would go on."""
+    """If this process is killed, end all processes with TMPDIR `temporary` or output files below `session`. Processes
+    that set a title, like Ray's, may overwrite their environment; starting ones would retry for `PATIENCE`."""
     command = [sys.executable, "-S", "-E", "-c", WATCHER, str(temporary), str(session.resolve())]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert watcher.stdin is not None
@@ -395,8 +384,7 @@ def _ending_with_this_process(temporary: Path, session: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ending_descendants() -> Iterator[None]:
-    """At the end of the block, end what was started in it and still runs. Descendants whose parents died within the
-    block are this process's children from then on, and so none is missed."""
+    """End everything started in the block; orphans become this process's children, so none is missed."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     adopt_orphans()
     try:
@@ -415,8 +403,7 @@ def _ending_descendants() -> Iterator[None]:
 
 
 def fetch(handle: Any) -> Any:
-    """The value behind a handle, or the values behind a list of them. Arrays are mapped read-only, not copied, on the
-    node that holds them."""
+    """Return the value of a handle, or of a list. Arrays are mapped read-only, not copied, on their node."""
     import ray
 
     require_processes(RAYLET)
@@ -424,8 +411,7 @@ def fetch(handle: Any) -> Any:
 
 
 def keep_here(handles: Sequence[Any]) -> None:
-    """Copy the values behind `handles` to this node, so that they outlive the one that made them. Raises WorkerError
-    where one is lost with its node."""
+    """Copy values to this node, so that they outlive their maker. Raises WorkerError for a lost one."""
     import ray
     from ray.exceptions import ObjectLostError
 

@@ -1,7 +1,5 @@
-"""Folders and shared memory that last as long as a session. The next session removes what a killed one left.
-
-Shared memory has no owner that outlives its process, so each process notes in the folder what it has made.
-"""
+"""Folders and shared memory of a session; the next session removes leftovers. Processes note their shared memory in the
+folder."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ VLLM_MEETING = "vllm_dist_*"
 
 
 def lasting_folder(base: Path) -> contextlib.AbstractContextManager[Path]:
-    """Make a folder in `base` that only this user can look into, and remove it at the end, with all shared memory that
-    was noted in it. Raises OSError where no folder can be made."""
+    """Make a private folder in `base`; remove it and its noted shared memory at the end. Raises OSError on failure."""
     return held_folder("", base, _remove)
 
 

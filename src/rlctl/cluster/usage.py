@@ -70,8 +70,7 @@ class UsageSampler:
 
 
 class GpuSampler:
-    """Looks at the GPUs of this process every second, in a thread: a single look at the end of a step would say nothing
-    of the step."""
+    """Sample this process's GPUs every second in a thread, to cover the whole step."""
 
     def __init__(self, nvml: Any, handles: dict[str, Any]) -> None:
         self._nvml, self._handles = nvml, handles

@@ -1,9 +1,8 @@
-"""Groups of worker processes: start them, call them, and turn every death or delay into an error that names one.
+"""Groups of worker processes: start and call them, and name the worker of every death or delay.
 
-A worker is a plain class; `WorkerGroup` hosts one instance of it in a Ray actor per rank. Its methods are called by
-reference, `group.call(PolicyWorker.load_model, path)`: the class, or a Protocol that it satisfies, says what may be
-asked and what is returned, and only the method's name travels. Each worker's output goes to a log file, whose last
-lines are part of the error when it dies.
+`WorkerGroup` hosts one plain class instance per rank in a Ray actor. Methods are called by reference,
+`group.call(PolicyWorker.load_model, path)`; only the method's name travels. Each worker logs to a file, whose last
+lines are part of errors.
 """
 
 from __future__ import annotations
@@ -141,8 +140,7 @@ class _Host:
         return (result, *values) if values else result
 
     def peak_memory(self) -> dict[str, int]:
-        """Most bytes that the process has held so far: `host` resident, `device` reserved on its GPU by torch (absent
-        without one)."""
+        """Peak bytes of the process: `host` resident, `device` reserved by torch on its GPU (absent without one)."""
         peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -170,8 +168,7 @@ class _Host:
 
 
 def listen_at_node_address() -> None:
-    """Have gloo, NCCL and vLLM in this process use the network by which Ray knows this node, which is the loopback
-    where there is no other node. A variable that is set already stays."""
+    """Make gloo, NCCL and vLLM use the network of Ray's node address (the loopback on one node), unless set."""
     import psutil
 
     if (address := node_address()) is None:
@@ -199,17 +196,15 @@ class PendingCall(Generic[R]):
     """Ray's handles of the results, in rank order."""
 
     def results(self, look: Callable[[], None] | None = None) -> list[R]:
-        """Wait for the results, in rank order; the first rank that fails ends the wait, and so does an error of `look`,
-        which is called now and then.
+        """Return the results in rank order; the first failing rank, or an error of `look`, ends the wait.
 
-        Raises WorkerError (a worker died or raised), WaitTimeoutError (which names the ranks that did not answer), or
-        the RlctlError that a worker raised itself.
+        Raises WorkerError (died or raised), WaitTimeoutError (names ranks), or a worker's RlctlError.
         """
         return _wait_for_all([self], self.group.call_timeout_s, look)[0]
 
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
-        """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
-        the result of a rank that has none. Raises what a worker raised on purpose at once."""
+        """Wait for every rank; a WorkerError or WaitTimeoutError stands for a missing result. Raises a worker's
+        RlctlError at once."""
         limit = self.group.call_timeout_s
         found: list[Any] = [None] * len(self.refs)
         pending, deadline = self.refs, time.monotonic() + limit
@@ -231,8 +226,7 @@ class PendingCall(Generic[R]):
 
 
 class WorkerGroup(Generic[W_co]):
-    """One worker a rank, all of the same class. A call goes to every rank, and has a time limit: `call_timeout_s`, or
-    that of `within`."""
+    """One worker of a class per rank. Calls go to every rank, with the time limit `call_timeout_s` or `within`'s."""
 
     def __init__(
         self,
@@ -247,12 +241,10 @@ class WorkerGroup(Generic[W_co]):
         wait: bool = True,
         concurrency: int = 1,
     ) -> None:
-        """Start the processes and construct the workers, all at once; returns when each is constructed.
+        """Start the processes and construct the workers in parallel. Raises like `ready`.
 
-        With `wait` off it returns at once; call `ready` before anything else. `worker_class`, or a function that makes
-        the worker, may be given as `module:name`: it is then imported in the workers only, which spares the driver what
-        it imports. Each worker takes `concurrency` calls at a time, each in a thread of its own where that is more than
-        one. Raises what `ready` raises.
+        `wait` False returns at once; then call `ready` first. `worker_class` can be `module:name`, imported only in
+        workers. Each worker takes `concurrency` calls at a time, each in a thread.
         """
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
@@ -285,8 +277,7 @@ class WorkerGroup(Generic[W_co]):
         )
 
     def _sharers(self, rank: int) -> int:
-        """How many GPUs of the rank's node the group has, by which it divides the node's cores; 0: the rank computes on
-        none, or its threads are set already."""
+        """Number of the group's GPUs on the rank's node, which share its cores; 0: no GPU, or threads are set."""
         environment, node = self.specs[rank].environment(), self.specs[rank].bundles[0].node
         if not environment["CUDA_VISIBLE_DEVICES"] or "OMP_NUM_THREADS" in {**os.environ, **environment}:
             return 0
@@ -302,8 +293,8 @@ class WorkerGroup(Generic[W_co]):
         return self.hosts[rank].start.remote(self._worker_class, kwargs)
 
     def ready(self) -> None:
-        """Wait until every worker is constructed. Raises WorkerError when one dies or raises or its host is lost,
-        WaitTimeoutError when one is not ready in `start_timeout_s`; the processes are ended then."""
+        """Wait until every worker is constructed; on failure, end the processes and raise WorkerError or
+        WaitTimeoutError."""
         try:
             starting = PendingCall(self.within(self.start_timeout_s), "start", self._started)
             self.pids = starting.results(self._require_hosts)
@@ -323,8 +314,8 @@ class WorkerGroup(Generic[W_co]):
             raise WorkerError(f"The host {lost[0]} was lost while a process of {self.name} started on it.")
 
     def restart(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
-        Raises what `ready` raises; the new processes are ended then. Raises ClusterError where Ray is broken."""
+        """Restart the processes of `ranks` with the same logs. Raises like `ready`, and ClusterError if Ray is
+        broken."""
         import ray
 
         require_processes()
@@ -404,8 +395,8 @@ class WorkerGroup(Generic[W_co]):
         return self._logs[rank]
 
     def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call `method` with the same arguments on every rank; return the results in rank order. Raises what
-        `PendingCall.results` raises."""
+        """Call `method` with the same arguments on every rank; return results in rank order. Raises like
+        `PendingCall.results`."""
         return self.submit(method, *args, **kwargs).results()
 
     def call_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> list[R]:
@@ -431,10 +422,9 @@ class WorkerGroup(Generic[W_co]):
         args_by_rank: Sequence[tuple[*Ts]],
         values: Sequence[int],
     ) -> tuple[PendingCall[R], list[list[Any]]]:
-        """Begin `method`, which returns (result, a list of `values[rank]` values), with one tuple of arguments a rank.
+        """Call `method`, which returns (result, list of `values[rank]` values), with a tuple of arguments per rank.
 
-        Returns the call for the results, and the handles of each rank's values. Large values stay in the object store
-        of the worker's node, but they are this process's: they outlive the worker.
+        Return the pending call and handles of values. These stay in the worker's node's store but outlive the worker.
         """
         name = method.__name__
         submitted: list[Any] = []
@@ -540,8 +530,8 @@ class WorkerDiedError(WorkerError):
 
 
 def first_done(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[PendingCall[Any]]:
-    """Return the calls, each of one rank, that have ended; waits at most `timeout_s` for the first of them. Raises
-    ClusterError where Ray is broken."""
+    """Return ended calls, each of one rank, waiting up to `timeout_s` for the first. Raises ClusterError if Ray is
+    broken."""
     import ray
 
     by_ref = {call.refs[0]: call for call in calls}
@@ -551,11 +541,8 @@ def first_done(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[Pend
 
 
 def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: float) -> tuple[list[R], list[S]]:
-    """Wait for two calls whose ranks may wait for one another; return the results of each.
-
-    The first failure of any rank ends the wait. Ranks that wait for one another fail together: the failure that the
-    others follow from, above all a death, is what is raised, if it shows within a moment.
-    """
+    """Return the results of two calls whose ranks may wait for one another. The first failure ends the wait; deaths are
+    preferred as the cause."""
     of_first, of_second = _wait_for_all([first, second], timeout_s)
     return of_first, of_second
 
@@ -634,8 +621,7 @@ def _wait_for_all(
 
 
 def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], timeout_s: float) -> WaitTimeoutError:
-    """The error that names the ranks that did not answer; `places` are (call, rank). Raises ClusterError where Ray is
-    broken."""
+    """Return the error that names ranks without an answer, from (call, rank). Raises ClusterError if Ray is broken."""
     require_processes()
     index = places[0][0]
     late = [rank for one, rank in places if one == index]

@@ -27,8 +27,8 @@ KEPT, KEPT_S = "kept", 86400.0
 
 
 def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
-    """Return the text of a file; `what` names it in errors. Raises ConfigError where it cannot be read,
-    holds more than `most_bytes`, or is not UTF-8."""
+    """Return a file's text; `what` names it in errors. Raises ConfigError if unreadable, over `most_bytes`, or not
+    UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
@@ -58,8 +58,7 @@ def flush_one(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by `data`: a reader sees the old or the new file, never a part. `durable`: so does a machine that
-    lost power."""
+    """Replace `path` by `data` atomically; `durable` also survives a power loss."""
     aside = path.with_name(f".{path.name}.partial")
     aside.write_bytes(data)
     if durable:
@@ -70,11 +69,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def json_line(value: Any, indent: int | None = None, other: Callable[[Any], str] | None = None) -> bytes:
-    """Return `value` as JSON that people can read. Half of a character, as texts from elsewhere and names of files may
-    hold, is written as the escape that JSON has for it.
-
-    `other` makes texts of what JSON has no word for, such as a date or a decimal that is an answer in a parquet file.
-    """
+    """Return `value` as readable JSON; lone surrogates are escaped. `other` converts types without JSON form."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, default=other)
     return f"{text}\n".encode(errors="backslashreplace")
 
@@ -85,8 +80,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def lock_file(file: int | IO[Any], *, shared: bool = False) -> bool:
-    """Lock an open file until it is closed or its process ends; return False where another process holds the lock.
-    Raises OSError where the file system has no locks."""
+    """Lock an open file until it closes; return False if another process holds the lock. Raises OSError without file
+    locks."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -99,11 +94,8 @@ _remove = partial(shutil.rmtree, ignore_errors=True)
 
 @contextlib.contextmanager
 def held_folder(name: str, base: Path, remove: Callable[[Path], object] = _remove) -> Iterator[Path]:
-    """Make a folder `rlctl-name...` in `base` that only this user can look into, and `remove` it at the end, unless it
-    is marked as kept; before that, remove those that killed processes have left. Raises OSError where none can be made.
-
-    It is held by a lock, which the kernel drops with the process that has it.
-    """
+    """Make a private folder `rlctl-name...` in `base` and `remove` it at the end unless marked as kept; first remove
+    killed processes' folders. A file lock marks it as used. Raises OSError on failure."""
     for folder in abandoned(name, base):
         remove(folder)
     folder = Path(tempfile.mkdtemp(prefix=f"rlctl-{name}", dir=base))
@@ -131,11 +123,8 @@ def abandoned(name: str, base: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
-    """Make a temporary folder `rlctl-name-...` (see `held_folder`).
-
-    With `tell` the folder is for logs, which errors name: where the block fails it is kept for a day and longer, until
-    the next folder of the name is made, and `tell` reports it.
-    """
+    """Make a temporary folder `rlctl-name-...` (see `held_folder`). With `tell` it is for logs: after a failure it is
+    kept for a day, and `tell` reports it."""
     with held_folder(f"{name}-", Path(tempfile.gettempdir())) as made:
         try:
             yield made
@@ -148,11 +137,8 @@ def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> It
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
-    """Return `name` with `~` and `~user` expanded, or unchanged where the user is unknown or has no home.
-
-    `Path.expanduser` raises a RuntimeError there. The unchanged path does not exist, which its reader reports in the
-    user's own words.
-    """
+    """Return `name` with `~` and `~user` expanded, or unchanged if the user is unknown or has no home; its reader then
+    reports it."""
     return Path(os.path.expanduser(name))
 
 

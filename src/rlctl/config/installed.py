@@ -1,10 +1,8 @@
-"""Fields of the classes of an installed package, read from its source: nothing of the package is imported.
+"""Fields of installed classes, read from source without importing.
 
-Only the modules that a name leads to are read, which takes under a second. griffe, the library for this, loads a whole
-package to resolve one class: 7 s for Megatron-Core and over a minute for vLLM on two cores.
-
-Python itself evaluates the annotations, with names looked up in the module's source: `Open` stands for a mapping in a
-configuration file, `Dtype` for a torch data type and `Function` for a value that only Python can give.
+Reads only the needed modules, in under a second; griffe loads whole packages (7 s for Megatron-Core, over a minute for
+vLLM). Annotations are evaluated with names from the source: `Open` is a mapping, `Dtype` a torch dtype, `Function` a
+Python-only value.
 """
 
 from __future__ import annotations
@@ -107,8 +105,7 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def commit_of(path: Path) -> str | None:
-    """Return the commit of the git checkout that a directory or a tracked file is in, and whether tracked files differ
-    from it; None where there is no checkout, as with an installed package."""
+    """Return the git commit of a path, and whether tracked files differ; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         place = path if path.is_dir() else path.parent
@@ -136,8 +133,7 @@ def version(package: str) -> str | None:
 
 @functools.cache
 def fields_of(module: str, name: str) -> dict[str, InstalledField] | None:
-    """Return the fields of dataclass `name` of `module`, those of its base classes first. None if the package is not
-    installed or has no such class."""
+    """Return the fields of dataclass `name`, base classes first; None if not installed."""
     source = find_module(module)
     found = _class(source, name) if source is not None else None
     return None if found is None else dict(_class_fields(*found))
@@ -228,8 +224,7 @@ def type_of(annotation: str, module: Module) -> Any:
 
 
 def _members(node: ast.ClassDef) -> list[object]:
-    """Return the names of an enumeration's members, and their values where those are words or, in an IntEnum, numbers.
-    Another class has none."""
+    """Return an enumeration's names, and values that are words or IntEnum numbers; None for other classes."""
     bases = " ".join(ast.unparse(base) for base in node.bases)
     if "Enum" not in bases:
         return []

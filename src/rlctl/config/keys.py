@@ -30,14 +30,13 @@ LAID_OUT = {
         "threads", "colocated", "devices",
     ),
 }  # fmt: skip
-"""Keys of how policy, teacher or reward model, and engines are laid out, by section: the planner decides what of them
-is unset."""
+"""Layout keys of policy, teacher, reward model and engines by section; the planner sets unset ones."""
 LAYOUT = (
     "training.backend", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
     *(f"{section}.{key}" for section, keys in LAID_OUT.items() for key in keys),
 )  # fmt: skip
-"""Keys of how one computation is laid out over devices: results agree within rounding whatever they are. When
-one of them changes, the planner decides the others again."""
+"""Layout keys of a computation, which change results only within rounding. After a change, the planner sets the others
+anew."""
 
 
 LAYOUT_OF_A_RECIPE = (
@@ -49,8 +48,7 @@ LAYOUT_OF_A_RECIPE = (
         if not key.startswith("cluster.") and key not in ("generation.colocated", "generation.devices")
     ),
 )
-"""Keys of a layout that is given up where no plan has it, when an imported recipe brings it: it was chosen for another
-machine, model and engines."""
+"""Layout keys of a recipe that rlctl drops if no plan fits, because they were chosen for another machine."""
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -64,10 +62,8 @@ def is_open(annotation: Any) -> bool:
 
 
 def field(key: str, config: type[Section] | None = None) -> FieldInfo | None:
-    """Return the field for a dotted key, for a key of an open mapping that mapping's field; None if unknown. `config`:
-    the class whose keys are meant; None: those of all methods.
-
-    Every key of a section that passes fields through is known here; `passthrough.checked` looks it up."""
+    """Return the field of a dotted key or of an open mapping's key; None if unknown. `config` None: all methods.
+    `passthrough.checked` validates passed-through keys."""
     section, *parts = key.split(".")
     if not section or "" in parts:
         return None
@@ -180,8 +176,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nearest(key: str) -> str | None:
-    """Return the known key that was probably meant: that for another trainer's key, the same name in another section,
-    or the most similar one."""
+    """Return the nearest known key: another trainer's counterpart, the same name elsewhere, or the most similar one."""
     if key in OTHER_TRAINERS:
         return OTHER_TRAINERS[key]
     last = key.rpartition(".")[2]

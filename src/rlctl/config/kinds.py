@@ -1,7 +1,4 @@
-"""The configuration classes of the training methods, which live above this room and are found by name.
-
-`config` knows no section: it asks the registry of methods, as it asks entry points for plug-ins.
-"""
+"""The configuration classes of training methods, looked up by name in the methods' registry."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Resolves the configuration and remembers where every value came from.
+"""Resolve the configuration with the origin of each value.
 
-Later sources win: defaults < method < preset < --config files < environment (RLCTL_SECTION__KEY) < flags <
-overrides of a recipe < --set < KEY=VALUE alone.
-The planner's values are added afterwards with `Resolved.with_values`, and replace nothing that the user has set.
+Later sources win: defaults < method < preset < --config files < environment (RLCTL_SECTION__KEY) < flags < overrides of
+a recipe < --set < KEY=VALUE alone. `Resolved.with_values` adds the planner's values below the user's.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Resolved:
         return self._again([below, Source(given, self.notes, refusals, shared=True)])
 
     def replacing(self, values: Mapping[str, Any], origin: str, without: Collection[str] = ()) -> Resolved:
-        """Return the configuration with `values` (by dotted key), whatever was set there, and with the keys of
-        `without` as if nobody had set them."""
+        """Return the configuration with `values` (by dotted key) in any case, and keys of `without` unset."""
         given = [value for value in self.given() if value.key not in values and value.key not in without]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         new = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
@@ -123,14 +121,12 @@ def resolve(
     stored: Callable[[Any], Sequence[Value]] | None = None,
     config: type[Section] | None = None,
 ) -> Resolved:
-    """Merge all sources and validate the result.
+    """Merge and validate all sources.
 
-    `flags` maps dotted keys to values or `Flag`s, `sets` holds `section.key=value` texts, `environment` is by default
-    the process's own, `overrides` are like `sets` and may also have keys of another trainer. Where a run is resumed,
-    `stored` returns the values that its user has set, given the `run.dir` of the sources: they are weaker than all but
-    the method's. `config`: the configuration class; None: that of the method which `run.algorithm` names.
-
-    Raises ConfigError with each wrong key or value, where it came from, and the nearest known key.
+    `flags` maps dotted keys to values or `Flag`s; `sets` are `section.key=value` texts; `environment` defaults to the
+    process's; `overrides` are like `sets`, also with another trainer's keys. `stored` returns a resumed run's user
+    values for `run.dir`, weaker than all but the method's. `config` None: the class of `run.algorithm`. Raises
+    ConfigError with each wrong key or value, its origin and the nearest key.
     """
     environment = os.environ if environment is None else environment
     sources = sources_in_order(preset, files, environment, flags or {}, sets, overrides)
@@ -150,10 +146,8 @@ def stored_values(config: Mapping[str, Any]) -> list[Value]:
 
 
 def from_sources(sources: Sequence[Source], config: type[Section] | None = None) -> Resolved:
-    """Return the configuration that `sources`, the weakest first, make together. `config`: its class; None: that of the
-    method which `run.algorithm` names, with that method's defaults below all sources.
-
-    Raises ConfigError with a line for each problem: first those of keys, then those of values."""
+    """Merge `sources`, weakest first. `config` None: the class of `run.algorithm`, with its defaults. Raises
+    ConfigError with a line per problem, keys first."""
     problems = [line for source in sources for line in source.problems]
     if config is None:
         method = next((v.value for s in reversed(sources) for v in s.values if v.key == "run.algorithm"), None)

@@ -10,8 +10,8 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """Sizes of a policy's parallel groups, as Megatron names and orders them: tp is fastest, then cp, dp, pp; within a
-    pipeline stage etp is fastest for experts, then ep."""
+    """Sizes of a policy's parallel groups in Megatron's order: tp fastest, then cp, dp, pp; for experts etp, then
+    ep."""
 
     tp: int = 1
     pp: int = 1
@@ -23,8 +23,7 @@ class ParallelSpec:
     """Tensor parallel size of the experts; 0, or left out, stands for `tp`, and reads as that."""
     dp: int = 1
     replicate: int = 1
-    """Copies of the weights, gradients and states that FSDP2 shards: each copy is sharded over dp / replicate ranks
-    (times cp)."""
+    """Copies of FSDP2's shards: each is sharded over dp / replicate ranks (times cp)."""
     sequence_parallel: bool | None = None
     """None, or left out, stands for `tp > 1`, and reads as that."""
     first_stage_layers: int | None = None
@@ -67,14 +66,12 @@ class ParallelSpec:
 
     @property
     def row_multiple(self) -> int:
-        """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel
-        rank."""
+        """Divisor of a row's tokens: sequence-parallel parts, 2 chunks per context-parallel rank."""
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The micro-batches of an optimizer step must divide by this: the interleaved schedule takes them in groups as
-        many as there are stages, and refuses a smaller last group."""
+        """Divisor of micro-batches per step: the interleaved schedule needs groups of as many as stages."""
         return self.pp if self.vpp > 1 else 1
 
     def data_rank(self, rank: int) -> int:
@@ -87,16 +84,12 @@ class ParallelSpec:
         return self.stage_size * (self.pp - 1)
 
     def reports(self, rank: int) -> bool:
-        """Return whether a world rank is the one that returns the columns of its data-parallel rank: the first of those
-        that hold the last pipeline stage for it."""
+        """Return whether a rank returns its data-parallel rank's columns: the first on the last pipeline stage."""
         return rank >= self.result_rank and rank % (self.tp * self.cp) == 0
 
     def stage_layers(self, layers: int) -> list[int] | None:
-        """Return the layers of each pipeline stage; None: `layers` do not come out, or leave a stage empty.
-
-        Stages whose layers are named have those, and the others are even. Where no end is named and `layers` do not
-        divide over the stages, the first and the last are shorter.
-        """
+        """Return the layers of each stage; None: `layers` do not divide, or a stage is empty. Named stages keep theirs;
+        otherwise first and last are shorter."""
         ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
         named = {stage: count for stage, count in ends.items() if count is not None}
         if not named and layers % self.pp:

@@ -1,8 +1,7 @@
-"""Sections that pass fields through to Megatron-Core and vLLM: the fields that exist, and those that rlctl sets itself.
+"""Sections passed through to Megatron-Core and vLLM: known fields, and fields that rlctl sets.
 
-A field is one of three kinds. Some are other names of rlctl's own keys (`megatron.tensor_model_parallel_size` is
-`training.tp`) and are read as those. Some are set by rlctl, and are refused with the reason. All others are handed on
-as they are and replace the value that rlctl would give.
+Some fields are other names of rlctl's keys (`megatron.tensor_model_parallel_size` is `training.tp`), some are set by
+rlctl and refused with the reason, and all others replace rlctl's value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Policy checkpoints through torch.distributed.checkpoint: weights and AdamW's states by the names of transformers'
-modules, loaded under any sharding. A save takes a snapshot, then writes it in the background while training goes on.
+"""Policy checkpoints through torch.distributed.checkpoint: weights and AdamW states by transformers' names, for any
+sharding.
 
-Nothing here draws random numbers after the model is built, so there is no random state to save.
+A save snapshots and then writes in the background. Training draws no random numbers, so no random state is saved.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class DTensorSave(Save):
 
 
 def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Read what `Save` wrote into the live weights and states. Raises InputError where a tensor is missing, or a pickle
-    could run code."""
+    """Load a save into live weights and states. Raises InputError for a missing tensor or an unsafe pickle."""
     pickles.scan(directory)
     state = dict(_state(weights, optimizer))
     missing = state.keys() - pickles.load_metadata(directory).state_dict_metadata.keys()

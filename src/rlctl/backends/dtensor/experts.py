@@ -1,6 +1,6 @@
-"""Experts of transformers' models: spread over the ranks (expert parallelism), and given by the engine (router replay).
+"""Experts of transformers' models: expert parallelism and router replay.
 
-Suffixes: N tokens of a rank, H hidden, S pairs of a token and one of its experts, K experts a token, L layers.
+Suffixes: N tokens of a rank, H hidden, S token-expert pairs, K experts per token, L layers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _on_the_experts_ranks(
 
 
 class Replay:
-    """A router that takes the experts that it is given. It still computes their weights, so that gradients flow as
-    ever; see `backends/megatron/routing.py` for why."""
+    """A router with given experts. It computes their weights, so gradients flow (see
+    `backends/megatron/routing.py`)."""
 
     def __init__(self, layer: int, moe: MoeFacts, forward: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
         """`layer` counts from 0; `forward` is the router's own: logits, and weights and experts [N, K]."""
@@ -69,8 +69,8 @@ class Replay:
         self._given: Tensor | None = None
 
     def give(self, chosen_TLK: Tensor | None) -> None:
-        """The choice of the row whose pass comes next; None, or -1 for a token: the router's own. A layer that is
-        computed again in the backward pass takes it a second time: a row's passes follow one another."""
+        """Set the experts of the next row; None, or -1 for a token, keeps the router's choice. A recomputed layer reads
+        them twice."""
         self._given = None if chosen_TLK is None else chosen_TLK[:, self.layer].long()
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,5 @@
-"""Adapters on the linear layers of transformers' modules, under FSDP2 and tensor parallelism.
-
-The layers whose weights Megatron fuses share one A. Adapters are parameters of the layer itself, so that they are
-divided, sharded and swapped for the rank's parts as its weight is.
+"""Adapters on linear layers of transformers' modules under FSDP2 and tensor parallelism. Layers that Megatron fuses
+share one A. Adapters are parameters of the layer, so they are sharded with its weight.
 
 Shapes: r rank, I inputs of a layer.
 """
@@ -28,8 +26,7 @@ from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.megatron_names import slot
 
 MLP = re.compile(r"mlp|feed_?forward|ffn|ff_layer|(?<![a-z])fc_?\d", re.IGNORECASE)
-"""How transformers calls the MLPs of a layer, or their classes. Every other linear layer mixes tokens, as attention
-does. It matters only where `training.lora.targets` names one of the two."""
+"""Names and classes of MLPs in transformers. Other linear layers count as attention, for `training.lora.targets`."""
 EXPERT = ".experts."
 
 
@@ -50,8 +47,8 @@ class AdaptedLinear(Adapted, nn.Linear):
 
 
 def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
-    """Freeze a model without memory and put adapters on the targets. Raises ConfigError where a target is a layer of
-    another kind, and where there is none."""
+    """Freeze a model without memory and add adapters to the targets. Raises ConfigError for unsupported or missing
+    targets."""
     inner.requires_grad_(False)
     found = dict[str, nn.Parameter]()
     for name, shared in _targets(inner, world, lora):
@@ -71,8 +68,8 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
 
 
 def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tuple[str, str]]:
-    """(module, Megatron's name of the layer that has its weight). Raises ConfigError for a weight whose adapters would
-    be no adapters of a published tensor."""
+    """Return (module, Megatron's name of its layer). Raises ConfigError if adapters would not match a published
+    tensor."""
     together = _published_together(world) if world.facts.listed else set[str]()
     facts, layers = world.facts, re.compile(rf"{re.escape(layers_path(inner))}\.(\d+)\.(.+)\.weight")
     for name, role in world.roles.items():
@@ -106,8 +103,7 @@ def _published_together(world: DTensorWorld) -> set[str]:
 
 
 def _is_wanted(inner: Any, path: str, lora: LoraConfig) -> bool:
-    """Whether a module of a family without a file is a linear layer of the targets; none shares its A. One with a
-    single output is the gate of a shared expert."""
+    """Whether a module of a family without a file is a target. Single-output layers are gates of shared experts."""
     module = inner.get_submodule(path)
     if type(module) is not nn.Linear or module.out_features == 1:
         return False
@@ -118,8 +114,7 @@ def _is_wanted(inner: Any, path: str, lora: LoraConfig) -> bool:
 
 
 def require_called(inner: nn.Module) -> None:
-    """Raise ConfigError for an adapter without effect, after a forward pass: kernels that compute several layers at
-    once take a layer's weight and leave the layer out."""
+    """Raise ConfigError for an adapter that a forward pass did not use, because a fused kernel bypasses its layer."""
     if missed := [name for name, layer in adapted_layers(inner).items() if not layer.called]:
         raise ConfigError(
             f"training.lora: transformers computes {missed[0]} without its linear layer, so that adapters on it would "
@@ -152,8 +147,7 @@ def set_part(world: DTensorWorld, rank: int, name: str, own: Tensor, whole: Tens
 
 
 def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
-    """A and B of each adapted layer; A that several layers share is there for each of them, so that a checkpoint can be
-    read a layer at a time."""
+    """Return A and B of each adapted layer; a shared A appears for each layer, so checkpoints can be read by layer."""
     return {
         f"{name}.{which}": getattr(layer, which)
         for name, layer in adapted_layers(inner).items()
@@ -162,8 +156,8 @@ def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
 
 
 def adapters(inner: nn.Module, narrow: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Adapter]]:
-    """The adapted weights by name, with adapters as the model computes with them (`narrow`). Collective: gathers A, of
-    which FSDP2 has given each rank some rows."""
+    """Return adapted weights by name, merged as the model computes them (`narrow`). Collective: gathers A over FSDP2's
+    shards."""
     gathered = dict[str, Tensor]()
     for name, layer in adapted_layers(inner).items():
         if layer.shared not in gathered:

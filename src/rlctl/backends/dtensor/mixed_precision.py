@@ -1,9 +1,7 @@
-"""FSDP2's mixed precision, with float32 shards that are rounded by rlctl's rule (`optimizer.rounding`) when they are
-gathered, where FSDP2 rounds to nearest.
+"""FSDP2's mixed precision with rlctl's rounding (`optimizer.rounding`) of float32 shards.
 
-FSDP2 has an extension for that (`fsdp_pre_all_gather`), but only for tensors of a class of their own, with which its
-padding of uneven shards and DTensor's views do not go. The two places at which it casts are replaced instead; both
-exist in torch 2.11 to 2.13.
+FSDP2's own hook (`fsdp_pre_all_gather`) needs a tensor subclass, which its padding of uneven shards and DTensor's views
+do not support. The two casts are replaced instead; both exist in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The policy as a transformers model: built without memory, sharded by FSDP2, with an attention of its own over packed
-rows, and log-probs of chosen tokens as its output."""
+"""The policy as a transformers model: built without memory, sharded by FSDP2, with attention over packed rows and
+log-probs as output."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def row_attention(
     row: RowPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, h, T, d] -> [1, T, h, d], as transformers calls an attention; `s_aux` are gpt-oss's sinks. No dropout: under
-    it log-probs are not those of the policy that sampled."""
+    """[1, h, T, d] -> [1, T, h, d], transformers' attention interface; `s_aux` are gpt-oss's sinks. Dropout is ignored,
+    because log-probs must be the sampling policy's."""
     assert row is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if row.context.size() > 1:
@@ -121,8 +121,8 @@ def register_attention() -> None:
 
 
 class PolicyModel(nn.Module):
-    """A transformers model that returns float32 [2, R], log-prob and entropy of a row's chosen tokens, and more rows
-    where further tokens are asked for (`chunked_logprobs`). The head runs only at the positions that predict one."""
+    """A transformers model that returns float32 [2, R], log-prob and entropy of chosen tokens, plus rows for further
+    tokens (`chunked_logprobs`). The head runs only at predicting positions."""
 
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__()
@@ -175,8 +175,7 @@ class PolicyModel(nn.Module):
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
 
     def inputs(self, part: PackedRow) -> dict[str, Tensor]:
-        """Return what the layers are given of this rank's tokens: a model of texts takes one position a token, and a
-        row is a batch of one."""
+        """Return the layers' inputs of this rank's tokens: one position per token, and a row as a batch of one."""
         if self.images is not None:
             return self.images.inputs(part)
         return {"input_ids": part.tokens_T[None], "position_ids": part.positions_kT}
@@ -220,11 +219,8 @@ def build_model(
     frozen: frozenset[str],
     kind: type[PolicyModel] = PolicyModel,
 ) -> PolicyModel:
-    """This rank's part of the policy or its critic, with random weights; parameters named in `frozen`, and those that
-    transformers itself does not train (HRM's first state), are not trained.
-
-    Raises InputError for a model whose buffers transformers cannot compute anew.
-    """
+    """Return this rank's part of the policy or critic with random weights, frozen where `frozen` or transformers (HRM's
+    first state) says so. Raises InputError for buffers that transformers cannot recompute."""
     model = kind(_on_meta(spec, headless=kind is ValueModel), groups, spec)
     for name, parameter in model.inner.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and spec.teaches is None and name not in frozen)
@@ -270,8 +266,7 @@ def _widen_buffers(inner: Any, world: DTensorWorld) -> None:
 
 
 def _compute_narrowly(inner: Any, world: DTensorWorld, dtype: torch.dtype, rounding: Rounding) -> None:
-    """Have modules compute in `dtype` with the stored buffers that have no dtype of their own, as FSDP2 does with
-    parameters."""
+    """Run modules in `dtype`, including stored buffers without a fixed dtype, as FSDP2 runs parameters."""
     own = {matrix.tensor for matrix in weights_of(world.facts).matrices if matrix.dtype or matrix.role != Role.STORED}
     names = [piece.param for piece in world.modules.pieces if piece.tensor not in own]
     for path in {name.rpartition(".")[0] for name in names}:
@@ -293,17 +288,16 @@ def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
 
 
 def _finite_at_zero(_module: nn.Module, _given: Any, embedded: Tensor) -> None:
-    """Have the gradient of an embedding that is zero be 0 where it is not finite: Gemma 3n takes the root of the mean
-    square of each embedding, and a model that was never trained has zeros for its padding token."""
+    """Zero the non-finite gradient of a zero embedding: Gemma 3n takes its root mean square, and untrained padding is
+    zero."""
     if embedded.requires_grad:
         zero = (embedded.detach() == 0).all(-1, keepdim=True)
         embedded.register_hook(lambda gradient: gradient.masked_fill(zero & ~gradient.isfinite(), 0.0))
 
 
 def _recompute(model: PolicyModel, mode: str) -> None:
-    """Have layers (`full`, those of a tower too) or norms (`selective`, with their attention) computed again in the
-    backward pass. Forward
-    methods are replaced and not modules, so that parameters keep their names and FSDP2's hooks stay outside."""
+    """Recompute layers (`full`, including towers) or norms and attention (`selective`) in the backward pass. Forward
+    methods are replaced, so parameter names stay and FSDP2's hooks stay outside."""
     if mode == "none":
         return
     for layer in (*layers_of(model.inner), *(tower_layers(model.inner) if mode == "full" else ())):
@@ -321,8 +315,8 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _shard(model: PolicyModel, world: DTensorWorld, groups: Groups, spec: PolicySpec) -> None:
-    """A group of parameters for each layer; embedding, last norm and head are the root's, which is gathered once for
-    a pass however many chunks of log-probs it has. Gradients are summed over the ranks, never averaged."""
+    """Shard by layer; embedding, last norm and head belong to the root, gathered once per pass. Gradients are summed,
+    never averaged."""
     policy = mixed_precision(COMPUTE[spec.dtype], spec.optimizer.rounding)
     mesh = _fsdp(groups.sharding)
     if groups.experts is not None:
@@ -348,8 +342,7 @@ MOVED = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 
 @torch.no_grad()
 def require_causal(model: PolicyModel, spec: PolicySpec) -> None:
-    """Raise InputError where what a model computes of a token depends on tokens behind it, or on another rollout of
-    the micro-batch. Collective."""
+    """Raise InputError if a token's output depends on later tokens or other rollouts. Collective."""
     device, vocab = next(model.parameters()).device, spec.facts.vocab
     own = torch.arange(1, PROBED + 1, device=device) % vocab
     other_end = torch.cat([own[:-1], (own[-1:] + vocab // 2) % vocab])

@@ -20,8 +20,8 @@ STATE_SPACE = ("A_log", "dt_bias", "D")
 
 
 def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron, and state-space layers' rates
-    are not either."""
+    """Return AdamW of the trained parameters; norms, biases and state-space rates have no weight decay, as in
+    Megatron."""
     groups: dict[Any, dict[str, Any]] = {}
     # Some norms have two axes (Command R's, of each head's queries and keys).
     modules = {path: module for path, module in model.named_modules() if "Norm" in type(module).__name__}
@@ -43,9 +43,8 @@ def take_step(
     weight_decay: float | None,
     loss_scale: LossScale | None = None,
 ) -> StepOutcome:
-    """One step at learning rate `lr` and `weight_decay` (None: that of the optimizer's configuration); none at all when
-    the gradient is not finite (the state stays as it was). `loss_scale`: what the loss was multiplied by. Collective.
-    """
+    """Take one step, or none if the gradient is not finite. `weight_decay` None: the optimizer's; `loss_scale`: divides
+    gradients. Collective."""
     gradients = [_reduced(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     scale = loss_scale.value if loss_scale is not None else None
     if scale is not None:
@@ -65,8 +64,7 @@ def take_step(
 
 
 def _reduced(parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, summed over tensor-parallel ranks that each have a part of the sum. FSDP2 has done
-    that to those that it holds."""
+    """Return a gradient summed over tensor-parallel ranks with partial sums; FSDP2 has summed its own."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:

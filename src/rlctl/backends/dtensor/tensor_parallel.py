@@ -1,12 +1,9 @@
-"""Tensor parallelism, with sequence parallelism, of transformers' modules.
+"""Tensor and sequence parallelism of transformers' modules.
 
-Parameters are DTensors over the tensor-parallel ranks, so that FSDP2, the gradient's norm, the optimizer and
-checkpoints know which part a rank has. Arithmetic is on local tensors: whoever owns parameters sees its part of them
-during its forward pass. Between attention, MLP and head the ranks share the tokens of a row; tokens are gathered in
-front of these three, and the partial sums behind them are added up and shared out again.
-
-One rule gives the gradients: what is not divided sees a part of the tokens, of the heads or of the experts' widths on
-each rank, so that its gradient is to be summed over the ranks.
+Parameters are DTensors over the tensor-parallel ranks, so FSDP2, the gradient norm, the optimizer and checkpoints know
+each rank's part. Modules compute on local tensors. Between attention, MLP and head, ranks hold parts of the row's
+tokens, gathered before and reduce-scattered after. Undivided parameters see part of the tokens, heads or expert widths,
+so their gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ View = Callable[[Any], Tensor]
 
 
 def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
-    """Divide the parameters of a model without memory over the ranks of `mesh` (tp), and those of experts over
-    `experts` (ep, tp) where they are spread; have modules compute with their parts."""
+    """Divide parameters without memory over `mesh` (tp), and spread experts over `experts` (ep, tp); make modules use
+    their parts."""
     group, made = mesh.get_group(), dict[int, nn.Parameter]()
     for path, module in inner.named_modules():
         own = {name: f"{path}.{name}" for name, value in module._parameters.items() if value is not None}
@@ -77,8 +74,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def _divided(
     parameter: nn.Parameter, name: str, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None
 ) -> nn.Parameter:
-    """A parameter without memory as a DTensor, in the shape that its layout has (gate and up of experts are apart);
-    as it is where there is nothing to divide it over."""
+    """Return a parameter without memory as a DTensor in its layout's shape (expert gate and up apart), or unchanged if
+    undivided."""
     adapter = is_adapter(name)
     stored = parameter.detach() if adapter else parameter.detach().view(world.modules.params[name].shape)
     axis = world.adapter_axis(name) if adapter else world.axis(name)
@@ -111,8 +108,8 @@ def local_view(parameter: Any) -> Tensor:
 
 
 def _one_head(start: int, rows: int, parameter: Any) -> Tensor:
-    """The one head of keys or values whose queries this rank has, where there are more ranks than such heads. It is
-    stored divided like any other, and gathered in the forward pass."""
+    """Return this rank's key or value head, if ranks outnumber heads. It is stored divided and gathered in the forward
+    pass."""
     gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return gathered.narrow(0, start, rows)
 

@@ -1,8 +1,7 @@
-"""Rows with images: their pixels by the model's own processor, positions of their tokens, and the embeddings that the
-language part is given.
+"""Rows with images: pixels from the model's processor, token positions, and the language part's embeddings.
 
-The tower runs once for all images of a row. With tensor parallelism each rank runs it whole, and puts into its part of
-the row the embeddings that stand there, so that its gradient is a part of a sum, as of everything that is not divided.
+The tower runs once for all images of a row. Each tensor-parallel rank runs it whole and inserts the embeddings of its
+part of the row; gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class RowImages:
         self._made.clear()
 
     def positions(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
-        """Return the positions of a rollout's tokens (`Positions`): [4, T] of models with positions in time, height
-        and width, after the count, and else [1, T]."""
+        """Return positions of a rollout's tokens (`Positions`): [4, T] for time, height and width after the count, else
+        [1, T]."""
         counted_1T = counted_positions(tokens_T, media)
         self._require_own_tokens(tokens_T, media)
         index = getattr(self._inner.model, "get_rope_index", None)
@@ -64,8 +63,8 @@ class RowImages:
         return np.concatenate([counted_1T, found_31T[:, 0].numpy()])
 
     def inputs(self, row: PackedRow) -> dict[str, Any]:
-        """Return what the language part is given of a row: embeddings [1, T / ranks, H], positions, and what layers add
-        to the tokens of images (Qwen3-VL)."""
+        """Return the language part's inputs of a row: embeddings [1, T / ranks, H], positions, and Qwen3-VL's layer
+        additions."""
         seen_T = row.tokens_T == self._token
         embeds_1TH = self._inner.get_input_embeddings()(row.tokens_T.masked_fill(seen_T, 0)[None])
         given: dict[str, Any] = {"position_ids": _model_positions(row.positions_kT)}
@@ -95,8 +94,7 @@ class RowImages:
         return own_T, slice(before, before + int(own_T.sum()))
 
     def _with_every_parameter(self, embeds: Tensor) -> Tensor:
-        """Add 0 times one element of each trained parameter of tower and projector, so that the ranks of FSDP2 all have
-        their gradients where only some have images."""
+        """Add 0 times each trained tower and projector parameter, so FSDP2 ranks without images have gradients too."""
         nothing = embeds.new_zeros(())
         for path, name in self._seeing:
             parameter = self._inner.get_submodule(path)._parameters[name]

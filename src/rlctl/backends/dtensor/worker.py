@@ -119,8 +119,8 @@ class DTensorWorker(PolicyRank):
         return adapters(self.model.inner, self._narrowed)
 
     def _named(self) -> dict[str, Tensor]:
-        """Parameters of the model itself (no adapters), and buffers that are stored, by the names of the layout;
-        sharded ones are DTensors."""
+        """Return the model's parameters (without adapters) and stored buffers by layout name; sharded ones are
+        DTensors."""
         self._reshard()
         inner = self.model.inner
         parameters = {name: value for name, value in inner.named_parameters() if not is_adapter(name)}
@@ -223,8 +223,8 @@ class DTensorWorker(PolicyRank):
         return super().positions(tokens_T, media) if images is None else images.positions(tokens_T, media)
 
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
-        """Every rank has the output. Gradients stay sharded between micro-batches, as the plan counts their memory;
-        copies of the weights (`training.replicate`) add theirs up after the last one only."""
+        """Every rank has the output. Gradients stay sharded between micro-batches, as planned; with
+        `training.replicate` they are summed after the last one."""
         from rlctl.backends.dtensor.model import fsdp_modules
 
         collected = []

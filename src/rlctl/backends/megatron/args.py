@@ -1,10 +1,6 @@
-"""The arguments of Megatron's configuration classes, made from a `PolicySpec`.
-
-Torch-free, so that a dry run can show them; data types and functions are texts here, which `compat.make_config` turns
-into the real ones.
-
-The user's `megatron`, `ddp` and `optimizer` sections go on top of these values.
-"""
+"""Arguments of Megatron's configuration classes from a `PolicySpec`. Torch-free, for dry runs: `compat.make_config`
+turns type and function names into objects. The user's `megatron`, `ddp` and `optimizer` sections override these
+values."""
 
 from __future__ import annotations
 
@@ -30,10 +26,10 @@ def auxiliary_losses(given: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def has_transformer_engine(spec: PolicySpec) -> bool:
-    """Whether a policy is made of TransformerEngine's layers: on GPUs, where it is installed (it has no CPU kernels),
-    unless `megatron.transformer_impl` is `local`. Adapters are written for Megatron's own layers.
+    """Return whether a policy uses TransformerEngine's layers: on GPUs, if installed, without adapters, unless
+    `megatron.transformer_impl` is `local`.
 
-    Where this machine has no GPU, the policy is for others: there it is taken to be installed if float8 asks for it.
+    A machine without a GPU plans for others; there float8 implies TransformerEngine.
     """
     if spec.device != "cuda" or spec.lora.rank or spec.megatron.get("transformer_impl") == "local":
         return False
@@ -43,8 +39,8 @@ def has_transformer_engine(spec: PolicySpec) -> bool:
 
 
 def groups_experts(spec: PolicySpec, te: bool) -> bool:
-    """Whether the experts of a rank are one grouped product: TransformerEngine's, which takes experts without biases
-    here. `megatron.moe_grouped_gemm` = false has them one after the other."""
+    """Return whether a rank's experts are one grouped product, which needs TransformerEngine and experts without
+    biases. `megatron.moe_grouped_gemm` = false turns it off."""
     facts = spec.facts
     able = te and facts.moe is not None and Role.EXPERT_DOWN_BIAS not in weights_of(facts).roles
     return able and spec.megatron.get("moe_grouped_gemm") is not False

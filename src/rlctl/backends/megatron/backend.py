@@ -1,9 +1,7 @@
-"""The record of the Megatron-Core backend, the layouts of its ranks, and what it refuses. Torch-free.
+"""The record of the Megatron-Core backend, its layouts, and combinations that it refuses. Torch-free.
 
-It refuses combinations that Megatron-Core takes and computes wrongly, without an error, before anything starts. Each
-was seen with megatron-core 0.16.1 against one process, or follows from how this backend uses it. Errors that this
-backend avoids by itself are not listed: it replicates the down-projections of MLA (their gradients are wrong when
-split), handles tied embeddings, and waits for the last all-gather of parameters.
+Megatron-Core accepts these combinations but computes them wrongly; each was found with megatron-core 0.16.1 against one
+process, or follows from this backend's design.
 """
 
 from __future__ import annotations

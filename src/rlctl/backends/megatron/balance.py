@@ -1,13 +1,9 @@
-"""Auxiliary losses of routers: the load-balance loss of the Switch Transformer and the z-loss of ST-MoE.
+"""Auxiliary router losses: load balancing (Switch Transformer) and z-loss (ST-MoE).
 
-Megatron-Core multiplies its own by the tokens of a micro-batch, counts on a division by the tokens of the batch that
-rlctl's gradients do not have, and takes padding for tokens. These have the same definitions
-(`megatron.moe_aux_loss_coeff`, `moe_z_loss_coeff`) and the gradient of
-
-    coefficient x sum over micro-batches of (tokens of the micro-batch / tokens of the batch) x loss of the micro-batch
-
-for each layer, under every layout: "batch" is a mini-batch over all data-parallel ranks, and tensor- and
-context-parallel ranks, which share the tokens of a micro-batch, add up their counts.
+Megatron-Core's versions scale by tokens of a micro-batch and count padding. These have the same definitions
+(`megatron.moe_aux_loss_coeff`, `moe_z_loss_coeff`) and the gradient of coefficient x sum over micro-batches of (tokens
+of the micro-batch / tokens of the batch) x loss, per layer and under every layout. "Batch" is a mini-batch over all
+data-parallel ranks; tensor- and context-parallel ranks add up their counts.
 
 Suffixes: T tokens of this rank's part of a row, E experts.
 """
@@ -37,8 +33,7 @@ class Coefficients:
 
 
 class _Attached(torch.autograd.Function):
-    """The logits, with a loss that takes part in their backward pass. `scale`: what the backward pass of the policy's
-    loss begins with, in float16."""
+    """The logits, with a loss in their backward pass. `scale`: float16's loss scale."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, loss: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:

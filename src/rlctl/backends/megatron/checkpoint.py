@@ -1,5 +1,5 @@
-"""Policy checkpoints through megatron.core.dist_checkpointing: model, optimizer, random state; loaded under any
-parallelism. A save takes a snapshot, then writes it in the background while training goes on."""
+"""Policy checkpoints through megatron.core.dist_checkpointing: model, optimizer and random state, for any parallelism,
+written in the background."""
 
 from __future__ import annotations
 
@@ -70,16 +70,14 @@ class MegatronSave(Save):
 
 
 def on_host(buckets: list[Any]) -> list[Any]:
-    """What Megatron's writer is to write, copied from the device. In ordinary host memory, which is given back once it
-    is written: Megatron's own way pins it, and torch rounds each pinned tensor up to a power of two and keeps it."""
+    """Return the data for Megatron's writer, copied to unpinned host memory. Megatron would pin it, and torch rounds
+    pinned tensors up to powers of two and keeps them."""
     return FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Reads what `save_begin` and `save_finish` wrote; random state only under the parallelism it was saved with.
-
-    Raises InputError where `directory` holds no policy checkpoint, or one with a pickle that could run code.
-    """
+    """Load a save; random state only under the same parallelism. Raises InputError without a policy checkpoint or for
+    an unsafe pickle."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise InputError(
             f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
@@ -170,8 +168,8 @@ def _set_random_state(states: dict[str, Any]) -> None:
 
 
 def _states_in_blocks(inner: Any, models: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """By the number of a parameter, of which this rank has a range, the blocks of its states in the order of the range.
-    `models` is the sharded state of the model chunks."""
+    """Return the blocks of states by parameter number, in the order of this rank's range. `models`: the sharded model
+    state."""
     leaves = [leaf for leaf in nested_values(models) if isinstance(leaf, ShardedTensor | ShardedTensorFactory)]
     by_param = {leaf.data: leaf for leaf in leaves}
     found: dict[int, dict[str, list[ShardedTensor]]] = {}
@@ -228,8 +226,8 @@ def _blocks_of(
 
 
 def blocks_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the blocks that elements `first` to `last` of a flattened tensor make up, in their order:
-    whole rows in one block, and what is left of the row before them and of the one after."""
+    """Return (offsets, sizes) of blocks that cover elements `first` to `last` of a flattened tensor: whole rows as one
+    block, partial rows around it."""
     if not shape:
         yield (), ()
         return
@@ -249,8 +247,7 @@ def blocks_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[t
 
 @torch.no_grad()
 def _take_states(inner: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Give the optimizer what was read into `_states_in_blocks`. Live states have it already, but states that wait in
-    host memory were copied there."""
+    """Load states read by `_states_in_blocks`: live states are filled in place, host states are copied."""
     for number, (param, *_) in enumerate(_ranges(inner)):
         states = {name: torch.cat([block.flatten() for block in blocks]) for name, blocks in loaded[number].items()}
         inner._set_main_param_and_optimizer_states(param, states)
@@ -283,8 +280,8 @@ def plain(state: Any) -> Any:
 
 
 def make_pickles(found: dict[str, Any], recipe: Any) -> None:
-    """Turn a model's loaded state into what its layers take under `recipe` (None: no float8 goes on). Raises InputError
-    where there is a pickle, which `make_plain` left in no checkpoint."""
+    """Convert loaded state for float8 layers under `recipe` (None: without float8). Raises InputError for a pickle that
+    `make_plain` should have removed."""
     for key in [key for key in found if MARK in key]:
         found[key] = pickled(found[key], recipe, key)
 

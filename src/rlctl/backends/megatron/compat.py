@@ -1,5 +1,4 @@
-"""Differences between megatron-core 0.16 and 0.19, the reading of its configuration classes, and the gaps that it has
-where TransformerEngine is not installed."""
+"""Differences between megatron-core 0.16 and 0.19, and gaps without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ def require_version() -> str:
 
 
 def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], section: str) -> Any:
-    """`cls` with our `values` (those that this version has) and the user's `overrides`. Raises ConfigError where an
-    override is not a field of this version, or Megatron-Core refuses the combination."""
+    """Build `cls` from `values` known to this version and the user's `overrides`. Raises ConfigError for unknown or
+    refused overrides."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     names = list(fields)
     for key in overrides:
@@ -87,9 +86,8 @@ def mlp_submodules(mlp: Any) -> Any:
 
 
 def import_transformer_engine(wanted: bool) -> None:
-    """Import TransformerEngine where it is installed, before Megatron-Core does. One that cannot be imported, such as
-    an extension that was built for another torch, is hidden from Megatron-Core, whose own imports would fail with it.
-    Raises MachineError for such a one where it is `wanted`."""
+    """Import TransformerEngine before Megatron-Core, and hide a broken installation from it. Raises MachineError for a
+    broken one that is `wanted`."""
     if find_spec(TRANSFORMER_ENGINE) is None:
         return
     try:
@@ -120,8 +118,8 @@ def require_transformer_engine() -> None:
 
 
 def require_float8(config: Any) -> None:
-    """Raise ConfigError where the installed TransformerEngine or the device has no way for the float8 products of
-    `config`: at start, where the first forward pass would end in TransformerEngine's assertion."""
+    """Raise ConfigError if TransformerEngine or the device lacks the float8 products of `config`, before the first
+    forward pass asserts."""
     from megatron.core.fp8_utils import get_fp8_context
 
     try:
@@ -135,8 +133,7 @@ def require_float8(config: Any) -> None:
 
 
 def destroy_subgroups() -> None:
-    """End every process group but the default one: the sockets and threads of those that `destroy_model_parallel` only
-    forgets would outlive each rebuild."""
+    """Destroy all process groups but the default; `destroy_model_parallel` leaks their sockets and threads."""
     from torch.distributed import GroupMember, destroy_process_group
     from torch.distributed.distributed_c10d import _world
 
@@ -145,8 +142,8 @@ def destroy_subgroups() -> None:
 
 
 def write_checkpoints_in_this_process() -> None:
-    """Have Megatron's checkpoint writer write where it is called. The processes that it would fork after communication
-    and autograd threads exist deadlock now and then."""
+    """Make Megatron's checkpoint writer write in this process: forks after communication and autograd threads can
+    deadlock."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     writer: Any = filesystem_async.FileSystemWriterAsync
@@ -188,8 +185,7 @@ def _name_missing_gemm() -> None:
 
 
 def _score_groups_by_their_best_two() -> None:
-    """A group of experts has the sum of its best two scores, as in DeepSeek-V3; Megatron takes experts per chosen group
-    in place of two."""
+    """Score a group of experts by the sum of its best two, as in DeepSeek-V3; Megatron sums a different number."""
     from megatron.core.transformer.moe import moe_utils
 
     def best_two(

@@ -1,9 +1,8 @@
-"""Everything that lets Megatron-Core run without CUDA. For megatron-core 0.16 to 0.19.
+"""Everything that lets Megatron-Core 0.16 to 0.19 run without CUDA.
 
-Megatron-Core calls the CUDA runtime by name (streams, devices, random state) in some sixty places. Each of its modules
-gets a stand-in for its module-global `torch`, which differs from the real one in `torch.cuda` and in factory functions
-that are asked for a CUDA tensor. The real torch is not touched. Functions that the stand-in cannot reach are patched,
-one by one, by `PATCHES`.
+Megatron-Core calls the CUDA runtime by name in some sixty places. Each of its modules gets a stand-in for its global
+`torch`, with another `torch.cuda` and factory functions; the real torch stays unchanged. `PATCHES` patches other
+functions one by one.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def _import_megatron() -> None:
 
 @contextlib.contextmanager
 def _functions_left_uncompiled() -> Iterator[None]:
-    """Megatron-Core decorates its fused functions with torch.compile while it is imported; compiling them needs a C++
-    compiler and a minute on a CPU, and the decorator alone imports the inductor for seconds."""
+    """Skip torch.compile of fused functions at import: it needs a C++ compiler, a minute on a CPU, and seconds to
+    import."""
     compile_function = torch.compile
 
     def leave(function: Any = None, **options: Any) -> Any:
@@ -90,8 +89,7 @@ FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "randn", "ran
 
 
 class Nothing:
-    """A CUDA stream, event or profiler range, or a call that waits for one: on a CPU, work is done when the call
-    returns."""
+    """A CUDA stream, event or profiler range on a CPU: a no-op."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -1,12 +1,8 @@
-"""The optimizer's states in host memory between its steps (`training.optimizer_offload`).
+"""Optimizer states in host memory between steps (`training.optimizer_offload`).
 
-For a step they visit the device a part at a time: the states of some parameters are fetched, the ordinary kernel
-updates these parameters, and the states go back. The device holds one part of them at a time, and the result is bit for
-bit what it would be with all of them there. The states are the two moments and, in bfloat16, the float32 weights; in
-float32 the optimizer updates the weights themselves, which stay.
-
-Storages are emptied and refilled (`host_memory`), so every reference to a state stays what it is. On a CPU host memory
-is the same memory; there it only costs time.
+In a step, the states of some parameters at a time visit the device for the ordinary kernel; results are bitwise equal
+to states on the device. States are the two moments and, in bfloat16, the float32 weights. Storages are emptied and
+refilled (`host_memory`), so references stay valid. On a CPU this only costs time.
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ Part = list[list[Tensor]]
 
 
 def keep_on_host(inner: Any, memory: HostMemory) -> None:
-    """Turn one of Megatron's optimizers into a `HostedOptimizer`; its float32 weights leave the device at once. Raises
-    ConfigError where its states are not those of Adam as Megatron shards them."""
+    """Turn a Megatron optimizer into a `HostedOptimizer` and move its float32 weights. Raises ConfigError unless its
+    states are Megatron's sharded Adam."""
     if type(inner) not in (DistributedOptimizer, RoundingOptimizer):
         raise ConfigError(
             f"training.optimizer_offload does not go with optimizer.optimizer = {inner.config.optimizer}.",
@@ -84,8 +80,7 @@ class HostStates:
         self._put_away(params, changed=changed)
 
     def _put_away(self, params: list[Tensor], *, changed: bool) -> None:
-        """Copies run in the order of the stream that also frees and reuses the device's memory; the host reads none of
-        these bytes itself, so nothing is waited for."""
+        """Copies run in the stream that frees and reuses device memory, so the host does not wait."""
         for state in self._states(params):
             storage = state.untyped_storage()
             if id(state) not in self._kept:
@@ -112,8 +107,8 @@ class HostStates:
                     group["params"] = own
 
     def step(self, *, empty: bool = False) -> None:
-        """In place of the step of torch's or TransformerEngine's optimizer: theirs, and the new weights to the model, a
-        part at a time. `empty`: without gradients, to make states that are to be loaded."""
+        """Replace the optimizer's step: step and update the model a part at a time. `empty`: create states without
+        gradients."""
         owner = self._owner
         counts = {id(group): group["step"] for group in owner.optimizer.param_groups if "step" in group}
         for part in self.parts:

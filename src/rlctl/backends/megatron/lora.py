@@ -1,7 +1,7 @@
 """Adapters on Megatron's layers, under tensor, sequence and pipeline parallelism.
 
-In a column-parallel layer B is split with its rows and A is whole on every rank; in a row-parallel layer A is split
-with its columns and B is whole. Only [tokens, rank] crosses ranks for an adapter.
+Column-parallel layers split B by rows and replicate A; row-parallel layers split A by columns and replicate B. Only
+[tokens, rank] crosses ranks.
 
 Shapes: r rank, T tokens.
 """
@@ -88,8 +88,8 @@ ADAPTED: dict[type, type] = {
 
 
 def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
-    """Freeze a model chunk and put adapters on the targets, A uniform and B 0. Raises ConfigError where a
-    target is a layer of another kind."""
+    """Freeze a model chunk and add adapters (A uniform, B 0) to the targets. Raises ConfigError for unsupported
+    targets."""
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if not takes_adapter(name.rpartition(".")[2], lora) or getattr(module, "is_expert", False):

@@ -1,5 +1,4 @@
-"""Megatron's distributed optimizer, whose float32 weights become those of the model by rlctl's rounding
-(`optimizer.rounding`) where Megatron rounds to nearest."""
+"""Megatron's distributed optimizer with rlctl's rounding (`optimizer.rounding`)."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class RoundingOptimizer(DistributedOptimizer):
 
 
 def round_weights(inner: Any, settings: OptimizerConfig) -> None:
-    """Turn one of Megatron's optimizers, of weights narrower than float32, into a `RoundingOptimizer`. Raises
-    ConfigError where it rounds by itself."""
+    """Turn a Megatron optimizer of narrow weights into a `RoundingOptimizer`. Raises ConfigError if it rounds by
+    itself."""
     if type(inner) is DistributedOptimizer and not inner.config.use_precision_aware_optimizer:
         rounding: Any = inner
         rounding.__class__, rounding.rounding = RoundingOptimizer, settings.rounding

@@ -1,5 +1,5 @@
-"""The policy as a Megatron GPTModel: configuration and layers from `ModelFacts`, log-probs of chosen tokens as its
-output, and the forward step that Megatron's schedules call for packed rows."""
+"""The policy as a Megatron GPTModel: configuration and layers from `ModelFacts`, log-probs as output, and the forward
+step of Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last pipeline stage returns float32 [2, R], log-prob and entropy of a row's chosen tokens, instead
-    of logits, and more rows where further tokens are asked for (`chunked_logprobs`). The output layer runs only at the
-    positions that predict one."""
+    """GPTModel that returns float32 [2, R], log-prob and entropy of chosen tokens, plus rows for further tokens
+    (`chunked_logprobs`). The output layer runs only at predicting positions."""
 
     def __init__(
         self,
@@ -166,13 +165,12 @@ def build_model(
 
 
 def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
-    """Correct what Megatron gets wrong about experts without an error.
+    """Correct silent errors of Megatron with experts.
 
-    Experts that every tensor-parallel rank holds whole (etp < tp) see only that rank's tokens, but without expert
-    parallelism their gradients would be summed over the data-parallel ranks alone. Biases of experts are never divided,
-    yet Megatron sums those of the down-projection over the tensor-parallel ranks, as if each had part of the tokens of
-    one expert; and the local linear layer reduces its output over its one rank, after which nothing may be added to it
-    in place, which is how the bias is added.
+    Experts held whole by every tensor-parallel rank (etp < tp) see only that rank's tokens, but without expert
+    parallelism their gradients are summed over data-parallel ranks only. Expert biases are never divided, but Megatron
+    sums down-projection biases over tensor-parallel ranks; and the local linear layer reduces its output over one rank,
+    which forbids the in-place bias addition.
     """
     parameters: Any = model.named_parameters()  # Megatron marks them with attributes of its own
     for name, parameter in parameters:
@@ -259,11 +257,10 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
 def forward_step(
     loss_of: LossOf, replays: Mapping[int, list[Replay]], balances: Mapping[int, list[Balance]]
 ) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
-    """A forward step for `get_forward_backward_func`: (row iterator, model) -> (output, its loss function).
+    """Return a forward step for `get_forward_backward_func`: (row iterator, model) -> (output, loss function).
 
-    `loss_of` gets the row and the model's output; the second value that it returns is collected.
-    `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`. `balances`: with
-    auxiliary losses, the `Balance` of each.
+    `loss_of` gets the row and the model's output; its second value is collected. `replays`, `balances`: per model chunk
+    `id`, the objects of each router.
     """
 
     def step(rows: Iterator[PackedRow], model: Any) -> tuple[Tensor, Callable]:

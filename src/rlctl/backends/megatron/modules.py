@@ -1,5 +1,5 @@
-"""The modules of a Megatron policy that are rlctl's own: attention over packed rows, rotary angles at the positions
-that a row states, and norms where TransformerEngine's are not used."""
+"""rlctl's modules in a Megatron policy: attention over packed rows, rotary angles at given positions, and norms without
+TransformerEngine."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class RowParams(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's core attention for rows described by `RowParams`; grouped queries, values narrower than keys (MLA),
-    sliding windows, and sinks: a learned logit of each head that takes part in the softmax and attends to nothing."""
+    """Megatron's core attention for rows (`RowParams`): grouped queries, narrow values (MLA), sliding windows and sinks
+    (a learned logit per head that attends to nothing)."""
 
     def __init__(
         self,
@@ -109,12 +109,11 @@ class PackedAttention(MegatronModule):
 
 
 class RowRotary(nn.Module):
-    """Stands in for Megatron's rotary module: its "sequence length" is the row itself.
+    """Megatron's rotary module for packed rows; its "sequence length" is the row.
 
-    Returns angles [T, 1, 1, d] for the whole row; Megatron's thd path takes them as exact (one angle for each token of
-    `cu_seqlens`) and slices them for context parallelism. `windowed` are the facts of the layers with a sliding window
-    where they have their own: the angles are then twice as wide, those of the other layers first, and `own_angles` is
-    each layer's choice.
+    Returns angles [T, 1, 1, d] of the whole row, which Megatron's thd path slices for context parallelism. `windowed`:
+    separate facts of windowed layers; angles are then twice as wide, windowed ones last, and `own_angles` selects a
+    layer's half.
     """
 
     def __init__(
@@ -169,8 +168,8 @@ def frequencies_of(facts: RopeFacts, width: int) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Megatron's torch RMSNorm refuses sequence parallelism; this one marks its weight, so that finalize_model_grads
-    sums its gradient over the tensor parallel ranks."""
+    """RMSNorm that supports sequence parallelism: it marks its weight, so finalize_model_grads sums its gradient over
+    tensor-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()

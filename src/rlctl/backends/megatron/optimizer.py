@@ -1,5 +1,4 @@
-"""Megatron's gradient buffers and distributed optimizer around the model chunks: one guarded step of them, and their
-leaving of the device while the engines generate."""
+"""Megatron's gradient buffers and distributed optimizer: one guarded step, and moves to host memory."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from rlctl.backends.results import StepOutcome
 
 
 def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
-    """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks; those of a
-    teacher without any."""
+    """Wrap model chunks with contiguous gradient buffers, reduced in float32 over data-parallel ranks; a teacher has
+    none."""
     if spec.dtype != "float32":
         from megatron.core.transformer.module import Float16Module
 
@@ -77,8 +76,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 class SharedScaler(DynamicGradScaler):
-    """Megatron's loss scale, for dense and expert optimizer together: each would change its own in the middle of the
-    step, when its own gradients are not finite."""
+    """One loss scale for the dense and the expert optimizer, which would otherwise change theirs in the middle of a
+    step."""
 
     def update(self, found_inf: bool) -> None:
         """Do nothing: each optimizer calls this."""
@@ -107,8 +106,8 @@ def set_masters(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
 
 
 def make_states(optimizer: Any) -> None:
-    """Give the optimizers that have taken no step the states that their first step would begin with, without which
-    Megatron saves none: a critic may learn alone at first, and steps without finite gradients are skipped."""
+    """Create states of optimizers without a step, which Megatron would not save (for example during a critic's
+    warm-up)."""
     steps = count_of(optimizer)
     for inner in inner_optimizers(optimizer):
         if any(inner.optimizer.state.values()):
@@ -124,8 +123,8 @@ def make_states(optimizer: Any) -> None:
 
 
 def set_count(optimizer: Any, steps: float) -> None:
-    """Set the number of steps taken: TransformerEngine's Adam has a whole number for each group, torch's a tensor for
-    each parameter, which stays on its device."""
+    """Set the number of steps: a number per group in TransformerEngine's Adam, a device tensor per parameter in
+    torch's."""
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
             group["step"] = int(steps)
@@ -150,8 +149,7 @@ def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs:
 
 
 def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> StepOutcome:
-    """One step at learning rate `lr` and `weight_decay` (None: that of the optimizer's configuration); none at all when
-    the gradient is not finite (the state stays as it was)."""
+    """Take one step, or none if the gradient is not finite. `weight_decay` None: the optimizer's."""
     decay = optimizer.config.weight_decay if weight_decay is None else weight_decay
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -204,8 +202,8 @@ def without_gradients(chunks: list[Any]) -> Iterator[None]:
 def offload(
     chunks: list[Any], optimizer: Any, memory: HostMemory, more: Iterable[Tensor] = (), *, keep_weights: bool = False
 ) -> Offloaded:
-    """Move weights, the optimizer's tensors and `more` (such as a reference) to host memory; gradients are zero then.
-    With `keep_weights` those of the model stay where they are, to be read."""
+    """Move weights, optimizer tensors and `more` (such as a reference) to host memory and zero the gradients.
+    `keep_weights` keeps the model's weights."""
     forget_float8_copies(chunks)
     staying = storages_of(gradients(chunks)).keys() | (storages_of(_weights(chunks)).keys() if keep_weights else set())
     tensors = [*_weights(chunks), *_optimizer_tensors(optimizer), *more]
@@ -214,8 +212,8 @@ def offload(
 
 
 def forget_float8_copies(chunks: list[Any]) -> None:
-    """TransformerEngine's modules hold what they made of their weights for the micro-batches of a step, and make it
-    anew where it is gone (`get_weight_workspace` of transformer_engine/pytorch/module/base.py)."""
+    """Drop TransformerEngine's cached float8 weights, which it rebuilds (`get_weight_workspace` in
+    pytorch/module/base.py)."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
@@ -230,8 +228,7 @@ def _weights(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """States and, in bfloat16, the float32 weights that they belong to; empty where `host_states` has them, and for a
-    teacher."""
+    """States and, in bfloat16, float32 weights; empty for a teacher or with `host_states`."""
     if optimizer is None:
         return
     for inner in inner_optimizers(optimizer):

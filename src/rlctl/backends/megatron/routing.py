@@ -1,13 +1,11 @@
-"""Router replay, and the weights of chosen experts where Megatron's are not the model's.
+"""Router replay, and expert weights where Megatron's differ from the model's.
 
-Router replay: the experts that a generation engine chose for a token, used again when the policy computes with it.
+Engine and trainer round differently and sometimes choose other experts, which changes log-probs far more than rounding.
+Router replay uses the engine's experts; the policy's router still computes their weights, so gradients flow
+("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", 2025). Megatron-Core asks a
+`Replay` of each router for its choice.
 
-Engine and trainer round differently, and so now and then choose other experts for the same token, which changes its
-log-prob by far more than rounding does. With the engine's choice given, the policy's router still computes the weight
-of each chosen expert, so that gradients flow as ever ("Stabilizing MoE Reinforcement Learning by Aligning Training and
-Inference Routers", 2025). Megatron-Core asks an object of each router for its choice; here that object is `Replay`.
-
-Suffixes: T tokens of a row, L layers of the model, K experts a token.
+Suffixes: T tokens of a row, L layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ class OfMicroBatch:
         self._given = value
 
     def take(self) -> Tensor | None:
-        """The tensor for this call. A checkpointed layer runs without gradients first, and again with them in the
-        backward pass, where micro-batches come in the order of their forward passes."""
+        """Return the tensor for this call. Recomputed layers run again in the backward pass, in the order of forward
+        passes."""
         if not self.training:
             return self._given
         if not torch.is_grad_enabled():
@@ -87,8 +85,7 @@ def install(chunk: nn.Module) -> list[Replay]:
 
 
 def hand_out(receivers: Sequence[OfMicroBatch], value: Tensor | None, config: Any) -> None:
-    """Give the routers of a chunk their part of a micro-batch's tensor [T, ...], already that of this context-parallel
-    rank."""
+    """Give the routers of a chunk their part of a micro-batch's tensor [T, ...] of this context-parallel rank."""
     from megatron.core import parallel_state
 
     if value is not None and config.sequence_parallel:
@@ -99,8 +96,7 @@ def hand_out(receivers: Sequence[OfMicroBatch], value: Tensor | None, config: An
 
 
 def weigh_as_published(router: Any, moe: MoeFacts) -> None:
-    """Have a router of Megatron's give the chosen experts the weights of the published model. Megatron divides sigmoid
-    scores by their sum where there are several, whatever the model does, and no scores of a single expert."""
+    """Weigh chosen experts like the published model; Megatron always normalizes sigmoid scores of several experts."""
     divides = moe.experts_per_token > 1 and (moe.normalize_topk or moe.score == "sigmoid")
     if divides == moe.normalize_topk:
         return

@@ -103,8 +103,8 @@ class MegatronWorker(PolicyRank):
     # --- weights
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Views of the live weights. Layers are counted within the pipeline stage, over the whole model where a rank
-        has several chunks of it."""
+        """Return views of the live weights. Layers are counted within the pipeline stage, or over the whole model with
+        several chunks."""
         self._gather_parameters()
         return {name: value.data for name, value in self._named()}
 

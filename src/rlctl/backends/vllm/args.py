@@ -1,7 +1,5 @@
-"""From rlctl's configuration to the arguments and the environment of a vLLM engine. Nothing here imports vLLM.
-
-One function serves CPUs and GPUs; what differs between them is in `_cpu_arguments` and `_gpu_arguments`.
-"""
+"""Arguments and environment of a vLLM engine from rlctl's configuration. Imports no vLLM. CPU and GPU differences are
+in `_cpu_arguments` and `_gpu_arguments`."""
 
 from __future__ import annotations
 
@@ -55,12 +53,8 @@ def engine_spec(
     colocated: bool = True,
     dummy_weights: bool = False,
 ) -> EngineSpec:
-    """The engine that `config` asks for; keyword arguments stand in for what the planner decided.
-
-    `dummy_weights`: the directory holds none, and the engine is refitted before anything is generated.
-
-    Raises ConfigError for a combination that vLLM cannot run.
-    """
+    """Return the engine of `config` with the planner's values as keyword arguments. `dummy_weights`: start empty and
+    wait for a refit. Raises ConfigError for combinations that vLLM cannot run."""
     generation = config.generation
     tp = tp or generation.tp or 1
     threads = threads or generation.threads
@@ -217,11 +211,8 @@ def _refuse_on_cpu(config: EngineConfig, facts: ModelFacts) -> None:
 
 
 def _refuse_drafts(drafts: Any, device: Device) -> None:
-    """Raise ConfigError for speculative decoding that would draft with random weights or tell wrong log-probs.
-
-    On a CPU vLLM 0.32 reports log-probs of accepted tokens that are NaN or wrong by several units under sampling, with
-    the drafts of n-grams and of a copy of the model alike.
-    """
+    """Raise ConfigError for drafts with random weights, and for any draft on CPUs, where vLLM 0.32 reports NaN or wrong
+    log-probs of accepted tokens."""
     if drafts is None:
         return
     method = drafts.get("method") if isinstance(drafts, Mapping) else None
@@ -337,8 +328,7 @@ def default_cache_bytes(facts: ModelFacts, length: int, concurrent: int, dtype: 
 def engine_env(
     device: Device, threads: int | None = None, *, ranks: int = 1, plain_parameters: bool = False
 ) -> dict[str, str]:
-    """Environment variables that vLLM reads at import, for the process that will hold the engine, or the first of its
-    `ranks`."""
+    """Return environment variables that vLLM reads at import, for the engine's process or the first of its `ranks`."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

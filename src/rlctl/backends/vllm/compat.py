@@ -1,7 +1,5 @@
-"""Everything that depends on vLLM's version. It was run with 0.26 to 0.32, on CPUs.
-
-Private names of vLLM are used here and in `cpu`, which has what its CPU platform alone needs, and nowhere else.
-"""
+"""Everything that depends on vLLM's version (0.26 to 0.32, on CPUs). Private names of vLLM are used only here and in
+`cpu`."""
 
 from __future__ import annotations
 
@@ -52,11 +50,9 @@ def check_version() -> None:
 
 
 def without_own_nccl_settings() -> AbstractContextManager[None]:
-    """A context in which communicators are made that this worker shares with processes without vLLM.
-
-    With VLLM_BATCH_INVARIANT=1 vLLM sets NCCL variables in its workers, and members of a communicator whose variables
-    differ wait for each other for ever. Raises MachineError where the variables cannot be set back.
-    """
+    """Create communicators shared with processes without vLLM. With VLLM_BATCH_INVARIANT=1 vLLM sets NCCL variables in
+    its workers, and communicators with different variables hang. Raises MachineError if the variables cannot be
+    restored."""
     from vllm import envs
 
     if not envs.VLLM_BATCH_INVARIANT:
@@ -106,8 +102,7 @@ def reads_images(model: torch.nn.Module) -> bool:
 
 
 def reshaping_loader(model: torch.nn.Module) -> str:
-    """The class in a model of another family whose `load_weights` reshapes tensors before it writes them, by its
-    source; empty: there is none."""
+    """Return the class in a model whose `load_weights` reshapes tensors (by its source); empty: none."""
     if is_of_known_family(model):
         return ""
     kinds = {type(module) for module in model.modules()}
@@ -117,12 +112,10 @@ def reshaping_loader(model: torch.nn.Module) -> str:
 
 @cache
 def embed_for_each_layer() -> None:
-    """Have Gemma 3n, as a model of text alone, add each layer's own embedding of a token; before the model is loaded.
+    """Make text-only Gemma 3n add each layer's token embedding; call before loading.
 
-    vLLM computes these embeddings in its model of text, images and sound alone (0.32: without them the log-probs are
-    others, and nothing is said). Two more things are as in transformers then: nothing is divided by the length of a
-    vector that is zero, such as the embedding of padding may be, and the epsilon of the norm behind the projection of
-    embeddings is that of projections divided by the root of the width, which vLLM does not divide.
+    vLLM computes these only in its multimodal model (0.32: wrong log-probs, no error). Zero vectors are not divided by
+    their length, and the projection norm's epsilon is rescaled, as in transformers.
     """
     try:
         from vllm.model_executor.models import gemma3n
@@ -145,8 +138,8 @@ def embed_for_each_layer() -> None:
 
 
 def renew_input_norms(runner: Any) -> None:
-    """Give what scales pixels in front of a tower its constants again. vLLM keeps them in buffers, which a start
-    without weights fills with random numbers like parameters (0.32: no refit sends them, and images look otherwise)."""
+    """Restore constants of pixel scaling before a tower, which vLLM's dummy loading randomizes (0.32) and no refit
+    sends."""
     norms = [one for one in runner.get_model().modules() if type(one).__name__ == "FusedMMInputNorm"]
     if not norms:
         return
@@ -180,8 +173,8 @@ def memory_to_itself() -> Iterator[None]:
 
 
 def join_replicas(rank: int, replicas: int, address: str, port: int) -> None:
-    """Have the next engine of this process be one of several replicas that share experts. vLLM reads that from the
-    environment alone where an engine is made in the caller's process."""
+    """Make the next engine of this process one of several replicas with shared experts; vLLM reads this only from the
+    environment."""
     local_rank = 0  # the process sees the devices of its own replica alone
     values = map(str, (replicas, rank, local_rank, address, port))
     os.environ.update(zip(REPLICA, values, strict=True))
@@ -201,16 +194,16 @@ def leave_replicas() -> None:
 
 
 def over_hosts(arguments: Mapping[str, Any], host: int, hosts: int, address: str, port: int, replicas: int) -> Any:
-    """The arguments of vLLM for those ranks of a replica that are on its host number `host`. All of them, with those of
-    other replicas, make one process group at that port."""
+    """Return vLLM's arguments for a replica's ranks on host number `host`. All replicas form one process group at that
+    port."""
     # For vLLM replicas that share a host have the same number of hosts between them; each of these has its own.
     where = {"nnodes": hosts, "node_rank": host, "master_addr": address, "master_port": port}
     return {**arguments, **where, "data_parallel_size_local": replicas}
 
 
 def start_ranks(arguments: Mapping[str, Any], ended: Callable[[], None]) -> Any:
-    """Start the ranks of a replica that are on a host after its first, which schedules for them; return their executor.
-    `ended` is called where one of them ends by itself."""
+    """Start a replica's ranks on a host other than its first and return their executor. `ended` is called if one
+    exits."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -271,9 +264,11 @@ def asleep(llm_engine: Any) -> frozenset[str]:
 
 
 def stream_of_engine(llm_engine: Any) -> Callable[[], None]:
-    """Return a function that puts the thread that calls it on this thread's CUDA stream. Left to itself vLLM computes
-    on a stream of each thread's own (`current_stream` of vllm/utils/torch_utils.py), and what runs on one does not wait
-    for what another has begun. The function does nothing without a GPU, or where workers are processes of their own."""
+    """Return a function that moves its caller's thread to this thread's CUDA stream; no effect without a GPU.
+
+    vLLM uses one stream per thread (`current_stream` in vllm/utils/torch_utils.py), and streams do not wait for each
+    other.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or llm_engine.vllm_config.parallel_config.world_size > 1:
@@ -293,8 +288,8 @@ def shut_down(llm: Any) -> None:
 
 
 def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
-    """Undo a layerwise reload that was begun and not finished; True where there was one. The layers keep the mixture of
-    weights that they have, until a full one succeeds."""
+    """Undo an unfinished layerwise reload and return whether there was one. Layers keep mixed weights until a full
+    reload."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     found = False
@@ -325,8 +320,8 @@ def waits_for_weights(module: torch.nn.Module) -> bool:
 
 
 def made_of_others(model: torch.nn.Module, part: torch.nn.Module) -> list[Any]:
-    """Modules outside `part` that made tensors of the weights of one inside (latent attention: the halves of kv_b), and
-    must make them again. Inside `part` the reload itself does so."""
+    """Modules outside `part` that derive tensors from weights inside (latent attention: halves of kv_b) and must
+    recompute them."""
     inside = set(part.modules())
     return [
         module
@@ -396,8 +391,8 @@ def expert_names(experts: Any) -> tuple[str, str, str]:
 
 
 def routers(model: torch.nn.Module) -> dict[int, Any]:
-    """The object of each layer that chooses experts. Raises ConfigError if one chooses inside a kernel, where nobody
-    can listen, and MachineError if this vLLM has no such objects."""
+    """Return each layer's expert router. Raises ConfigError if a kernel selects experts internally, MachineError
+    without routers."""
     from vllm.distributed.parallel_state import get_pp_group
 
     try:

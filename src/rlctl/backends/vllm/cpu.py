@@ -1,5 +1,4 @@
-"""What vLLM's CPU platform alone needs: the limits of its build, read from the files of the installed version, and
-repairs of what it computes wrongly or cannot do. Engines on GPUs go through none of this."""
+"""Limits and workarounds of vLLM's CPU platform, read from the installed version. GPU engines use none of this."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ def keep_parameters_plain() -> None:
 
 @cache
 def rotate_every_head() -> None:
-    """Give the CPU platform's rotary kernel the shape that it computes rightly; before the model is loaded.
+    """Pass rotary queries in the shape that the CPU kernel handles; call before loading.
 
-    Given queries [tokens, heads, size], as latent attention does, it rotates them by the wrong angles and says nothing
-    (0.32: DeepSeek-V3's log-probs are off by 0.5); given [tokens, heads x size] it is right.
+    It rotates [tokens, heads, size], used by latent attention, by wrong angles (0.32: DeepSeek-V3's log-probs are off
+    by 0.5); [tokens, heads x size] is right.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -57,10 +56,10 @@ def rotate_every_head() -> None:
 
 @cache
 def find_own_experts() -> None:
-    """Have the CPU platform's product of experts look for each in this rank's own stack; before the model is loaded.
+    """Make the CPU expert kernel use local positions; call before loading.
 
-    Its kernel takes the number of an expert for its place in the stack, also where the stack holds a part of the
-    experts (0.32: it reads beyond the end, and the process dies). An expert that is not there counts nothing here.
+    It uses global expert numbers even with a part of the experts (0.32: it reads out of bounds and dies). Absent
+    experts add nothing.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -81,11 +80,10 @@ def find_own_experts() -> None:
 
 @cache
 def draw_for_kept_tokens_alone() -> None:
-    """Keep a sample's generator out of the steps that end inside its prompt; before the engine is made.
+    """Keep a sample's generator out of steps that end inside its prompt; call before creating the engine.
 
-    Such a step draws a token that is thrown away, and vLLM winds the generator back by an offset that generators on a
-    CPU do not have (0.32: the engine dies once the prompts of a step exceed max_num_batched_tokens). Without its
-    generator the sample draws from the engine's own.
+    vLLM rewinds it for the discarded token by an offset that CPU generators lack (0.32: the engine dies if prompts
+    exceed max_num_batched_tokens). Such a step draws from the engine's generator.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -104,8 +102,8 @@ def draw_for_kept_tokens_alone() -> None:
 
 
 def gather_unequal_parts() -> None:
-    """Give the CPU platform's groups the two collectives by which experts of several replicas exchange tokens; before
-    the model is loaded. It has none where ranks hold different numbers of tokens (0.32: NotImplementedError)."""
+    """Add collectives for unequal token counts, which replicas with shared experts need; call before loading (0.32:
+    NotImplementedError)."""
     import torch
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -138,8 +136,7 @@ def gather_unequal_parts() -> None:
 
 
 def make_stage_inputs(runner: Any) -> None:
-    """Make the memory into which a later pipeline stage takes what the one before computed. vLLM makes it in a trial
-    run, which its CPU platform leaves out where it has nothing to compile."""
+    """Allocate a later pipeline stage's inputs, which vLLM's CPU platform skips with its trial run."""
     from vllm.distributed.parallel_state import get_pp_group
 
     if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", True) is not None:
@@ -175,8 +172,7 @@ def cpu_head_sizes() -> tuple[int, ...]:
 
 
 def cpu_latent_widths() -> tuple[int, ...]:
-    """The widths of latent attention's cache that the CPU kernel of the installed vLLM takes; of DeepSeek's models
-    where there is no vLLM."""
+    """Cache widths of latent attention in the installed CPU kernel; DeepSeek's without vLLM."""
     package = installed_package()
     if package is None:
         return (576,)

@@ -1,7 +1,7 @@
-"""A generation engine: vLLM in this process, token ids in, sampled tokens out, weights replaced in place.
+"""A generation engine: vLLM in this process, with in-place weight updates.
 
-`VllmEngine` is a plain class; a worker group hosts it in a process whose environment is `args.engine_env`. Every token
-is stamped with the version of the weights that chose it, and no token is ever chosen by half-updated ones.
+`VllmEngine` is a plain class, hosted by a worker group with environment `args.engine_env`. Every token has the version
+of its weights; no token uses partial weights.
 """
 
 from __future__ import annotations
@@ -213,8 +213,7 @@ class VllmEngine:
             self._spans.setdefault(key, []).extend(spans)
 
     def _forget_routing(self) -> None:
-        """Drop the record of samples in flight, which are computed again under new weights, and of those that are gone,
-        whose beginnings are in the cache no more."""
+        """Drop records of samples in flight, which new weights recompute, and of finished ones, whose cache is gone."""
         if self._records:
             self._take_routing()
         self._routed = dict(self._samples)
@@ -412,10 +411,10 @@ def _as_image(pixels: np.ndarray) -> Any:
 
 
 class DeviceMemory:
-    """Moves an engine's memory off a device that it shares with the policy, and back.
+    """Moves an engine's memory off a shared device and back.
 
-    vLLM's sleep mode moves the weights to host memory and drops the cache; both come back at the addresses that they
-    had. Its CPU platform keeps the books and moves nothing.
+    vLLM's sleep mode moves weights to host memory and drops the cache, and restores both at the same addresses. Its CPU
+    platform moves nothing.
     """
 
     def __init__(self, engine: Any, *, shared: bool) -> None:
@@ -431,8 +430,8 @@ class DeviceMemory:
         return not self._away
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the cache; requests are kept. Up to vLLM 0.30 an engine with only
-        weights awake stays so."""
+        """Move weights to host memory and drop the cache; keep requests. Up to vLLM 0.30, partly awake engines stay
+        so."""
         if self.shared and WEIGHTS not in self._away:
             self._engine.sleep(level=1, mode="keep")
 

@@ -1,7 +1,7 @@
-"""Samples in flight: their tokens so far, and which weights chose which of them; and who may use the engine.
+"""Samples in flight: their tokens, weight versions, and access to the engine.
 
-Decoding runs in one thread and a refit may come in another. Between two decode steps the generating thread lets go
-of the engine; a refit takes it there, so that no token is ever chosen while weights change.
+Decoding and refits run in different threads. A refit takes the engine between two decode steps, so no token is chosen
+while weights change.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class Sample:
         return limit_s is not None and not self.finished and now - (self.begun or now) > limit_s
 
     def text(self, decode: Callable[[Sequence[int]], str]) -> str:
-        """Return what the model wrote: vLLM's text excludes the stop that ended it, which is the model's too unless it
-        ends a turn of the chat format."""
+        """Return the model's text. vLLM excludes the final stop, which belongs to the text unless it ends a turn."""
         sampling, ended_by = self.request.sampling, self.output.stop_reason
         if ended_by in sampling.turn_ends or ended_by not in (*sampling.stop, *sampling.stop_token_ids):
             return self.output.text

@@ -1,9 +1,9 @@
-"""The experts that each token was routed to: recorded if vLLM does not do it itself, and one column for each sample.
+"""The experts of each token as a column of each sample, recorded if vLLM does not.
 
-vLLM's own record (`enable_return_routed_experts`) needs a model runner that has no CPU form. On CPUs too, though, every
-router calls a function with its choice, and `Recorder` listens there, in the engine's worker process.
+vLLM's record (`enable_return_routed_experts`) has no CPU version. Every router calls a function with its choice, which
+`Recorder` observes in the worker.
 
-Suffixes: T tokens, L layers, K experts a token.
+Suffixes: T tokens, L layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Span = tuple[int, np.ndarray]
 
 
 def assembled(tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Span]]) -> dict[str, np.ndarray]:
-    """int16 [T, L, K] of each sample; -1 where nothing is known, as for a last token, which no model has seen. A
-    beginning that came from another sample's cache is copied from that one, whose tokens are the same."""
+    """int16 [T, L, K] per sample; -1 if unknown, as for the last token. Cached prefixes are copied from the sample that
+    computed them."""
     shape = next((rows.shape[1:] for own in spans.values() for _, rows in own), (0, 0))
     routed = {name: np.full((len(own), *shape), -1, np.int16) for name, own in tokens.items()}
     for name, own in spans.items():

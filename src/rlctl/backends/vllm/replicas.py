@@ -1,12 +1,8 @@
-"""One replica of an engine, or several that share its experts: vLLM's data parallelism, driven from one process.
+"""One replica of an engine, or several with shared experts: vLLM's data parallelism from one process.
 
-Experts of several replicas exchange tokens in every forward pass, so all replicas compute every step together, and one
-that has nothing to do takes part with a pass that means nothing. The engine's process holds the first replica and deals
-requests; each of the others is a worker on devices of its own, which may be on another node. They give back the tokens
-that are new since the step before.
-
-The ranks of a replica may be on several hosts. Its process schedules for all of them, and on each further host a worker
-starts those that are there.
+Replicas exchange tokens in every forward pass, so all compute every step; idle ones run a dummy pass. The engine's
+process holds the first replica and deals requests; others are workers, possibly on other nodes, that return new tokens.
+A replica can span hosts: its process schedules, and a worker on each other host starts that host's ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ from rlctl.errors import ConfigError, MachineError, RlctlError, WorkerError
 PORTS, PORT_ATTEMPTS = 5, 100
 """vLLM takes up to four for its replicas, and the last is where the ranks of several hosts meet."""
 FIRST_PORT, PORT_COUNT = 20_000, 12_000
-"""Ports above those of Ray's workers and below those that Linux gives to whoever asks for any: between the look here
-and vLLM's own listening seconds go by, and one that somebody takes meanwhile leaves the replicas waiting."""
+"""Ports between Ray's and Linux's ephemeral range: vLLM listens seconds after the check, and a taken port would hang
+the replicas."""
 STEPS_A_CALL = 4
 """Steps that the replicas take between two messages of the first to the others."""
 Asked = tuple[str, Any, Any]
@@ -123,8 +119,7 @@ class Replica:
         return str(self._engine.get_tokenizer().decode(list(tokens), skip_special_tokens=False))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Drop the cache, with what a connector keeps of it elsewhere; that knows tokens, and not the weights. What a
-        tower made of images goes with it, since vLLM keeps that by the image alone."""
+        """Drop the prefix cache, including connectors, which know tokens but not weights, and image embeddings."""
         elsewhere = self._engine.vllm_config.kv_transfer_config is not None
         done = self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=elsewhere)
         if done and self._engine.vllm_config.model_config.is_multimodal_model:
@@ -163,8 +158,8 @@ def _look_for_ports_elsewhere() -> None:
 
 
 class LaterHosts:
-    """The workers on the hosts after the first of their replica. Where one of them is lost, the whole engine is: ranks
-    wait for each other on the devices, and the process of a replica waits for them without an end."""
+    """Workers on a replica's other hosts. The loss of one loses the engine, because its ranks would wait for each other
+    forever."""
 
     def __init__(self, ranks: WorkerGroup[VllmReplica], replica: Replica) -> None:
         self._ranks, self._replica, self._closing = ranks, replica, False
@@ -417,8 +412,7 @@ def started(spec: EngineSpec, places: WorkerPlaces | None) -> tuple[Replica | Re
 
 @contextlib.contextmanager
 def _none_fails(starting: Sequence[PendingCall[None]]) -> Iterator[None]:
-    """Where one of the calls fails, end the ranks of this process, which would wait for those of the other, and raise
-    what it raised."""
+    """If one call fails, end this process's ranks, which would wait for the other's, and raise its error."""
     over, failed = threading.Event(), list[RlctlError]()
 
     def watch() -> None:
@@ -446,8 +440,8 @@ def _none_fails(starting: Sequence[PendingCall[None]]) -> Iterator[None]:
 
 
 def _open_port() -> tuple[str, int]:
-    """The address of this node, and the first of a few ports that are free there: vLLM takes them one after the other.
-    Raises MachineError where there are none."""
+    """Return this node's address and the first of several consecutive free ports. Raises MachineError without free
+    ports."""
     address = node_address() or "127.0.0.1"
     for _ in range(PORT_ATTEMPTS):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):

@@ -1,7 +1,5 @@
-"""The weights that a Hugging Face directory is written from: a Megatron checkpoint's and those that its run began with.
-
-The latter are needed where the run trained adapters or left layers out.
-"""
+"""Weights for a Hugging Face directory: a Megatron checkpoint's, and the base model's for adapters and left-out
+layers."""
 
 from __future__ import annotations
 
@@ -47,11 +45,8 @@ class Exported:
 
 
 def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: Callable[[str], None]) -> Exported:
-    """A checkpoint's weights: adapters merged, and with the multi-token-prediction layers that a run does not train as
-    they were in the model that it began with. `tell` reports what is not there.
-
-    Raises InputError for a damaged checkpoint, and where the model that adapters belong to is not found.
-    """
+    """Return a checkpoint's weights with merged adapters and the base model's multi-token-prediction layers. `tell`
+    reports missing parts. Raises InputError for a damaged checkpoint or a missing base model."""
     reader = TorchDistReader.open(found.shards)
     if adapter_keys(reader.shapes):
         return _merged(found, reader, config_from)

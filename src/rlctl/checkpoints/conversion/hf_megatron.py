@@ -1,5 +1,5 @@
-"""Conversions between Hugging Face directories and Megatron checkpoints, and out of models that take images as well:
-plan, stream, verify, and only then rename."""
+"""Conversions between Hugging Face directories and Megatron checkpoints, and of text parts: plan, stream, verify,
+rename."""
 
 from __future__ import annotations
 
@@ -84,10 +84,8 @@ class Report:
 def hf_to_megatron(source: Path, destination: Path, options: Options | None = None) -> Report:
     """Write the Megatron checkpoint of a Hugging Face directory.
 
-    Raises:
-        InputError: the source is damaged or contradicts its configuration, or the destination exists.
-        MachineError: not enough free space.
-        VerificationError: what was written is not what was read; nothing is left.
+    Raises InputError for a damaged or contradictory source or an existing destination, MachineError without enough
+    space, and VerificationError if the result differs (nothing is left).
     """
     options = options or Options()
     model = open_hf_model(source)
@@ -134,9 +132,9 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
 def megatron_to_hf(
     source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
 ) -> Report:
-    """Write the Hugging Face directory of a Megatron checkpoint, whole (see `exported`). Raises as `hf_to_megatron`.
+    """Write the Hugging Face directory of a Megatron checkpoint (see `exported`). Raises like `hf_to_megatron`.
 
-    `config_from` is a directory with the model's config.json and tokenizer, where the checkpoint has none next to it.
+    `config_from`: a directory with config.json and tokenizer, if the checkpoint has none.
     """
     options = options or Options()
     found = find(source)
@@ -226,8 +224,8 @@ def _write_safetensors(
     rounding: Rounding = "nearest",
     check: Callable[[Path, dict[str, int]], None] = lambda aside, found: None,
 ) -> Streamed:
-    """Stream a plan into safetensors files a block of rows at a time. With `options.verify` the fingerprints of the
-    result are given to `check`, and what was written is read back."""
+    """Stream a plan into safetensors files by blocks of rows. `options.verify` reads the result back and passes
+    fingerprints to `check`."""
     rows = {
         chunk.name: chunk
         for key in writer.order
@@ -264,8 +262,8 @@ def _require_as_converted(
     written: SafetensorsDirectory | TextPart,
     published: Mapping[str, ParamSpec],
 ) -> None:
-    """Raise InputError where tensors are not what the conversion that wrote the checkpoint found. `published` are those
-    that files hold in other dtypes than the checkpoint: they are read from the files that were `written`."""
+    """Raise InputError for tensors that differ from the conversion that wrote the checkpoint. `published` tensors have
+    other dtypes and are read from the `written` files."""
     stored = record.fingerprints(found.shards, dtype)
     own = {
         name: fingerprint(written.read(name).to(dtype_of(spec.dtype)), spec.shape)
@@ -300,11 +298,8 @@ def _write_under_lock(
     write: Callable[[Path], Streamed],
     published: Mapping[str, str] | None = None,
 ) -> Report:
-    """Run `write` under the lock of the destination (of what it points to), and put a record next to the result, with
-    the dtypes of tensors that are `published` in others than those of `specs`.
-
-    A result that another process has just made of the same source is reused.
-    """
+    """Run `write` under the destination's lock and record it, with dtypes of `published` tensors. Reuse a result of the
+    same source from another process."""
     require_replaceable(destination, sources)
     destination = destination.resolve()
     dtype = Counter(spec.dtype for spec in specs.values()).most_common(1)[0][0]

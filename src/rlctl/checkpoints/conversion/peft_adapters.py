@@ -27,10 +27,10 @@ PREFIX = "base_model.model."
 def megatron_to_peft(
     source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
 ) -> Report:
-    """Write the adapters of a run's checkpoint as a directory that PEFT loads onto the model that the run began with.
+    """Write the adapters of a run's checkpoint for PEFT.
 
-    `config_from` is that model's directory, where it has moved. Raises InputError where the checkpoint holds no
-    adapters, and otherwise as `hf_to_megatron`.
+    `config_from`: the base model's directory, if it moved. Raises InputError without adapters, else like
+    `hf_to_megatron`.
     """
     from safetensors.torch import load_file, save_file
 
@@ -76,8 +76,7 @@ def named_for_peft(pairs: Mapping[str, tuple[Any, Any]], dtype: str) -> dict[str
 
 
 def targets(modules: Collection[str], tensors: Collection[str]) -> list[str]:
-    """Return PEFT's `target_modules`: the last words of the modules' names where these fit no other module of the
-    model, else the whole names."""
+    """Return PEFT's `target_modules`: last name parts if unambiguous, else whole names."""
     ends = {module.rpartition(".")[2] for module in modules}
     others = {name.removesuffix(".weight") for name in tensors} - set(modules)
     clear = not any(other.rpartition(".")[2] in ends for other in others)

@@ -1,7 +1,7 @@
-"""Models that a run converts once, keeps in the checkpoint directory, and starts from ever after.
+"""Converted models, cached in the checkpoint directory.
 
-Every rank then reads its part of plain, verified weights that all nodes see. The published files may be float8 or have
-four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
+Every rank reads its part of plain, verified weights that all nodes see, even if published files are quantized, local,
+or gone.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ def conversion_directory(directory: Path, dtype: str) -> Path:
 
 
 def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelSource:
-    """Return the model that a run on `nodes` starts from: the conversion of `source`, made now unless it exists.
+    """Return the model that a run on `nodes` starts from: the conversion of `source`, created if missing, or a Megatron
+    checkpoint as is.
 
-    A Megatron checkpoint is taken as it is. Where the user has not said where conversions belong and the default place
-    cannot be used, the run starts from the published files, and `tell` reports why.
-
-    Raises the error of a conversion that fails, and InputError where something else or a damaged one is in its place.
+    If the default place is unusable, return the published files and `tell` why. Raises conversion errors, and
+    InputError for damaged or foreign files at the place.
     """
     if source.megatron is not None:
         return source
@@ -93,11 +92,8 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
 
 
 def _is_there(place: Path, wanted: Mapping[str, str], otherwise: str = "") -> bool:
-    """Whether what is `wanted` lies at `place`: its record does not before all else does.
-
-    Raises InputError for one that is damaged (by the sizes of its files), and for anything else at `place`, with what
-    there is to do `otherwise`.
-    """
+    """Whether `wanted` is at `place`, by its record. Raises InputError for damaged (by file sizes) or foreign files,
+    with the advice `otherwise`."""
     made = record.read(place)
     if made is None or made.get("wanted") != wanted:
         if not os.path.exists(place) or not any_content(place):
@@ -122,12 +118,10 @@ def planned_text_part(label: str, facts: ModelFacts, dtype: str) -> str:
 
 
 def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
-    """Return the text part of a model that takes images or sound as well, and every other model as it is.
+    """Return the text part of a multimodal model, stored with conversions, or any other model as is.
 
-    It is a model directory that lies where conversions do. Unless it exists it is made now with `copies`, and without
-    them there is one without weights. The note says what is trained and where it lies.
-
-    Raises InputError where the text part cannot be trained, and the error of a copy that fails.
+    A missing one is made with `copies`, or without weights otherwise. The note names it. Raises InputError for an
+    untrainable text part, and copy errors.
     """
     if source.megatron is not None or not has_text_part(source.directory):
         return source
@@ -149,8 +143,7 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
 
 
 def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
-    """Return the model of a run that trained adapters, merged into the weights that the run began with, and every other
-    model as it is. It lies where conversions do, as a text part does (see `text_part_of`)."""
+    """Return a run's merged adapters and base weights, stored like a text part, or any other model as is."""
     if source.megatron is None:
         return source
     from rlctl.checkpoints.megatron.lora_weights import adapter_keys
@@ -181,9 +174,8 @@ def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any])
 
 
 def body_of(directory: Path, *, weights: bool = True) -> ModelSource:
-    """Return the reward model of a directory as one that policy backends build: config.json names the class that
-    writes, and no output layer of its own. Raises InputError where there is no such class or, with `weights`, no
-    score."""
+    """Return a reward model for policy backends: config.json with the generating class and no output layer. Raises
+    InputError without such a class or, with `weights`, a score."""
     config = read_config(directory)
     model_type = str(config.get("model_type"))
     if not (written := built_as(model_type)):
@@ -197,8 +189,7 @@ def body_of(directory: Path, *, weights: bool = True) -> ModelSource:
 
 
 def _with_config(source: ModelSource, what: str, changed: Mapping[str, Any]) -> ModelSource:
-    """Return a model with another config.json. It lies where conversions do, named `what`, with links to all other
-    files."""
+    """Return a model with another config.json, stored with conversions as `what`, with links to other files."""
     config = json.dumps(changed, indent=2, sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:DIGITS]
     place = conversion_directory(source.directory, f"{what}-{digest}")
@@ -230,12 +221,8 @@ def _unseen(place: Path, source: Path, nodes: int) -> str | None:
 
 
 def _convert(source: Path, place: Path, dtype: str, failed: str, otherwise: str = "") -> None:
-    """Run `hf_to_megatron` in a child, or what `TEXT` and `MERGED` stand for, under the lock of the place: of several
-    runs one converts, the others wait and reuse.
-
-    The memory and threads of a conversion end with the child. A signal to either process stops both, and the child
-    removes what it wrote.
-    """
+    """Run a conversion in a child under the place's lock; other runs wait and reuse it. A signal stops both processes,
+    and the child removes its files."""
     try:
         call_in_child(f"the conversion of {source}", partial(_convert_here, source, place, dtype))
     except RlctlError as error:

@@ -30,11 +30,8 @@ def write(
     fingerprints: Mapping[str, int],
     published: Mapping[str, str],
 ) -> None:
-    """Write the record of a `directory` that is finished otherwise.
-
-    `wanted` tells one conversion from another; `fingerprints` are those of the tensors in their dtype there;
-    `published` has the dtypes of tensors that the source holds in another one.
-    """
+    """Record a finished `directory`. `wanted` identifies the conversion; `fingerprints` are per tensor; `published` has
+    dtypes that differ in the source."""
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     files = {str(path.relative_to(directory)): path.stat().st_size for path in found}
     files.pop(LATEST, None)  # names another iteration once one is saved next to it
@@ -53,8 +50,7 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 
 def complete(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of what a conversion with these values made. None: there is none, files of the result are not whole,
-    or the checkpoint to load was trained from the conversion."""
+    """Return the record of a complete conversion with these values; None: missing, incomplete, or trained since."""
     made, latest = read(directory), directory / LATEST
     if made is None or made.get("wanted") != json.loads(json.dumps(wanted)) or damage(directory, made):
         return None
@@ -76,16 +72,13 @@ def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | N
 
 
 def fingerprints(shards: Path, dtype: str) -> dict[str, int]:
-    """Tensor of a Megatron checkpoint -> its fingerprint when it was converted to `dtype`.
-
-    Empty where nothing is known: for example of iterations that were trained from it and saved next to it.
-    """
+    """Return the fingerprints of a Megatron checkpoint's tensors at its conversion to `dtype`; empty if unknown, as for
+    trained iterations."""
     return {name: int(value, 16) for name, value in _part(shards, dtype, "fingerprints").items()}
 
 
 def published(shards: Path, dtype: str) -> dict[str, str]:
-    """Tensor of a Megatron checkpoint -> the dtype that the files had from which it was converted to `dtype`, where it
-    is another one than the checkpoint's. Empty as `fingerprints` are."""
+    """Return source dtypes that differ from a Megatron checkpoint's `dtype`; empty if unknown."""
     return _part(shards, dtype, "published")
 
 

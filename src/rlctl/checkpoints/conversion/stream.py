@@ -83,10 +83,10 @@ def stream(
     progress: Progress,
     rounding: Rounding = "nearest",
 ) -> Streamed:
-    """Make every destination param in `order` and hand it to `write`, a few of them side by side. `rounding`: how
-    trained weights are made narrower; what was published is rounded to nearest, as by everyone.
+    """Produce destination params in `order` on several threads and pass them to `write`.
 
-    Memory holds one for each thread, one that is written, and what they are made of. `shapes` are those of the tensors.
+    `rounding` applies to trained weights; published ones round to nearest. Memory holds one param per thread, one being
+    written, and their sources.
     """
     copies, fills = _by_destination(plan.copies), defaultdict[str, list[Fill]](list)
     for padding in plan.fills:

@@ -40,11 +40,8 @@ def text_layouts(part: TextPart) -> tuple[Layout, Layout]:
 
 
 def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layout, Layout]:
-    """The weights `own` of a text model with these `facts` and the other tensors of the whole model, and the files of
-    the whole, which they are written to.
-
-    Raises InputError where the whole is quantized, or its text part another model.
-    """
+    """Return layouts of text weights `own` and the whole model's other tensors, and the files. Raises InputError if the
+    whole is quantized or its text part differs."""
     directory, ours, theirs = part.files.directory, weights_of(facts).tensors, weights_of(part.facts).tensors
     if packed := [name for name, spec in part.specs.items() if spec.dtype not in FLOATS]:
         why = f"--into {directory}: its text part is quantized (tensor {packed[0]} is {part.specs[packed[0]].dtype})."

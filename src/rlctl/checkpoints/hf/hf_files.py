@@ -38,8 +38,7 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return what `config.json` says. Raises InputError where there is none, or one that is damaged, and where the
-    directory holds adapters alone."""
+    """Return `config.json`. Raises InputError if missing or damaged, or if the directory holds only adapters."""
     if not (directory / "config.json").exists():
         refuse_adapters(directory)
     return read_object(directory, "config.json", "Name a Hugging Face model directory.")
@@ -76,10 +75,10 @@ PACKED = (".qweight", ".weight_packed", ".absmax")
 
 
 def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
-    """Raise InputError where a quantizer was used whose format is not read, by `config.json` or by names of tensors.
+    """Raise InputError for unsupported quantization, by `config.json` or tensor names.
 
-    Some (GPTQ, AWQ, bitsandbytes) pack weights into tensors of their own; others (BitNet) keep the names, and the model
-    computes with other numbers than the files hold. Without `tensors` this is known before weights are fetched.
+    GPTQ, AWQ and bitsandbytes pack weights; BitNet keeps names with other values. Without `tensors` this works before
+    weights are fetched.
     """
     quantized = read_config(directory).get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
@@ -92,10 +91,8 @@ def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
 
 
 def copy_companions(source: Path, destination: Path, drop_from_config: tuple[str, ...] = (), **config: Any) -> None:
-    """Copy configuration, generation configuration, tokenizer and chat template.
-
-    `config` values replace those of config.json, and the keys in `drop_from_config` are taken out of it.
-    """
+    """Copy configuration, tokenizer and chat template. `config` replaces values of config.json; `drop_from_config`
+    removes keys."""
     destination.mkdir(parents=True, exist_ok=True)
     for pattern in COMPANIONS:
         for path in source.glob(pattern):

@@ -56,8 +56,7 @@ class HuggingFaceModel:
         return "bfloat16" if next(iter(self.files.dtypes), "") not in FLOATS else named
 
     def published(self, dtype: str) -> dict[str, str]:
-        """The dtypes of tensors that the files hold in another one than a checkpoint in `dtype` does. Empty where
-        `dtype` is not the files' own: they are recast as a whole then."""
+        """Return file dtypes that differ from a checkpoint in `dtype`; empty if `dtype` recasts the model."""
         if dtype != self.dtype:
             return {}
         kept = hf.layout(self.facts, dtype).params
@@ -66,10 +65,9 @@ class HuggingFaceModel:
 
 
 def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFaceModel:
-    """Open a model directory and check configuration against tensors; `facts`: those of its configuration, if known.
+    """Open a model directory and check tensors against its configuration (`facts`, if known).
 
-    Raises InputError for an unknown architecture, missing or damaged files, and for a tensor that is missing or has
-    another shape or dtype than the configuration implies.
+    Raises InputError for an unknown architecture, missing or damaged files, and missing or different tensors.
     """
     config = read_config(directory)
     facts = facts or facts_in(directory)
@@ -117,8 +115,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
 
 
 def _flat(directory: Path, stored: StoredTensor, facts: ModelFacts, axes: int) -> Shape:
-    """The shape of a tensor, of a stack of experts as matrices one below the other. Raises InputError for a stack of
-    another number of experts than config.json says."""
+    """Return a tensor's shape, expert stacks as stacked matrices. Raises InputError for a wrong number of experts."""
     if len(stored.shape) == axes:
         return stored.shape
     if facts.moe is not None and stored.shape[0] != facts.moe.experts:
@@ -128,9 +125,8 @@ def _flat(directory: Path, stored: StoredTensor, facts: ModelFacts, axes: int) -
 
 
 def in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
-    """Where a tensor of one expert lies in a stack of them all, [E, O, I] or [E, I, O]; gate and up projection lie one
-    behind the other. None: there is no stack. The shape says which of the two it is; where both sides are equal, that
-    of the layer's other stack."""
+    """Locate one expert's tensor in a stack [E, O, I] or [E, I, O] (gate and up concatenated); None: no stack. Square
+    ones follow the layer's other stack."""
     found = EXPERT.search(held)
     if found is None:
         return None
@@ -156,8 +152,7 @@ def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
 
 
 def _unsaved_form(name: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
-    """Where a tensor of a layer with experts lies in files that hold the tensors of transformers' modules as they are,
-    and not as `save_pretrained` writes them. None: it has its published name."""
+    """Locate a tensor in files saved from transformers' modules instead of `save_pretrained`; None: published name."""
     held = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
     if name in stored:
         return None
@@ -168,8 +163,7 @@ def _unsaved_form(name: str, shape: Shape, stored: Mapping[str, StoredTensor]) -
 
 
 def _stored_name(name: str, facts: ModelFacts, files: SafetensorsDirectory) -> str:
-    """The name of a tensor in the files. Those of the first GPT-2 and its like were written from the model without its
-    head, where names begin below it (`h.0.` for `transformer.h.0.`)."""
+    """Return a tensor's name in the files; early GPT-2 files start below the head (`h.0.` for `transformer.h.0.`)."""
     if not facts.listed or name in files.tensors:
         return name
     others = [name.partition(".")[2]]
@@ -197,9 +191,8 @@ def _checked(
 
 
 def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirectory, extra: list[str]) -> None:
-    """Tensors that would be dropped silently are refused; known duplicates and tables are not, nor the score of a
-    reward model, which is read by itself. A head that is tied to
-    the embeddings has to be the same as these."""
+    """Refuse tensors that would be dropped, except known duplicates, tables and reward scores. A tied head must equal
+    the embeddings."""
     known = (".rotary_emb.inv_freq", SCALE, SCORE)
     heads = {"lm_head.weight", "language_model.lm_head.weight"}
     repeated = {*weights_of(facts).copies, *(heads if facts.tied_embeddings else ())}
@@ -223,11 +216,10 @@ HELD = 2
 def packed_params(
     name: str, shape: Shape, files: SafetensorsDirectory
 ) -> tuple[dict[str, ParamSpec], list[Piece], tuple[str, str]]:
-    """Params and pieces of a packed tensor, and the stored tensors they are read from.
+    """Return params and pieces of a packed tensor, and the stored tensors.
 
     gpt-oss's X [E, in, out] is published as X_blocks [E, out, in / 32, 16] and X_scales [E, out, in / 32]. Each expert
-    is a param of its own, `X@e` [out, in], unpacked when it is read, so that memory holds one expert and not a layer.
-    Raises InputError where there are no scales, or shapes that do not make up `shape`.
+    is a param `X@e` [out, in], unpacked on reading. Raises InputError for missing scales or wrong shapes.
     """
     blocks, scales = files.tensors[name + BLOCKS], files.tensors.get(name + SCALES)
     if scales is None:

@@ -1,7 +1,4 @@
-"""The facts of a model in a directory. Where its family has no file in `models/`, they follow from the modules that
-transformers builds of its configuration, or these say why it cannot be trained. A process without torch has them found
-by another one: the driver does without torch.
-"""
+"""Facts of a model directory, from its family's file or transformers' modules. Processes without torch use a child."""
 
 from __future__ import annotations
 
@@ -61,11 +58,8 @@ NEXT = "A family can be added: one file in src/rlctl/models (docs/adding_a_model
 
 
 def facts_in(directory: Path) -> ModelFacts:
-    """Facts of the model in a directory, whether its family has a file or transformers alone knows it. Those of a model
-    that reads images are of all of it.
-
-    Raises InputError for an unknown architecture, and for one that cannot be trained from transformers' modules.
-    """
+    """Return the facts of a model directory, of all parts for multimodal models. Raises InputError for an unknown or
+    untrainable architecture."""
     config = read_config(directory)
     if vision_family(config) is not None:
         return _described(directory, json.dumps(config, sort_keys=True))
@@ -75,11 +69,8 @@ def facts_in(directory: Path) -> ModelFacts:
 
 
 def known_facts(name: str, *, images: bool = False) -> ModelFacts | None:
-    """Facts of a model of the catalog by its name on the hub, without its files, and of one that reads images those of
-    its text part unless `images`; None: it is not there.
-
-    Raises InputError where the installed transformers does not know its architecture, or it cannot be trained.
-    """
+    """Return facts of a catalog model by hub name, without its files (the text part unless `images`); None: unknown.
+    Raises InputError if transformers lacks it or it cannot be trained."""
     entry = lookup_entry(name)
     if entry is None or (images and vision_family(entry.config) is None):
         return None
@@ -99,8 +90,8 @@ def _from_transformers(name: str, images: bool) -> ModelFacts:
 
 @cache
 def built_as(model_type: str, table: str = "CAUSAL_LM") -> str:
-    """The class that the installed transformers builds of a model type; empty: none. The table of classes is read
-    without importing it. Code of a repository's own may spell the name in other capitals (PhiMoEForCausalLM)."""
+    """Return the class of a model type in the installed transformers without importing it; empty: none. Remote code may
+    differ in capitals (PhiMoEForCausalLM)."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return ""
@@ -198,8 +189,7 @@ def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
 
 
 def _in_whole(tensor: ListedTensor, text: ModelFacts, family: VisionFamily) -> ListedTensor:
-    """A tensor of a model that reads images under the hub's name, and in the language part with the role that the text
-    family says."""
+    """Return a multimodal model's tensor under its hub name, with the text family's role in the language part."""
     named, module = tensor, tensor.module or tensor.name
     for ours, hub in family.published:
         if tensor.name.startswith(ours) and not tensor.name.startswith(hub):
@@ -222,8 +212,8 @@ def _refusal(name: str, why: str) -> InputError:
 
 
 def _built(directory: Path) -> tuple[Any, str]:
-    """The model with the attention that is watched, and an empty text; or as transformers has it, and why it takes no
-    other attention. Raises InputError where transformers cannot build it."""
+    """Return the model with observed attention, or with its own and the reason. Raises InputError if transformers
+    cannot build it."""
     try:
         return meta_model(directory, WATCHED), ""
     except Exception:  # noqa: BLE001 - it may look its attention up in a table of its own; the next lines say what else
@@ -287,8 +277,7 @@ def _watch() -> list[Call]:
 
 
 def _unpacked(inner: Any, calls: list[Call]) -> Iterator[str]:
-    """Why rollouts cannot be packed into a row of this model, which has the attention that is watched: each layer is
-    made to call it."""
+    """Return why rollouts cannot be packed for this model: each layer must call the observed attention."""
     import torch
     from torch import nn
 

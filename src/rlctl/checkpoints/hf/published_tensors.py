@@ -1,8 +1,7 @@
-"""The published tensors that the parameters and stored buffers of a model of transformers are made of.
+"""The published tensors behind the parameters and stored buffers of a transformers model.
 
-transformers is asked to give back what it would save. A parameter that comes back as it is has at most another name.
-Where one does not (stacked experts, gate and up in one, convolutions of queries, keys and values in one), transformers
-is given small tensors of codes in its place: those that come back say which box of which parameter lies where.
+transformers is asked to save the model. Parameters that change (stacked experts, fused gate and up, fused convolutions)
+are replaced by small tensors of codes that reveal the location of each box.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ def stored_buffers(inner: Any) -> dict[str, Tensor]:
 
 
 def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ...]:
-    """The published tensors; `dtypes` are those of stored buffers that do not have the model's.
-
-    Raises CannotFollowError with the reason, as a clause about the model, where one cannot be told.
-    """
+    """Return the published tensors; `dtypes`: stored buffers with other dtypes. Raises CannotFollowError with a clause
+    about the model."""
     own_path = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\.")
     buffers, table = stored_buffers(inner), inner.get_input_embeddings()
     held = dict(inner.named_parameters()) | buffers
@@ -119,8 +116,7 @@ class _Coded:
 def _boxes(
     inner: Any, changed: dict[str, Tensor], own_path: re.Pattern[str], published: set[str]
 ) -> dict[tuple[str, tuple[int, ...]], list[ListedTensor]]:
-    """(parameter with `{layer}`, its shape) -> the boxes of published tensors that it holds. One layer of each kind is
-    looked at."""
+    """(parameter with `{layer}`, shape) -> boxes of published tensors; one layer of each kind."""
     groups: dict[int | None, list[str]] = {}
     for name in changed:
         groups.setdefault(_layer(name, own_path), []).append(name)
@@ -181,8 +177,8 @@ def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[t
 
 
 def _box(published: str, codes: Tensor, side: Tensor, one: _Coded) -> ListedTensor:
-    """The box of one parameter among the codes of a published tensor: its first and last code are corners of both. One
-    axis of experts in front may be left out."""
+    """Return a parameter's box among a published tensor's codes, from its corner codes; a leading expert axis may be
+    absent."""
     import torch
 
     places = side.nonzero()
@@ -222,8 +218,7 @@ def _with_roles(name: str, boxes: list[ListedTensor]) -> list[ListedTensor]:
 
 
 def _true_widths(name: str, boxes: list[ListedTensor], inner: Any) -> list[ListedTensor]:
-    """The boxes of convolutions of queries, keys and values, which transformers gives back in equal parts: each is as
-    wide as the projection in front of it (`q_conv1d` as `q_proj`)."""
+    """Correct boxes of fused convolutions, which transformers splits evenly, to the widths of their projections."""
     parts = sorted(boxes, key=lambda box: box.module_start)
     if len(parts) < 2 or any("{expert}" in box.name or box.tensor_shape for box in parts):
         return boxes

@@ -25,8 +25,7 @@ def with_score(layout: Layout, spec: ParamSpec) -> Layout:
 
 
 def scorer_class(config: Mapping[str, Any]) -> str:
-    """Return the class of transformers that a reward model of this configuration is loaded as. Raises InputError where
-    there is none."""
+    """Return transformers' class for a reward model. Raises InputError if there is none."""
     found = built_as(str(config.get("model_type")), "SEQUENCE_CLASSIFICATION")
     if not found:
         raise InputError(
@@ -38,11 +37,8 @@ def scorer_class(config: Mapping[str, Any]) -> str:
 
 
 def scorer_config(companions: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the reward model that was made of a model.
-
-    transformers takes the score at the last token that is not padding, so that the padding token must not be one that
-    ends a text.
-    """
+    """Return the config.json of a trained reward model. transformers scores the last token that is not padding, so
+    padding must not end texts."""
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     named = {"architectures": [scorer_class(config)], "pad_token_id": next(_paddings(companions, config), None)}
     return {**config, **labels, **named}

@@ -1,9 +1,7 @@
-"""The safetensors files of a Hugging Face directory: what they hold, the values, and writing new ones.
+"""The safetensors files of a Hugging Face directory: index, values and writing. Headers need no torch.
 
-The safetensors library parses and checks the headers and maps the tensors; it needs no torch until a value is read.
-Two things are done here because the library has no way for them. It keeps a file mapped while it is open: files are
-closed every now and then, so that memory does not grow with the model. And it writes a file from all its tensors at
-once: `SafetensorsWriter` writes the header itself and then appends one block of rows after the other.
+Files are closed regularly to limit mapped memory, and `SafetensorsWriter` appends blocks of rows; the library supports
+neither.
 """
 
 from __future__ import annotations
@@ -60,10 +58,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file.
-
-    Raises InputError where it is truncated, damaged or no safetensors file, or holds a dtype that rlctl cannot read.
-    """
+    """Return the tensors of a safetensors file. Raises InputError for a damaged file or an unsupported dtype."""
     with _opened(file) as opened:
         found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
         dtypes = {name: part.get_dtype() for name, part in found}
@@ -77,8 +72,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def require_whole(directory: Path) -> None:
-    """Raise InputError where weights are absent, or a file of them is truncated, damaged or no file. An engine that
-    reads the directory itself may know dtypes that rlctl does not."""
+    """Raise InputError for missing or damaged weights. Dtypes are not checked, because engines may know more."""
     for file in shard_files(directory):
         with _opened(file):
             pass
@@ -164,11 +158,8 @@ class SafetensorsDirectory:
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: the single file, as for transformers also next to an index that an earlier save
-    left, else those of the index, else all `*.safetensors`.
-
-    Raises InputError where there are none, or some of those that the index names are missing.
-    """
+    """Return the weight files: the single file (even with an index), else the index's, else all `*.safetensors`. Raises
+    InputError for missing files."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
     if named := _weight_map(directory):
@@ -189,8 +180,7 @@ def shard_files(directory: Path) -> list[Path]:
 
 
 def refuse_stale_index(directory: Path) -> None:
-    """Raise InputError where an index next to the single file names other files: vLLM, which reads weights itself where
-    nothing is trained, would read those."""
+    """Raise InputError if an index next to a single file names others, which vLLM would read."""
     named = set(_weight_map(directory).values())
     if (directory / SINGLE).exists() and named - {SINGLE}:
         raise InputError(
@@ -224,8 +214,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 class SafetensorsWriter:
-    """Writes tensors in the order of `specs` into shards of at most `shard_bytes` (one tensor may exceed it), or into
-    the `files` that are named, with their tensors."""
+    """Write tensors in the order of `specs` into shards of `shard_bytes` (a larger tensor gets its own), or into named
+    `files`."""
 
     def __init__(
         self, directory: Path, specs: dict[str, ParamSpec], shard_bytes: int, files: dict[str, list[str]] | None = None

@@ -1,5 +1,4 @@
-"""The configuration of the text part of a model that takes images or sound as well. transformers says what class the
-text section is of."""
+"""The configuration of a multimodal model's text part. transformers names its class."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ SAME_TEXT = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Text sections without a class of their own in transformers, and the type of the model that computes the same of text:
-a token of a text has the same position in time, height and width, so that their rotary embedding is the plain one."""
+"""Text sections without a class, and an equivalent model type: text tokens have equal time, height and width positions,
+which makes rotary embeddings plain."""
 OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Keys that may stand around the text section, and mean the text."""
 NO_TEXT = ("id2label", "label2id", "_name_or_path", "transformers_version")
@@ -39,8 +38,7 @@ NEXT = "Name a text model, perhaps the one that it was made from."
 
 
 def has_text_part(directory: Path) -> bool:
-    """Return whether the model in a directory takes more than text, and is none that reads with one half and writes
-    with another."""
+    """Return whether a model takes more than text and reads and writes with the same half."""
     config = read_config(directory)
     return sees(config) and not config.get("is_encoder_decoder")
 
@@ -127,8 +125,8 @@ def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | None, whole: Any) -> bool:
-    """Whether embedding and output layer are the same: as the model says, outside of the text section or in it. Where
-    it says both or nothing, the files decide."""
+    """Whether embedding and output layer are tied, by the model's configuration in or outside the text section, else by
+    the files."""
     said = {part["tie_word_embeddings"] for part in (config, section) if "tie_word_embeddings" in part}
     if len(said) == 1:
         return bool(said.pop())

@@ -1,5 +1,4 @@
-"""The stored tensors that hold the text part of a model that takes images or sound as well: those of a text model,
-under a prefix of their own."""
+"""The stored tensors of a multimodal model's text part, under their prefix."""
 
 from __future__ import annotations
 
@@ -33,13 +32,12 @@ class TextPart:
     files: SafetensorsDirectory
     facts: ModelFacts
     pieces: dict[str, Piece]
-    """By published name of the text model, in the order of the files. The params are the stored tensors; a stack of
-    experts [E, O, I] counts as a matrix [E * O, I]. The output layer is a copy of the embedding where both are tied."""
+    """By published text tensor, in file order. Params are stored tensors; an expert stack [E, O, I] counts as [E * O,
+    I]. A tied output layer copies the embedding."""
 
     @staticmethod
     def open(directory: Path) -> TextPart:
-        """Find the tensors of the text part. Raises InputError for any that the text model needs and the files lack or
-        hold in another shape, and for any that it does not know."""
+        """Find the text part's tensors. Raises InputError for missing, misshapen or unknown ones."""
         files = SafetensorsDirectory.open(directory)
         return _located(directory, files, facts_in(text_directory(directory)))
 

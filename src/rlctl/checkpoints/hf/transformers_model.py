@@ -1,5 +1,4 @@
-"""The model that transformers builds of a configuration, without memory for its weights: its modules by the part that
-they play, its head as a function, and buffers."""
+"""The transformers model of a configuration without memory: modules by role, head and buffers."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ TOWER_ATTENTION = "sdpa"
 def meta_model(
     directory: Path, attention: str | None, dtype: Any = None, *, headless: bool = False, buffers: bool = False
 ) -> Any:
-    """The transformers model of a directory's configuration, without memory for its tensors, and `headless` without an
-    output layer. With `buffers` these have memory and values. `attention` is transformers' name of the one to use;
-    None: the model's own choice. `dtype` is that of its tensors; None: float32."""
+    """Build a directory's transformers model without memory, `headless` without an output layer; `buffers` have values.
+    `attention` None: the model's choice; `dtype` None: float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -44,8 +42,8 @@ def meta_model(
 
 
 def body_path(inner: Any) -> str:
-    """The path of the module that turns tokens into the hidden states that the head is given; empty: there is none. Of
-    a model that reads images it is the language part."""
+    """Return the path of the module that computes the head's input; empty: none. Multimodal models: the language
+    part."""
     family = vision_family(inner.config.to_dict())
     return family.language if family is not None else _below_head(inner)
 
@@ -90,8 +88,7 @@ def head_path(inner: Any) -> str:
 
 
 def head_of(inner: Any) -> Callable[[Tensor], Tensor]:
-    """From hidden states [U, H] of the last norm to logits [U, V]: whatever the model's own forward pass does behind
-    its layers, such as scaling and capping."""
+    """From last hidden states [U, H] to logits [U, V], including the model's scaling and capping."""
     from torch import nn
     from transformers.modeling_outputs import MoeModelOutputWithPast
 

@@ -1,5 +1,5 @@
-"""Checkpoints of runs that train adapters (`training.lora`), whichever backend saved them: the adapters of published
-tensors, merged into the weights that the run began with, or put into the layers of a rank."""
+"""Checkpoints of adapter runs (`training.lora`), from any backend: adapters of published tensors, merged or placed in a
+rank's layers."""
 
 from __future__ import annotations
 
@@ -90,11 +90,8 @@ class SavedAdapters:
 
 
 def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0, prefix: str = "") -> SavedAdapters:
-    """The adapters of a checkpoint as those of the published tensors; `prefix`: how the keys of one of Adam's moments
-    begin, which are read in their place.
-
-    Raises InputError for an adapter of a layer that the model does not have.
-    """
+    """Return a checkpoint's adapters by published tensor; `prefix` reads one of Adam's moments instead. Raises
+    InputError for an unknown layer."""
     wanted = adapter_keys(reader.shapes)
     whole = {key: reader.whole(prefix + key) for key in wanted}
     if not all(key.startswith(MEGATRON) for key in wanted):
@@ -137,8 +134,7 @@ def _of_modules(
 def fill_layer(
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], pieces: Iterable[Piece], a: torch.Tensor, b: torch.Tensor
 ) -> None:
-    """Put the adapters of published tensors into those of one layer of a rank; `pieces` say which parts of the tensors
-    the layer's weight holds. Raises InputError where a tensor has none."""
+    """Copy adapters of published tensors into a rank's layer, by `pieces`. Raises InputError for a missing one."""
     for piece in pieces:
         if piece.tensor not in pairs:
             raise InputError(f"The checkpoint holds no adapter of {piece.tensor}.", "Is it a checkpoint of this run?")

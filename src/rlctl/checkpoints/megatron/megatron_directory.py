@@ -1,7 +1,7 @@
-"""Megatron checkpoint directories: where shards, iteration and configuration are. Nothing here imports torch.
+"""Megatron checkpoint directories: shards, iteration and configuration. Imports no torch.
 
-Known arrangements: Megatron-LM and Megatron-Bridge (`latest_checkpointed_iteration.txt` next to `release/` or
-`iter_0000100/`), one of their iterations, a bare torch_dist directory, and rlctl's runs (`checkpoints/step_N/policy`).
+Supports Megatron-LM and Megatron-Bridge (`latest_checkpointed_iteration.txt` next to `release/` or `iter_0000100/`),
+one iteration, a bare torch_dist directory, and rlctl's runs (`checkpoints/step_N/policy`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MegatronDirectory:
 
 
 def manifest_of(found: MegatronDirectory) -> dict[str, Any]:
-    """The manifest of the run that saved a checkpoint (RUN/checkpoints/step_N/policy). Raises InputError where none can
-    be read."""
+    """Return the manifest of the run that saved a checkpoint (RUN/checkpoints/step_N/policy). Raises InputError if
+    unreadable."""
     path = Path(found.shards.absolute(), "../../../manifest.json").resolve()
     try:
         return json.loads(path.read_text())
@@ -119,10 +119,8 @@ def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
 
 
 def base_of(found: MegatronDirectory, named: Path | None = None) -> Base:
-    """The model that the run of a checkpoint began with; `named`: where it is now.
-
-    Raises InputError where the run's manifest cannot be read, or the model is gone or another.
-    """
+    """Return the base model of a checkpoint's run; `named`: its current place. Raises InputError if the manifest is
+    unreadable or the model missing or different."""
     stored = manifest_of(found)
     model, config = stored["model"], stored["config"]
     directory = named or Path(model["directory"])

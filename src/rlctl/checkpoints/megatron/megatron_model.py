@@ -53,8 +53,7 @@ class MegatronModel:
         return SingleWorld(self.layout)
 
     def masters(self) -> tuple[Layout, dict[str, keys.StoredBlock]]:
-        """The optimizer's float32 weights, and their blocks: those of the model where it updates these themselves, or
-        where they are not trained."""
+        """Return float32 weights and their blocks: the optimizer's, or the model's if equal or frozen."""
         shapes = self.reader.shapes
         own = {p.param: MASTERS + p.param if MASTERS + p.param in shapes else p.param for p in self.whole.pieces}
         pieces = tuple(replace(piece, param=own[piece.param]) for piece in self.whole.pieces)
@@ -89,12 +88,8 @@ def are_of_modules(keys_: Collection[str]) -> bool:
 def open_megatron_model(
     directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False, valued: bool = False
 ) -> MegatronModel:
-    """Open a checkpoint of the model and check its keys against the model's.
-
-    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not. `valued`: it
-    is one of the model with a value in place of logits, all but the head of which is opened. Raises InputError for keys
-    that are missing, have other shapes, or that the model does not have.
-    """
+    """Open a checkpoint and check its keys against the model. `without_mtp`: ignore multi-token-prediction layers;
+    `valued`: open all but the value head. Raises InputError for missing, misshapen or unknown keys."""
     reader = TorchDistReader.open(directory.shards)
     if adapter_keys(reader.shapes):
         raise InputError(

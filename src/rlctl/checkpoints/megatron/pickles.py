@@ -1,8 +1,7 @@
-"""Reading the pickles of torch_dist checkpoints (`.metadata`, `common.pt`) without running the code they may carry.
+"""Read pickles of torch_dist checkpoints (`.metadata`, `common.pt`) without running code.
 
-torch's `FileSystemReader` unpickles `.metadata` without restriction, so a checkpoint from a stranger could run code.
-A pickle names functions for the reader to call. Only the names listed here are admitted. Enumerations and settings of
-Megatron become inert `Opaque` values: nothing of theirs is imported or called.
+torch's `FileSystemReader` unpickles `.metadata` unrestricted. Here only listed names are admitted; Megatron's
+enumerations and settings become inert `Opaque` values.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ RESTRICTED = types.SimpleNamespace(Unpickler=RestrictedUnpickler, __name__="rest
 
 @contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Name the source in the RefusedPickleError of a block that reads it, and raise InputError for whatever else is
-    raised of bytes that are not those that were written."""
+    """Name the source in RefusedPickleErrors, and report unreadable bytes as InputError."""
     try:
         yield
     except RlctlError as error:
@@ -119,11 +117,10 @@ def load_saved(stream: Any, source: str) -> Any:
 
 
 def scan(directory: Path) -> None:
-    """Read every pickle of a torch_dist checkpoint, objects inside the shards included. Tensors are left out: torch's
-    reader of checkpoints loads them with `weights_only`.
+    """Read every pickle of a torch_dist checkpoint, including objects in shards; tensors are left to `weights_only`.
 
-    A run's own resume calls this before it hands the directory to Megatron, which loads pickles unrestricted. Raises
-    RefusedPickleError where a pickle names something that is not admitted.
+    A resume calls this before Megatron loads the pickles unrestricted. Raises RefusedPickleError for a name that is not
+    admitted.
     """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
     from torch.distributed.checkpoint.utils import _create_file_view

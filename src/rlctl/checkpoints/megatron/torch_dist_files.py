@@ -1,10 +1,8 @@
-"""Files of Megatron's torch_dist checkpoints: written and read block by block, without Megatron and its processes.
+"""Files of Megatron's torch_dist checkpoints, read and written by block without Megatron.
 
-The format is that of torch.distributed.checkpoint (items made by torch.save at offsets of `__R_N.distcp`, a pickled
-`.metadata`) with Megatron's `metadata.json` and `common.pt` next to it (megatron/core/dist_checkpointing/strategies).
-
-torch's own planners want a state dict of the whole model in the
-memory of one process, and its reader unpickles `.metadata` without restriction; a conversion streams blocks.
+The format is torch.distributed.checkpoint (torch.save items at offsets of `__R_N.distcp`, a pickled `.metadata`) with
+Megatron's `metadata.json` and `common.pt`. torch's planners need the whole model in one process, and its reader
+unpickles unrestricted.
 """
 
 from __future__ import annotations
@@ -123,10 +121,8 @@ class TorchDistReader:
 
     @staticmethod
     def open(directory: Path) -> TorchDistReader:
-        """Read metadata through the restricted unpickler and check that every item lies inside of its file.
-
-        Raises InputError where there is no torch_dist checkpoint, or a damaged, truncated or hostile one.
-        """
+        """Read metadata with the restricted unpickler and check that items lie inside their files. Raises InputError
+        for a missing or damaged checkpoint."""
         path, hint = directory / "metadata.json", "Copy the checkpoint again."
         if not path.is_file() or not (directory / ".metadata").is_file():
             raise InputError(f"{directory} is not a torch_dist checkpoint: metadata.json or .metadata is missing.")

@@ -1,9 +1,8 @@
-"""Assigns each published tensor a way into the model of one worker, with the reason.
+"""Choose a path into one worker's model for each published tensor, with the reason.
 
-A tensor is written directly where all its places are known, and goes through vLLM's loader otherwise. The loader's
-layerwise reload takes modules out of use, so a module is given to it as a whole, with the tensors of all its
-parameters; the other modules stay as they are. Where it is not known which tensors a parameter holds, the layer around
-it is given to the loader, and where there is no such layer, the model.
+A tensor is written directly if all its places are known, else through vLLM's loader. The layerwise reload takes modules
+out of use, so it gets whole modules with all their tensors. With unknown parameters, the surrounding layer goes through
+the loader, or else the model.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ def all_loaded(tensors: Collection[str], why: str) -> Assignment:
 def assign(
     matrices: StoredMatrices, tensors: Collection[str], *, alone: bool, elsewhere: Collection[str] = ()
 ) -> Assignment:
-    """The assignment of a model with `matrices` that is sent `tensors`. `alone`: no other worker holds a part of the
-    model, so that each tensor must have a place in it; else other workers hold the modules at the paths `elsewhere`."""
+    """Assign paths for a model with `matrices`. `alone`: no other worker has parts of it, so every tensor needs a
+    place; else `elsewhere` has other workers' modules."""
     tensors = [tensor for tensor in tensors if not _within(tensor, set(elsewhere))]
     every = [matrix for matrix in (*matrices.found, *matrices.unknown_storage) if matrix.parts]
     strange = list(_unmatched(matrices, every, set(tensors), alone))
@@ -86,8 +85,7 @@ def assign(
 
 
 def _filled_by_loader_alone(matrices: StoredMatrices, every: list[StoredMatrix]) -> tuple[str, ...]:
-    """Paths of modules with places of unknown storage for tensors that no other module has: one that
-    has may share its memory, as tied embeddings do, and be filled with it."""
+    """Modules of unknown storage whose tensors no other module has (another, like tied embeddings, could fill them)."""
     holders = Counter(tensor for tensor, _ in {(p.tensor, s.path) for s in every if not s.derived for p in s.parts})
     own = [matrix for matrix in matrices.unknown_storage if not matrix.derived]
     return tuple(sorted({matrix.path for matrix in own if any(holders[part.tensor] == 1 for part in matrix.parts)}))
@@ -137,8 +135,7 @@ def _why_loaded(matrix: StoredMatrix) -> str:
 
 
 def _closed(own: list[StoredMatrix], loaded: dict[str, str], layers: set[str]) -> set[str]:
-    """Paths of the modules that must be reloaded so that `loaded` may be, and all of whose tensors must then be loaded
-    as well: those are added to it."""
+    """Modules to reload so that `loaded` can be loaded, closed over their tensors, which are added to `loaded`."""
     paths = set(layers)
     while True:
         before = len(paths), len(loaded)

@@ -1,7 +1,6 @@
-"""Finds where a running vLLM model holds each published tensor, by walking its modules in the engine's worker.
+"""Find the published tensors in a running vLLM model, in the engine's worker.
 
-The functions of `weights/vllm.py` say which parts of tensors each kind of layer holds; this file finds the kinds and
-their sizes, how each module keeps its matrices, and which parameters it does not know.
+`weights/vllm.py` describes each kind of layer; this file finds kinds, sizes, storage, and unknown parameters.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ def unpacked_expert(kept: torch.Tensor, isa: str) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Published index of each element in the kernel's order, which vLLM tells when it packs matrices of indices. Raises
-    VerificationError if the order is not a permutation."""
+    """Published index of each element in the kernel's order, from packed index matrices. Raises VerificationError if
+    not a permutation."""
     count = shape[0] * shape[1]
     index, order = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     for shift in range(0, max(1, (count - 1).bit_length()), DIGIT_BITS):
@@ -195,9 +194,8 @@ def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) 
 def matched(
     every: StoredMatrices, sent: Collection[str], loaded: Collection[str], buffers: Collection[str]
 ) -> StoredMatrices:
-    """The matrices of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a
-    layer has another name than its tensors, only the loader can match them: such tensors cannot be read, except for
-    those in `buffers`."""
+    """Matrices that match the tensors `sent`, with `loaded` through the loader. Only the loader matches layers of other
+    names; their tensors cannot be read back, except `buffers`."""
     if not loaded:
         return every
     found = [matrix for matrix in every.found if all(part.tensor in sent for part in matrix.parts)]
@@ -257,8 +255,8 @@ def _name_after_input_embedding(found: list[StoredMatrix]) -> list[StoredMatrix]
 
 
 def _renamings(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Parts of the names of vLLM's modules, and what stands in their place in the published ones. Where vLLM takes the
-    layers of transformers, it has them at `model.`, whatever transformers calls the place."""
+    """Return replacements from vLLM's module names to published ones. Layers of transformers are at `model.` in
+    vLLM."""
     prefix = getattr(getattr(model, "model", None), "base_model_prefix", "")
     if prefix not in ("", "model"):
         yield "model.", f"{prefix}."
@@ -290,8 +288,8 @@ def _walk(model: torch.nn.Module) -> list[StoredMatrix]:
 
 
 def _with_order(model: torch.nn.Module, found: list[StoredMatrix]) -> Iterator[StoredMatrix]:
-    """The matrices; those of linear layers that the model's own loader puts in another order are of unknown storage.
-    The loader is looked for in the sources of models that rlctl has no file for."""
+    """Mark linear matrices that the model's loader reorders as unknown storage, by the source of models without a
+    family file."""
     reordered = REORDERED.get(type(model).__name__)
     loader = "" if reordered else compat.reshaping_loader(model)
     for matrix in found:
@@ -335,8 +333,8 @@ def _of_module(
 
 
 def _replicated(path: str, module: torch.nn.Module, *, beside_loaders: bool = False) -> Iterator[StoredMatrix]:
-    """A module whose parameters are stored as published and on every rank (norms, positions that are learned,
-    convolutions); `beside_loaders`: but for those that vLLM loads in a way of their own."""
+    """A module stored as published on every rank (norms, positions, convolutions), except custom-loaded parameters with
+    `beside_loaders`."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() and not (beside_loaders and hasattr(parameter, "weight_loader")):
             yield _stored(held.replicated(path, name, tuple(parameter.shape)), module)

@@ -1,7 +1,5 @@
-"""Reads back what a running vLLM model computes with, as fingerprints or values, and spoils it on purpose.
-
-Spoiling is kept apart from writing (`write.py`), so that it cannot forget what that forgets.
-"""
+"""Read back the weights that a running vLLM model uses, as fingerprints or values, and poison them. Poisoning is
+separate from `write.py`, so that it covers what writing misses."""
 
 from __future__ import annotations
 
@@ -98,11 +96,10 @@ def read_stored(buffers: Mapping[str, torch.Tensor]) -> Iterator[Reading]:
 
 
 def record_buffers(model: torch.nn.Module) -> Expected:
-    """Fingerprints that the buffers must have; to be called when the engine starts, the first call counts.
+    """Record the buffers' expected fingerprints at the engine's start; only the first call counts.
 
-    Rotary tables are computed again from the model's configuration. The others (scales of the attention's cache,
-    Gemma's embedding factor, which experts a rank holds) depend on no weight, and must stay as they are now. Raises
-    VerificationError where a table is wrong already.
+    Rotary tables are recomputed from the configuration; other buffers do not depend on weights. Raises
+    VerificationError for a wrong table.
     """
     if model not in _recorded:
         found = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
@@ -159,8 +156,7 @@ def _fingerprint(buffer: torch.Tensor) -> int:
 
 
 def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
-    """Fill what is made of weights with not-a-number, and the `stored` buffers, which refits send; return how many
-    tensors that are. The other buffers stay."""
+    """Fill weights and `stored` buffers, which refits send, with NaN; return the number of tensors."""
     abandon(model)  # parameters of an interrupted reload are not in place
     every = stored_matrices(model)
     known = {matrix.full_name for matrix in every.found}

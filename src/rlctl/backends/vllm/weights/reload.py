@@ -1,10 +1,8 @@
-"""Runs vLLM's layerwise reload on a part of a model, and repairs three silent errors of it.
+"""Run vLLM's layerwise reload on part of a model, with workarounds for three silent errors.
 
-1. Experts on a CPU: the set-up of their kernel skips the prepacking when a kernel object already exists, so that
-   unpacked bytes land in packed storage.
-2. Experts on a GPU: a reload makes another kernel object, and CUDA graphs go on reading the strides of the first one,
-   whose memory is freed with it. The first comes back; its scales are the layer's parameters, which a reload fills.
-3. Output embedding on a CPU: its repacked copy is not renewed when the reload wrote only the shared (tied) parameter.
+1. Experts on a CPU: setup skips prepacking if a kernel object exists, so unpacked bytes land in packed storage. 2.
+Experts on a GPU: a reload replaces the kernel object, but CUDA graphs read the freed strides of the first. The first is
+restored. 3. Output embedding on a CPU: its repacked copy is not updated when only the tied parameter was written.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ _kernels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Reload:
-    """One reload of the modules at `paths` with all below them; the other modules stay in use. Between `begin` and
-    `finish` the loader must be given all tensors of these modules, and of no other."""
+    """A reload of the modules at `paths` and below. Between `begin` and `finish` the loader needs exactly their
+    tensors."""
 
     def __init__(self, model: torch.nn.Module, paths: Sequence[str], unknown_storage: Sequence[str] = ()) -> None:
         """`unknown_storage`: paths of modules that the loader must have filled: nothing there can be read back."""

@@ -1,7 +1,5 @@
-"""How weights get into a vLLM worker: what rlctl adds to the worker, and its end of the channel that weights come by.
-
-vLLM imports this module in each worker (`worker_extension_cls`).
-"""
+"""How weights reach a vLLM worker: rlctl's worker extension and the receiving end of the channel. vLLM imports this
+module in each worker (`worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -170,9 +168,8 @@ class RlctlWorkerExtension:
     model_runner: Any
 
     def rlctl_call(self, method: str | Callable[..., Any], args: Sequence[Any]) -> tuple[Any, RlctlError | str | None]:
-        """Call a method of the worker (or of its part, with a dot), or a function of it; return (its result, None) or
-        (None, the error). No worker raises: vLLM would stop listening, and take the others' answers for those to the
-        next call."""
+        """Call a worker method (dotted for its parts) or a function; return (result, None) or (None, error). Workers
+        never raise, because vLLM would then mix up answers."""
         try:
             return (attrgetter(method)(self)(*args) if isinstance(method, str) else method(self, *args)), None
         except RlctlError as error:
@@ -182,8 +179,7 @@ class RlctlWorkerExtension:
             return None, f"{type(error).__name__}: {error}"
 
     def rlctl_prepare(self) -> None:
-        """Complete the start, and keep what the model's buffers hold now. Raises VerificationError where a table is
-        wrong already."""
+        """Finish the start and record the model's buffers. Raises VerificationError for a wrong table."""
         cpu.make_stage_inputs(self.model_runner)
         compat.renew_input_norms(self.model_runner)
         self.rlctl_weights = WorkerWeights(self)
@@ -196,7 +192,7 @@ class RlctlWorkerExtension:
         self._recorder = recorded_experts.Recorder(self.model_runner)
 
     def rlctl_take_routing(self) -> dict[str, list[recorded_experts.Span]]:
-        """Return the choices since the last call, by request. Only the first worker of a pipeline stage has any, as all
-        of them route alike."""
+        """Return choices since the last call by request, from the first worker of a pipeline stage; all workers route
+        alike."""
         found = self._recorder.take()
         return found if self.rank % self.parallel_config.tensor_parallel_size == 0 else {}

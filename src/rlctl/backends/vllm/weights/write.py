@@ -1,7 +1,6 @@
-"""Writes rounds of weights into a running vLLM model: straight into what it computes with, or through its loader.
+"""Write rounds of weights into a running vLLM model, directly or through its loader (see `assign.py`).
 
-A matrix that is stored plainly is overwritten in place. One that the CPU platform keeps repacked, and an expert that it
-keeps in an order of its own, is packed again from the staging memory. `assign.py` says which tensors come which way.
+Plain matrices are overwritten in place; repacked or reordered ones are packed again from staging memory.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class LiveParameters:
         self._padded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def layout(self) -> Layout:
-        """The layout of their contents: each matrix's rows one below the other. A matrix that shares its memory with
-        another (tied embeddings, a router's bias) is filled with the other."""
+        """Return the layout of the contents, with each matrix's rows stacked. Matrices that share memory are filled
+        once."""
         shared = self.shared()
         return layout_of(0, ((s, dtype_name(s)) for at, s in enumerate(self.matrices) if at not in shared))
 
@@ -175,8 +174,8 @@ class DirectWriter:
 
 
 class ModelLoader:
-    """Hands whole published tensors to the model's loader, and what is written directly to `direct`. The loader keeps
-    tensors until a layer is complete, so each is copied out of its buffer: memory for one layer, or a whole tensor."""
+    """Pass whole tensors to the model's loader and directly written ones to `direct`. Tensors are copied out of the
+    buffer, because the loader keeps them until a layer is complete."""
 
     def __init__(
         self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], device: torch.device, direct: DirectWriter
@@ -267,9 +266,8 @@ class ReceivingEnd(ABC):
         self.receiver = open_receiver(connection, self.rounds, name, self.device)
 
     def receive(self, version: int, attempt: int, base: int | None = None, lengths: tuple[Lengths, ...] = ()) -> float:
-        """Receive `version` as attempt number `attempt`: all of it, or what has changed since `base`, of which each
-        sender of a channel sends `lengths` in each round. Returns the seconds in which nothing had come that could be
-        written. Raises VerificationError unless changes come to parameters that hold `base`."""
+        """Receive `version`, in full or as changes since `base` (`lengths` bytes per sender and round). Return seconds
+        spent waiting. Raises VerificationError if parameters do not hold `base`."""
         if self.receiver is None:
             raise WorkerError("A refit began before the engine's worker was connected.")
         held, self.applied = self.applied, None
