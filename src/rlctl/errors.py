@@ -1,7 +1,7 @@
-"""Errors of rlctl and helpers for their messages. Each class carries the exit code of the process.
+"""Errors of rlctl, with exit codes, and helpers for messages.
 
-Raise an error where the cause is known. Name the user's word (flag, file, tensor) in `message` and the next step in
-`hint`. The command line prints both without a traceback.
+Raise an error where the cause is known: `message` names the user's word (flag, file, tensor), `hint` the next step. The
+command line prints both without a traceback.
 """
 
 from __future__ import annotations

@@ -27,10 +27,8 @@ def plugin_names(group: EntryPointGroup) -> tuple[str, ...]:
 
 
 def find_plugin(group: EntryPointGroup, name: str) -> metadata.EntryPoint | None:
-    """Return the entry point called `name`, or None; nothing is imported.
-
-    Raises InputError where two packages bring different things by that name.
-    """
+    """Return the entry point `name` without importing it, or None. Raises InputError if two packages define it
+    differently."""
     found = list({entry.value: entry for entry in metadata.entry_points(group=group, name=name)}.values())
     if len(found) > 1:
         raise InputError(
@@ -41,8 +39,7 @@ def find_plugin(group: EntryPointGroup, name: str) -> metadata.EntryPoint | None
 
 
 def load_named(group: EntryPointGroup, name: str, built_in: Mapping[str, str]) -> Any:
-    """Import what a name stands for: `built_in` has it as `module:attribute`, as entry points have theirs. Raises
-    InputError for a name that neither has."""
+    """Import `module:attribute` of a built-in or entry-point name. Raises InputError for an unknown name."""
     if name in built_in:
         return metadata.EntryPoint(name, built_in[name], group).load()
     entry = find_plugin(group, name)

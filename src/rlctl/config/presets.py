@@ -41,8 +41,8 @@ def preset_names() -> list[str]:
 
 
 def read_preset(name: str) -> Preset:
-    """Read the shipped preset `name`, or the file `name` where it ends in .yaml or .yml. Raises ConfigError for an
-    unknown name (near match suggested) and for a file that does not hold sections."""
+    """Read the shipped preset `name`, or a YAML file. Raises ConfigError for an unknown name (with the nearest one) or
+    a file without sections."""
     path = preset_path(name)
     values = read_mapping(path, "--preset")
     description, extends = values.pop("description", ""), values.pop("extends", None)

@@ -1,7 +1,6 @@
-"""Recipes: configurations of other trainers, and the importers that read them as rlctl's keys.
+"""Recipes: configurations of other trainers, and their importers.
 
-An importer is found by its entry point in the group `rlctl.recipes`, as methods and backends are. It is imported when a
-file has keys that rlctl does not have, or the command line names such a key.
+Importers are entry points of the group `rlctl.recipes`, imported when a file or an override has keys that rlctl lacks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ LONGEST_VALUE = 60
 """Characters of a value in a line of the report."""
 
 Status = Literal["not yet", "not known", "changed", "logging", "mapped", "not applicable"]
-"""`not yet` would change the numbers and stops a run, unless it is allowed; `not known` is a key that nobody knows;
-`changed` runs, but not exactly as written; `logging` concerns logs and validation alone."""
+"""`not yet` would change the numbers and stops a run unless allowed; `not known` is an unknown key; `changed` runs
+differently; `logging` affects only logs and validation."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class Import:
 
     @property
     def refusals(self) -> list[tuple[str, str | None]]:
-        """Lines on what rlctl cannot run yet, each with the rlctl key that settles it where it is set; the one sentence
-        where rlctl cannot run the recipe at all."""
+        """Return unsupported parts with the rlctl key that settles each, or one sentence if the recipe cannot run at
+        all."""
         if self.foreign is not None:
             return [(self.foreign, None)]
         return [(line, first.settled_by) for line, first in grouped(self.of("not yet"))]
@@ -129,8 +128,8 @@ class Importer(Protocol):
         ...
 
     def read(self, path: Path | None, overrides: Sequence[str], method: str | None) -> Import:
-        """Read a recipe with `key=value` overrides of the command line, or these alone. `method`: what the command
-        trains with, where it says so. Raises ConfigError for what cannot be read, naming the file or the key."""
+        """Read a recipe with `key=value` overrides, or overrides alone. `method`: the command's method. Raises
+        ConfigError naming file or key."""
         ...
 
 
@@ -151,8 +150,8 @@ def is_own(values: Mapping[str, Any]) -> bool:
 
 
 def read_file(path: Path, what: str) -> tuple[dict[str, Any], Importer | None]:
-    """Return the sections of a file, and the importer that reads it where it is another trainer's recipe; a recipe that
-    is not YAML has no sections. Raises ConfigError for a file that cannot be read."""
+    """Return a file's sections, and the importer of another trainer's recipe (other formats have no sections). Raises
+    ConfigError for an unreadable file."""
     values = read_mapping(path, what) if path.suffix in YAML or not path.is_file() else {}
     if path.suffix in YAML and is_own(values):
         return values, None
@@ -161,8 +160,7 @@ def read_file(path: Path, what: str) -> tuple[dict[str, Any], Importer | None]:
 
 
 def claimed(texts: Iterable[str]) -> dict[str, tuple[Importer, list[str]]]:
-    """Return overrides of the command line by the trainer that has their key, or at least its section. Raises
-    ConfigError for one that is neither rlctl's nor any trainer's."""
+    """Return overrides grouped by the trainer that has their key or section. Raises ConfigError for an unknown one."""
     found: dict[str, tuple[Importer, list[str]]] = {}
     for text in texts:
         key = override_key(text)

@@ -33,8 +33,8 @@ class Section(BaseModel):
 
 
 class PassThrough(Section):
-    """A section that takes, in addition to its own keys, every field of a class of the installed Megatron-Core or vLLM.
-    The fields are checked where the configuration is resolved (`config.passthrough`)."""
+    """A section that also takes every field of a class of the installed Megatron-Core or vLLM, checked by
+    `config.passthrough`."""
 
     model_config = ConfigDict(extra="allow")
 

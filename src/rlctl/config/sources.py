@@ -1,7 +1,7 @@
-"""The sources of the configuration. Each yields values by dotted key, and each value knows where it came from.
+"""Sources of the configuration. Each yields values by dotted key with their origin.
 
-A source is strict: it finds everything that is wrong with its keys before anything is merged. pydantic-settings calls
-the sources of `Settings`, the strongest first, shows each what the stronger ones have said, merges and validates.
+A source reports all wrong keys before merging. pydantic-settings calls the sources of `Settings`, strongest first, then
+merges and validates.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Source(PydanticBaseSettingsSource):
         return self.config is None or field(value.key, self.config) is not None
 
     def foreign(self, config: type[Section], command: str) -> list[str]:
-        """Take the configuration class of the chosen method, and return a line for each key that no method has, or that
-        this one lacks and the user has given for this run."""
+        """Set the chosen method's configuration class, and return a line per unknown or inapplicable key that the user
+        gave for this run."""
         self.config = config
         if self.shared:
             return [*self.unknown.values()]
@@ -200,8 +200,8 @@ class Source(PydanticBaseSettingsSource):
         return [one for one in self.refusals if one.settled_by is None or not settled(one.settled_by)]
 
     def superseded(self, value: Value) -> bool:
-        """Return whether a stronger source asks for other data in the other way, a name or a list of sources, or for
-        the other kind of machine: with GPUs, or `gpu: cpu` without."""
+        """Return whether a stronger source replaces this form of data (name or list), or the kind of machine (GPUs or
+        `gpu: cpu`)."""
         if value.key in OTHER_WAY:
             return any(self.stronger(OTHER_WAY[value.key]))
         other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
@@ -264,7 +264,7 @@ class PresetSource(Source):
         return nested
 
     def superseded(self, value: Value) -> bool:
-        """Return also whether the value describes another task, data, model or environment than a stronger source
+        """Return also whether the value belongs to another task, data, model or environment than a stronger source
         names."""
         return (
             super().superseded(value)
@@ -277,8 +277,8 @@ class PresetSource(Source):
         )
 
     def _other_task(self, value: Value) -> bool:
-        """Return whether a stronger source names another task: an environment in place of data and reward, or data in
-        place of the environment of a shipped preset."""
+        """Return whether a stronger source names another task: an environment for data and reward, or data for a
+        shipped preset's environment."""
         if value.key.startswith("environment."):
             return not self._own_file and not self.stronger(ENVIRONMENT) and any(map(self._names, OTHER_WAY))
         return _is_of(value.key, TASK_KEYS) and self._names(ENVIRONMENT) and self._replaced(ENVIRONMENT)
@@ -293,8 +293,7 @@ class PresetSource(Source):
 
 
 def named_after(named: Mapping[str, Any], values: Iterable[Value]) -> dict[str, Any]:
-    """Return the data, model and environment that are named once `values` come over those of `named`. An environment
-    replaces the data that a weaker source names."""
+    """Return data, model and environment once `values` override `named`. An environment replaces weaker data."""
     owners = {value.key: value.value for value in values if value.key in (*BELONGS_TO, *OTHER_WAY) and value.value}
     weaker = {key: name for key, name in named.items() if ENVIRONMENT not in owners or key not in OTHER_WAY}
     return weaker | owners
@@ -330,9 +329,8 @@ def sources_in_order(
     sets: Iterable[str],
     overrides: Sequence[str] = (),
 ) -> list[Source]:
-    """Return every source, the weakest first. `overrides` are `key=value` texts in Hydra's form: rlctl's own keys are
-    set, and those of another trainer change its last recipe in `files`. Raises ConfigError for a file or preset that
-    cannot be read."""
+    """Return all sources, weakest first. `overrides` are Hydra's `key=value`: rlctl's keys are set, others change the
+    last recipe in `files`. Raises ConfigError for an unreadable file or preset."""
     sources: list[Source] = []
     given = {key: flag if isinstance(flag, GivenFlag) else GivenFlag(key, flag) for key, flag in flags.items()}
     method = given["run.algorithm"].value if "run.algorithm" in given else None
@@ -431,8 +429,7 @@ def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
 
 
 def environment_key(name: str) -> str:
-    """Return the key that an environment variable of rlctl sets; the name of a variable that it passes on stays as it
-    is."""
+    """Return the key that an environment variable sets; names of passed-on variables stay unchanged."""
     parts = name.removeprefix(PREFIX).split("__")
     variable = ".".join((*map(str.lower, parts[:2]), "__".join(parts[2:])))
     return variable if names_variable(variable) else ".".join(parts).lower()

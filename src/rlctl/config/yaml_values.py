@@ -1,8 +1,5 @@
-"""YAML as the configuration reads it: with the scalars of YAML 1.2, and without duplicate keys.
-
-PyYAML follows YAML 1.1, where `off` is false and `1e-5` a text: it would change the meaning of `importance_correction:
-off` and `lr: 1e-5`.
-"""
+"""YAML 1.2 scalars without duplicate keys. PyYAML follows YAML 1.1, where `off` is false and `1e-5` a text, which
+breaks `importance_correction: off` and `lr: 1e-5`."""
 
 from __future__ import annotations
 
@@ -80,8 +77,8 @@ def parse_value(text: str) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """Return the top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset"). Raises
-    ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys."""
+    """Return the top-level mapping of a YAML file; `what` names it in errors. Raises ConfigError if missing,
+    unreadable, or not a mapping with text keys."""
     log.info("reading %s", path)
     text = read_text(path, what, FILE_LIMIT_BYTES)
     try:

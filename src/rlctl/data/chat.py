@@ -140,8 +140,7 @@ class PromptEncoder:
         return self.telling(row).encode_messages(self.messages(row), row.where)
 
     def encode_messages(self, messages: Messages, where: str) -> tuple[int, ...]:
-        """Return token ids of a prompt of these messages. Images are not decoded: their sizes say how many tokens they
-        have."""
+        """Return a prompt's token ids. Images are not decoded; their sizes give the number of tokens."""
         tokens = self._written_tokens(messages, where)
         if sources := images_of(messages):
             tokens, _ = self.images(where).layout(tokens, [source.size() for source in sources], where)
@@ -156,8 +155,7 @@ class PromptEncoder:
         return self.prompt(row).last(len(tokens)) if row.images else EncodedPrompt(tuple(tokens))
 
     def prompt_of(self, messages: Messages, where: str) -> EncodedPrompt:
-        """Return token ids of a prompt of these messages, with their images. Raises InputError for one that cannot be
-        read."""
+        """Return a prompt's token ids with its images. Raises InputError for an unreadable image."""
         return self.with_images(self._written_tokens(messages, where), messages, where)
 
     def with_images(self, tokens: Sequence[int], messages: Messages, where: str) -> EncodedPrompt:
@@ -193,8 +191,8 @@ class PromptEncoder:
         return begun(self.tokenizer, tokens) if begins and self.template is None else tokens
 
     def telling(self, row: PromptRow) -> PromptEncoder:
-        """Return an encoder that tells the tools of a row, unless the prompt template does. Raises InputError where the
-        chat template writes none."""
+        """Return an encoder that shows a row's tools, unless the prompt template does. Raises InputError if the chat
+        template cannot."""
         of_template = self.prompt_template is not None and TOOLS in self.prompt_template.names
         if of_template or not row.tools:
             return self
@@ -207,8 +205,7 @@ class PromptEncoder:
         return telling
 
     def telling_tools(self, tools: Iterable[Any]) -> PromptEncoder:
-        """Return an encoder that gives tools to the template, which is the tokenizer's own for tools where it has
-        one."""
+        """Return an encoder that passes tools to the template (the tokenizer's tool template if it has one)."""
         named: Any = self.tokenizer.chat_template
         own = named.get("tool_use") if isinstance(named, dict) and self.template == named.get("default") else None
         return replace(self, template=own or self.template, variables={**self.variables, TOOLS: [*tools]})
@@ -223,8 +220,8 @@ class PromptEncoder:
             )
 
     def messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages, with the system prompt, and the last one as template and suffix make it. The row
-        of an environment that begins by itself has none."""
+        """Return the row's messages with system prompt, prompt template and suffix; none if the environment begins by
+        itself."""
         if not row.prompt:
             return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
@@ -239,8 +236,8 @@ class PromptEncoder:
         return messages
 
     def render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
-        """Return messages as the model reads them, up to where the next answer begins, or `answered` up to the end of
-        the last one. Texts of control tokens in them are hidden, for `encode_text`."""
+        """Render messages up to the next answer, or `answered` up to the last one's end. Control-token texts are hidden
+        for `encode_text`."""
         messages, variables = self.hidden(messages), self.variables
         if variables.get(TOOLS):
             names = [TOOLS, *([XML_TOOLS] if XML_TOOLS in (self.template or "") else [])]
@@ -421,8 +418,7 @@ class Process:
     """The use that this process makes of transformers."""
 
     reads_tokenizers_alone = False
-    """It ends afterwards and loads no model, so that transformers is imported as on a machine without torch, whose
-    import takes seconds."""
+    """This process loads no model, so transformers is imported as without torch, whose import takes seconds."""
 
 
 def _import_without_torch() -> None:

@@ -1,8 +1,7 @@
-"""Control tokens: the tokens that delimit turns or end a text.
+"""Control tokens delimit turns or end a text. Only a chat template writes them.
 
-A chat template writes them. The content of a message never becomes one: a text of a control token in it is hidden while
-the template renders, and is tokenized as ordinary text afterwards. Tags that models write, such as `<think>`, are not
-control tokens.
+Their texts in message contents are hidden during rendering and tokenized as ordinary text. Model tags such as `<think>`
+are not control tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class ControlTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], skeletons: Iterable[str]) -> ControlTokens:
-        """Return the control tokens: those that begin, end or pad a text, `ends`, and the added tokens that a template
-        writes around messages, which are the texts `skeletons`."""
+        """Return tokens that begin, end or pad a text, `ends`, and added tokens that a template writes around messages
+        (`skeletons`)."""
         added = {token: str(one.content) for token, one in tokenizer.added_tokens_decoder.items()}
         named: Sequence[Any] = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         texts = {added[token] for token in (*named, *ends) if token in added}
@@ -73,8 +72,8 @@ class ControlTokens:
         yield from (one[0] for one in found)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> list[int]:
-        """Return the tokens of a text that a template has rendered from hidden values; without special tokens of the
-        tokenizer's own. Raises InputError where the tokenizer cannot write a control token as ordinary text."""
+        """Return the tokens of a text rendered from hidden values, without automatic special tokens. Raises InputError
+        if a control token cannot be ordinary text."""
         written = [self.ids[found] for found in self._texts.findall(text)]
         hidden = self._hidden.findall(text)
         plain = [] if hidden else list(tokenizer.encode(text, add_special_tokens=False))
@@ -154,8 +153,8 @@ class _Apart:
 
 
 def _is_tag(text: str, special: set[str], added: Iterable[str]) -> bool:
-    """Return whether an added token is a tag in the content of messages: one of a thought, or one of a pair such as
-    `<tool_call>` and `</tool_call>` that the tokenizer does not call special."""
+    """Return whether an added token is a content tag: of a thought, or a non-special pair such as `<tool_call>` and
+    `</tool_call>`."""
     if _THOUGHT.search(text):
         return True
     opens, name = text[:1], text[1:].removeprefix("/")
@@ -164,8 +163,7 @@ def _is_tag(text: str, special: set[str], added: Iterable[str]) -> bool:
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that a tokenizer puts in front of a text. Tokens that some put behind one are left out: a
-    prompt goes on."""
+    """Return the tokens that a tokenizer puts before a text; trailing ones are left out, because a prompt continues."""
     alone, whole = (list(tokenizer.encode("a", add_special_tokens=around)) for around in (False, True))
     places = range(len(whole) - len(alone) + 1)
     return whole[: next((place for place in places if whole[place : place + len(alone)] == alone), 0)]

@@ -1,5 +1,4 @@
-"""Texts as two tokenizers write them: which tokens of both stand for the same characters, and what the tokens of one
-are in the vocabulary of the other.
+"""Texts in two tokenizations: chunks of equal characters, and a map between vocabularies.
 
 Suffixes: T tokens of a text, E entries of a sparse matrix.
 """
@@ -36,9 +35,9 @@ class Projection:
 
     @classmethod
     def between(cls, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> Projection:
-        """Return the matrix that follows from two tokenizers: a token goes to the one with the same bytes, or else to
-        the first `PIECES` of those that the teacher writes its text with, each with `DECAY` times the weight of the one
-        before it, which add up to 1. A token that the teacher cannot write goes nowhere."""
+        """Return the matrix between two tokenizers: a token maps to the one with the same bytes, else to the first
+        `PIECES` of the teacher's tokens for its text with weights that fall by `DECAY` and sum to 1. Unwritable tokens
+        map to nothing."""
         our_bytes, their_bytes = token_bytes(ours), token_bytes(theirs)
         same = {content: token for token, content in sorted(their_bytes.items(), reverse=True)}
         found: dict[int, tuple[int, ...]] = {}
@@ -105,8 +104,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def read_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Return the tokens of a text with the end token behind it, and the characters where each begins and ends. A
-    token for no character begins and ends at the same one; the end token is one character behind the text."""
+    """Return a text's tokens with the end token, and their character ranges; a token without characters has an empty
+    range, the end token one character after the text."""
     found: Any = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     tokens, end = begun(tokenizer, found["input_ids"]), tokenizer.eos_token_id
     front = [(0, 0)] * (len(tokens) - len(found["input_ids"]))
@@ -122,9 +121,8 @@ def read_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
 
 
 def chunks(ours: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of the chunk of each token, of both tokenizations of one text, which are given as the
-    characters where each token begins and ends. A chunk is the shortest part of the text, behind the one before it,
-    with a border between two tokens at its end in both."""
+    """Return each token's chunk number in both tokenizations, given by token character ranges. A chunk is the shortest
+    part with a token border in both."""
     ends, borders = [], []
     for begin_T, end_T in (ours, theirs):
         until_T = np.maximum.accumulate(end_T)

@@ -40,10 +40,8 @@ def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
 def open_validation(
     config: RlctlConfig, held_out: PromptSource | None, rows: RowType = PROMPTS
 ) -> tuple[PromptSource, DataConfig]:
-    """Return the prompts that a run validates on, and how they are written. Raises ConfigError where there are none.
-
-    Questions of reasoning-gym come from seeds that training does not use.
-    """
+    """Return the validation prompts and their encoder. Raises ConfigError without any. reasoning-gym questions use
+    seeds unused in training."""
     data = validation_data(config.data, config.validation.data)
     if config.validation.data.name is None:
         if held_out is not None:

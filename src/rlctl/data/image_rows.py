@@ -1,7 +1,5 @@
-"""The images of a row: in columns next to its prompt, or in the parts of its messages.
-
-A message with images has `MARK` in its content for each, and their sources in order under the key `images`.
-"""
+"""The images of a row, from columns or message parts. A message has `MARK` for each image in its content, and sources
+under the key `images`."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ def part_image(part: Mapping[str, Any]) -> Any:
 
 
 def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> PromptRow:
-    """Return a row with the images of its record in its messages. Raises InputError where the messages have other
-    places for images than there are images."""
+    """Return a row with its record's images in its messages. Raises InputError if places and images do not match."""
     held = _in_columns(record)
     answers = row.answer if isinstance(row.answer, tuple) else ()
     told = [row.prompt, *answers]
@@ -139,8 +136,7 @@ def _places(told: Any) -> int:
 
 
 def _marked(prompt: Any, images: int, where: str) -> Any:
-    """Return messages with places for the images of a row, which named none: where the text says `<image>` for each, or
-    else before the last text of the user."""
+    """Return messages with image places: at `<image>` in the text, or before the last user text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     written = sum(message["content"].count(IN_TEXT) for message in messages)
     if written == images:
@@ -161,8 +157,7 @@ def _with_places(message: Mapping[str, Any], content: str) -> dict[str, Any]:
 
 
 def _filled(told: Any, sources: list[ImageSource], where: str, data: DataConfig) -> tuple[Any, list[ImageSource]]:
-    """Return messages with sources in the places of images, those of columns in order, and the sources left. Raises
-    InputError where there are too few."""
+    """Return messages with sources in their image places, and the sources left over. Raises InputError for too few."""
     if not isinstance(told, list):
         return told, sources
     left = iter(sources)

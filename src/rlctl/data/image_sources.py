@@ -1,7 +1,4 @@
-"""Images where rows hold them: files, URLs, and encoded bytes in several notations; read within limits.
-
-Nothing is decoded before a prompt needs it.
-"""
+"""Images in rows: files, URLs and encoded bytes, within limits, decoded when a prompt needs them."""
 
 from __future__ import annotations
 
@@ -152,11 +149,9 @@ def _is_url(text: str) -> bool:
 
 
 def image_source(value: Any, where: str, folder: Path, limits: ImageLimits = ImageLimits()) -> ImageSource:
-    """Return the image that a value of a row stands for.
-
-    A value is a path relative to `folder`, a URL of http(s), a data URL, base64, bytes, an image of PIL, or an object
-    with `bytes`, `path`, `url`, `image_url`, `image`, `base64` or `data`. Raises InputError for anything else.
-    """
+    """Return the image of a row's value: a path relative to `folder`, an http(s) or data URL, base64, bytes, a PIL
+    image, or an object with `bytes`, `path`, `url`, `image_url`, `image`, `base64` or `data`. Raises InputError
+    otherwise."""
     if isinstance(value, Mapping):
         inner = next((value[key] for key in _KEYS if value.get(key)), None)
         if inner is None:

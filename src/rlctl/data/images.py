@@ -1,7 +1,4 @@
-"""Images as a model reads them: their pixels, and the tokens that stand for them.
-
-The processor in the model's directory decides on both, for trainer and engine alike.
-"""
+"""A model's image pixels and tokens, from the processor in its directory, for trainer and engine alike."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ if TYPE_CHECKING:
 MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "spatial_shapes")
 """Outputs of processors that models take as the pixels of images."""
 KEPT_IMAGES = 64
-"""Decoded images that a process keeps: an image comes again with the length of its prompt, its request, and its next
-turn."""
+"""Decoded images cached by a process, reused for the prompt's length, its request and its next turn."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +98,8 @@ class ImageProcessor:
     def layout(
         self, tokens: Sequence[int], sizes: Sequence[tuple[int, int]], where: str = "a prompt"
     ) -> tuple[list[int], list[Place]]:
-        """Return tokens with images of these sizes in the places of the placeholders, and where the images are. Raises
-        InputError where there are not as many of both."""
+        """Return tokens with images of these sizes in place of placeholders, and their positions. Raises InputError for
+        different numbers."""
         placeholder = self.placeholder_id
         if (count := sum(token == placeholder for token in tokens)) != len(sizes):
             raise InputError(
@@ -127,8 +123,8 @@ class ImageProcessor:
     def expand(
         self, tokens: Sequence[int], images: Sequence[np.ndarray], where: str = "a prompt"
     ) -> tuple[list[int], tuple[MediaPart, ...]]:
-        """Return tokens as the model reads them, and the images (uint8 [height, width, 3]) among them. `tokens` have a
-        placeholder for each image; what has been expanded must not be expanded again."""
+        """Return the model's tokens and images (uint8 [height, width, 3]). `tokens` have one placeholder per image; do
+        not expand twice."""
         sizes = [(int(image.shape[0]), int(image.shape[1])) for image in images]
         expanded, places = self.layout(tokens, sizes, where)
         found = zip(images, places, strict=True)

@@ -56,11 +56,10 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
 
 
 class Mixing:
-    """Turns of sources with weights: a pure function of the position.
+    """Turns of weighted sources as a pure function of the position.
 
-    A source with the share p of all weights has p x n of the first n positions, rounded up or down, for every n. (The
-    quota method of Balinski and Young, 1975: the next turn goes to the source that is due first among those that
-    would not get ahead of their share.)
+    A source with share p has p x n of the first n positions, rounded up or down, for every n (quota method of Balinski
+    and Young, 1975: the next turn goes to the source due first without exceeding its share).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

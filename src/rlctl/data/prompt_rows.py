@@ -58,8 +58,7 @@ class PromptRow:
     answer: Any
     """The reference answer; None where the source has none."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """The fields of the row by their own names, for templates and reward functions; without those that are called
-    `prompt` and `answer`, as which a function has the two above."""
+    """The row's fields for templates and reward functions, except `prompt` and `answer`."""
     source: str = ""
     """The source that it is from, where a run has several."""
 
@@ -126,8 +125,8 @@ class PromptSource:
         return self.row_at(index)
 
     def only(self, rows: np.ndarray, **identity: Any) -> PromptSource:
-        """Return the source of some of its rows, numbered from 0: an order by pass rates finds a prompt again by its
-        number, and a text the one next to it. `identity` tells it from others."""
+        """Return a source of some rows, renumbered from 0 for pass-rate orders and neighbors; `identity` distinguishes
+        it."""
         return replace(
             self,
             size=len(rows),
@@ -137,8 +136,8 @@ class PromptSource:
         )
 
     def sample(self, most: int) -> list[PromptRow]:
-        """Return all rows in order, or of more than `most` the first and a fixed random choice of others. A row that
-        cannot be read is left out, unless it is the first."""
+        """Return all rows in order, or beyond `most` the first and a fixed random choice. Unreadable rows other than
+        the first are left out."""
         rows, later = [self[0]], range(1, self.size)
         for index in later if self.size <= most else sorted(random.Random(0).sample(later, most - 1)):
             with suppress(InputError):
@@ -174,8 +173,8 @@ GRADED = "reward_model.ground_truth"
 
 
 def _answer_in(record: Mapping[str, Any], named: str) -> Any:
-    """Return the reference answer of a record: in a field, or in a field of a field, with a dot between. Where nobody
-    has named one, it may be that of a row that says how it is graded."""
+    """Return a record's reference answer from a field or dotted path, or from a known grading field if none is
+    named."""
     if named == ANSWER and record.get(ANSWER) is None:
         named = GRADED
     if named in record:
@@ -190,8 +189,8 @@ def _from_json(value: Any) -> Any:
 
 
 def decoded_messages(value: Any, field_name: str, where: str) -> Any:
-    """Return the chat messages in a text that is a JSON list of them, as in columns of tables; any other value as it
-    is. Raises InputError for a list of messages in another notation."""
+    """Return chat messages from a JSON list in a text; other values unchanged. Raises InputError for other list
+    notations."""
     if not isinstance(value, str) or not _LIKE_MESSAGES.match(value):
         return value
     try:
@@ -221,17 +220,14 @@ def _asked_in_gym(params: Any, where: str) -> Any:
 
 
 def prompt_field_in(present: Collection[str], named: str) -> str:
-    """Return the field that holds the prompt: `messages`, or that of NeMo Gym's rows, where nobody has named one and
-    there is no `prompt`."""
+    """Return the prompt's field: `messages` or NeMo Gym's if none is named and there is no `prompt`."""
     others = [one for one in (MESSAGES, GYM) if one in present]
     return others[0] if named == PROMPT and PROMPT not in present and others else named
 
 
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
-    """Raise InputError unless the fields of prompt, answer and template are among `present`.
-
-    An answer is needed under a name that the user gave, and a prompt unless a template makes it of other fields.
-    """
+    """Raise InputError unless prompt, answer and template fields are in `present`. Only a named answer is required, and
+    a prompt unless a template builds it."""
     names, template = list(present), template_of(data)
     if template is None or PROMPT in template.names:
         _require_field(prompt_field_in(names, data.prompt_field), "--prompt-field", names, where)
@@ -278,8 +274,7 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
 
 
 def checked_messages(value: Any, field_name: str, where: str) -> Messages:
-    """Return a list of chat messages with their texts, thoughts and calls of tools. Raises InputError naming row and
-    field for anything else."""
+    """Return chat messages with texts, thoughts and tool calls. Raises InputError naming row and field."""
     value = decoded_messages(value, field_name, where)
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise InputError(
@@ -289,8 +284,8 @@ def checked_messages(value: Any, field_name: str, where: str) -> Messages:
 
 
 def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what a message holds of calls in OpenAI's form, their arguments as objects, which templates write. Raises
-    InputError for calls of another form."""
+    """Return a message's OpenAI calls with arguments as objects, as templates need. Raises InputError for other
+    forms."""
     found: dict[str, Any] = {key: message[key] for key in ("tool_call_id", "name") if message.get(key)}
     if not message.get("tool_calls"):
         return found

@@ -51,11 +51,8 @@ CHECKED_ROWS = 1000
 
 
 def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptSource:
-    """Read and check the source that `data.name` names, without a download except by Hugging Face datasets.
-
-    `seed` makes the questions of a reasoning-gym task that is given no seed of its own, and `rows` reads a row. Raises
-    InputError for a source that does not exist, has no rows, or lacks a field.
-    """
+    """Open and check the source of `data.name`; only Hugging Face datasets download. `seed` is for reasoning-gym tasks
+    without one; `rows` reads a row. Raises InputError for a missing source, row or field."""
     name = data.name
     if not name:
         raise InputError("No data: data.name is not set.", "Give --data, for example reasoning-gym:chain_sum.")
@@ -125,8 +122,7 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _row_of_table(record: dict[str, Any], index: int, where: str, data: DataConfig, row_type: RowType) -> PromptRow:
-    """Return the row of a record of a table. The objects in a column of it have the keys of all rows, and arguments of
-    a call those of all calls: in what a chat template reads, keys without a value are those of others."""
+    """Return the row of a table record without keys that only fill other rows' objects."""
     read = row_type.template_columns(record, data)
     cleaned = {key: _without_nulls(value) if key in read else value for key, value in record.items()}
     return row_type.read(cleaned, index, where, data)
@@ -277,11 +273,10 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
 
 
 def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptSource:
-    """Return the source that `reasoning-gym:<task>[:key=value,...]` names. Its row i follows from task,
-    parameters, seed and i.
+    """Return the source of `reasoning-gym:<task>[:key=value,...]`; row i depends on task, parameters, seed and i.
 
-    Parameters after the second colon override `data.params`. Raises InputError for a task or parameter that
-    reasoning-gym does not have, or a value that the task refuses.
+    Parameters in the name override `data.params`. Raises InputError for an unknown task or parameter, or a refused
+    value.
     """
     task_name, _, inline = name.removeprefix(GYM_PREFIX).partition(":")
     params = dict(data.params)

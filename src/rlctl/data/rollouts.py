@@ -1,6 +1,6 @@
-"""Rollouts: the columns of one group of completions, and the scalars that the driver keeps of each of them.
+"""Rollouts: token columns of a group of completions, and the driver's scalars for each.
 
-Suffixes: G rollouts of the group, T their tokens packed one behind the other (prompt and completion of each).
+Suffixes: G rollouts of the group, T their packed tokens (prompt and completion of each).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ REWARD_PART = "reward/"
 LOSS_WEIGHTS = "loss_weights"
 """Further column, float32: factor of the loss of each response token, next to the weight that its rollout gives it."""
 CHUNK = "chunk"
-"""Further column of a text that a teacher reads with another tokenizer: which part of the text each token is of, where
-tokens of both stand for the same parts (`data/cross_tokens.py`)."""
+"""Column for a teacher with another tokenizer: each token's part of the text (`data/cross_tokens.py`)."""
 TEACHER_SAMPLE = 1
 """The sample of its group, whose first is the text itself, that has the tokens of such a teacher."""
 LENGTH = "length"
@@ -43,8 +42,7 @@ TokensByVersion = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class MediaPart:
-    """A part of a prompt's content that is not text, such as an image. Its tokens stand in the prompt like all others,
-    and what lies between the parts is text."""
+    """Non-text content of a prompt, such as an image, with tokens among the others."""
 
     kind: str
     """Name of the kind as engines know it: `image`."""
@@ -60,8 +58,8 @@ class MediaPart:
 
 @dataclass(frozen=True)
 class RolloutColumns:
-    """The token-sized columns of one group. They live in the object store. In training they pass through the driver
-    only where a checkpoint holds finished groups (`save_groups`), or where engines are on nodes of their own."""
+    """Token columns of one group, in the object store. They pass the driver only in checkpoints (`save_groups`) or with
+    engines on separate nodes."""
 
     tokens_T: np.ndarray  # int32
     offsets_G: np.ndarray  # int32 [G + 1]: rollout g holds tokens_T[offsets_G[g] : offsets_G[g + 1]]
@@ -108,8 +106,7 @@ class EpisodeFacts:
     failure: str | None = None
     """Why the environment failed; None: it did not."""
     contexts: tuple[int, ...] = ()
-    """Places among its tokens where further contexts begin, each of which the model has read without those before it
-    (`environment.thinking`)."""
+    """Token positions where further contexts begin, read without those before (`environment.thinking`)."""
     longest_turn: int = 0
     """Tokens of the longest turn of the model."""
 
@@ -135,10 +132,9 @@ class Rollout:
     versions: TokensByVersion
     """The weights that chose its tokens."""
     stop_reason: str
-    """`stop` (an end token or a stop text), `length`, `timeout` (`rollouts.timeout_s`), or `abort` where a refit ended
-    it. An episode ends with `done`, with `length` where the token limit cut off the turn at which the environment
-    said so, with the limit of the section `environment` that ended it, with `context` where `model.max_length` did, or
-    with `environment` where this failed."""
+    """`stop` (end token or stop text), `length`, `timeout` (`rollouts.timeout_s`) or `abort` (a refit). Episodes:
+    `done`, `length` (last turn cut off), an `environment` limit, `context` (`model.max_length`), or `environment`
+    (failure)."""
     prompt_tokens: int
     """Tokens before the first response token."""
     tokens: int
@@ -196,8 +192,7 @@ class RolloutGroup:
     dropped: tuple[str, ...] = ()
     """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
     for_teacher: Rollout | None = None
-    """The text as a teacher's own tokenizer writes it, which is a further sample of `columns`; None: it reads the
-    policy's tokens."""
+    """The text in a teacher's tokenization, another sample of `columns`; None: the policy's tokens."""
 
     @property
     def rewards_G(self) -> np.ndarray:

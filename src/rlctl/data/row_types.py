@@ -1,7 +1,5 @@
-"""Row types: what a dataset row holds, how it is read, and which token sequences it becomes.
-
-A training method has one (`Method.rows`); a method of a plug-in can bring its own.
-"""
+"""Row types: contents, reading, and token sequences of a dataset row, one per training method (`Method.rows`),
+including plug-ins."""
 
 from __future__ import annotations
 
@@ -62,8 +60,8 @@ class RowType(ABC):
     def texts(
         self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
     ) -> tuple[TrainedText, ...]:
-        """Return the token sequences of a row. `other`: another row, where `needs_another`; `scored`: each sequence has
-        a score at its end."""
+        """Return a row's token sequences. `other`: another row if `needs_another`; `scored`: each sequence ends with a
+        score."""
         found = trained_texts(encoder, row, scored=scored)
         return tuple(text.scored() for text in found) if scored else found
 
@@ -104,8 +102,8 @@ class PairRows(RowType):
         return pair_from_record(record, index, where, data)
 
     def answer_of(self, dataset: ProceduralDataset, index: int, where: str) -> tuple[str, str]:
-        """Return the answer of a question as the chosen completion, and as the rejected one the answer of the next
-        question that has another. Raises InputError where many have the same."""
+        """Return a question's answer as chosen, and the next different answer as rejected. Raises InputError if many
+        are equal."""
         answer = str(dataset[index]["answer"])
         others = (str(dataset[(index + step) % len(dataset)]["answer"]) for step in range(1, LOOKED_AT))
         if (other := next((one for one in others if one != answer), None)) is None:

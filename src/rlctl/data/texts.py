@@ -1,8 +1,7 @@
-"""Texts to train on: the rows that hold them, and the tokens of each with the mask of those that have a loss.
+"""Training texts: rows, tokens, and loss masks.
 
-The mask follows from the chat template alone. An answer is what stands between the rendering of the messages before it,
-with the generation prompt, and the rendering that ends with it, up to the token that ends a turn. Where these are no
-prefixes of the whole conversation, nobody knows where the answer stands, and the row is refused.
+The mask follows from the chat template: an answer lies between the rendering before it, with the generation prompt, and
+the rendering up to its end-of-turn token. If these are not prefixes of the conversation, the row is refused.
 """
 
 from __future__ import annotations
@@ -86,18 +85,16 @@ class TrainedText:
         return int(self.mask_T.sum()) if self.prompt is None else len(self.tokens_T) - 1 - self.prompt
 
     def scored(self) -> TrainedText:
-        """Return the text for a reward model, which has its score at the last token: the output of a model stands at
-        the position before a token with a loss, so that there is one more token, which nothing else sees."""
+        """Return the text for a reward model with one more token, because a score's output stands at the position
+        before a token with a loss."""
         tokens_T = np.append(self.tokens_T, self.tokens_T[-1:])
         mask_T = np.arange(len(tokens_T)) == len(self.tokens_T)
         return replace(self, tokens_T=tokens_T, mask_T=mask_T, prompt=self.prompt_tokens)
 
 
 def text_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-    """Return the text of a record: its `answer` holds the completion of its prompt, or none for a plain text.
-
-    Raises InputError naming row and field where the record has no text.
-    """
+    """Return a record's text; `answer` is the completion, or none for plain text. Raises InputError naming row and
+    field."""
     return with_images(_text_from_record(record, index, where, data), record, data)
 
 
@@ -140,11 +137,8 @@ def label_from_record(record: Mapping[str, Any], index: int, where: str, data: D
 
 
 def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-    """Return the prompt of a record, with the chosen and the rejected completion as its `answer`.
-
-    The prompt may be in the messages of both completions, which then begin alike. Raises InputError naming row and
-    field.
-    """
+    """Return a record's prompt with chosen and rejected completion as `answer`; the prompt can be their common
+    beginning. Raises InputError naming row and field."""
     return with_images(_pair_from_record(record, index, where, data), record, data)
 
 
@@ -178,8 +172,7 @@ def is_number(value: Any) -> bool:
 
 
 def _preferred(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the better response of a row of HelpSteer3 and the other one. Raises InputError where neither is said to
-    be better or as good."""
+    """Return HelpSteer3's better and worse response. Raises InputError without a preference."""
     better, worse, preference = record["response1"], record["response2"], record["overall_preference"]
     if not is_number(preference):
         raise InputError(f"{where}: the field 'overall_preference' is not a number: {preference!r:.40}.",
@@ -252,11 +245,10 @@ def _without_field(name: str, flag: str, record: Mapping[str, Any], where: str) 
 def trained_texts(
     encoder: PromptEncoder, row: PromptRow, *, everything: bool = False, marked: bool = False, scored: bool = False
 ) -> tuple[TrainedText, ...]:
-    """Return the text of a row, or the two of a pair. With `everything` all tokens but the first have a loss, and with
-    `marked` those that the chat template marks. `scored`: where an answer begins does not matter, and the template need
-    not say it.
+    """Return the text of a row, or both of a pair.
 
-    Raises InputError where the chat template does not say which tokens are an answer's.
+    `everything`: loss on all tokens but the first; `marked`: on the template's marked tokens; `scored`: answer
+    positions are not needed. Raises InputError if the template does not reveal answers.
     """
     if row.answer == ():
         return (_plain_text(encoder, row),)
@@ -311,8 +303,7 @@ def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
 
 
 def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
-    """Return a text as it is, with the end token behind it. It is all that the model reads, so that the special tokens
-    in it are tokens."""
+    """Return a plain text with the end token; its special tokens count as tokens."""
     tokens = begun(encoder.tokenizer, encoder.tokenizer.encode(cast(str, row.prompt), add_special_tokens=False))
     end = _end_token(encoder, row.where)
     tokens += [end] if tokens[-1:] != [end] else []
@@ -339,8 +330,7 @@ def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages,
 def _with_answers(
     encoder: PromptEncoder, prompt: Messages, said: Messages, where: str, *, headed: bool = False
 ) -> TrainedText:
-    """Return a conversation by its chat template, up to the end of its last answer. `headed`: what the template writes
-    before an answer belongs to it."""
+    """Render a conversation up to its last answer's end. `headed`: the header counts as part of an answer."""
     last = max((place for place, message in enumerate(said) if _has_loss(message)), default=-1)
     if last < 0:
         raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
@@ -403,8 +393,8 @@ def _shared(*texts: str) -> str:
 
 
 def _header(encoder: PromptEncoder, before: Messages, whole: str, where: str) -> str | None:
-    """Return a conversation up to where its next answer begins, of a template whose generation prompt goes on with a
-    thought that answers need not have; None: it does not say where that is."""
+    """Return a conversation up to its next answer, for templates whose generation prompt opens an optional thought;
+    None: unknown."""
     prompt = encoder.render(before, where)
     closed = encoder.render(before, where, answered=True)
     answered = encoder.render([*before, {"role": ASSISTANT, "content": ANSWER_MARK}], where, answered=True)
@@ -414,8 +404,8 @@ def _header(encoder: PromptEncoder, before: Messages, whole: str, where: str) ->
 
 
 def _other_end(encoder: PromptEncoder, whole: str, alone: str) -> tuple[int, int] | None:
-    """Return the place behind the token that ends an answer in the middle of a conversation, and the token, of a
-    template that ends the last answer with another one; `alone`: the conversation up to this answer."""
+    """Return the end-of-turn token inside a conversation and its end, for templates with another last token; `alone`:
+    the conversation so far."""
     parted = len(_shared(whole, alone))
     stops = [str(encoder.tokenizer.decode([token])) for token in encoder.stop_token_ids]
     for token in encoder.special:
@@ -427,8 +417,7 @@ def _other_end(encoder: PromptEncoder, whole: str, alone: str) -> tuple[int, int
 
 
 def _ended(encoder: PromptEncoder, answer: str) -> str:
-    """Return an answer up to the end token that the model stops at: the last one, or the first of several at the end.
-    It is empty where there is none."""
+    """Return an answer up to the model's stop token (the first of several at the end); empty without one."""
     texts = (str(encoder.tokenizer.decode([token])) for token in encoder.stop_token_ids)
     ends = "|".join(re.escape(text) for text in texts if text)
     found = re.match(f".*(?:{ends})", answer, re.DOTALL) if ends else None
@@ -486,11 +475,8 @@ def _marked(encoder: PromptEncoder, template: str, messages: Messages, where: st
 
 
 def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of a text, and the place among them of each of the characters `cuts`.
-
-    Where a token of the whole text would stand on both sides of a cut, each part is tokenized by itself, as it is when
-    the model answers. Raises InputError where that is another text.
-    """
+    """Return a text's tokens, and token positions of characters `cuts`. A token across a cut is split by tokenizing the
+    parts, as during generation. Raises InputError if that changes the text."""
     encode = partial(encoder.encode_text, where=where)
     tokens = encode(text)
     heads = [encode(text[:cut]) for cut in cuts]

@@ -1,9 +1,8 @@
-"""The ids that a chat template writes between two turns of the model.
+"""Token ids between two turns, from the chat template.
 
-Sampled tokens are never rendered, decoded or encoded again. Behind the token that ended a turn comes the difference
-between two renderings of a made-up history: one that ends with an answer, and the same with the new messages behind it.
-`TurnEncoder.build` tries whether this template has such a difference, whether it is the same for any history, and
-whether it holds what the messages say.
+Sampled tokens are never re-encoded. After a turn's end token comes the difference between two renderings of an example
+history, with and without the new messages. `TurnEncoder.build` checks that this difference exists, is the same for any
+history, and contains the messages.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class TurnEncoder:
     def build(
         cls, encoder: PromptEncoder, *, raw: bool = False, tools: bool = False, drops_thoughts: bool = False
     ) -> TurnEncoder:
-        """Return the encoder of a run's turns, with `tools` where there are any; `drops_thoughts` where the template
-        does. Raises InputError for a template that can take no message behind an answer."""
+        """Return the encoder of a run's turns, with `tools`; `drops_thoughts` as in the template. Raises InputError if
+        no message can follow an answer."""
         if raw:
             return cls(encoder, raw)
         made = cls(encoder, closes=encoder.closing_token() is not None)
@@ -74,8 +73,7 @@ class TurnEncoder:
         return replace(made, note=" ".join(notes) or None)
 
     def between(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """Return the ids behind a turn whose last token is `last`, up to where the next one begins; where the turn was
-        cut, the token that would have ended it is the first of them."""
+        """Return ids from a turn's last token `last` to the next turn; a cut turn first gets its end token."""
         ids = self._cached(messages)
         # A call may have ends of its own before that of the turn.
         ends = list(takewhile(self.encoder.special.__contains__, ids))
@@ -84,8 +82,8 @@ class TurnEncoder:
         return list(ids[1:] if last in self.encoder.stop_token_ids and self.closes else ids)
 
     def without_thoughts(self, prompt: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-        """Return the ids of a conversation as the template writes it when a new message has come: without the thoughts
-        of its answers. `turns` are those: the ids of each answer, and of what came behind it."""
+        """Return a conversation's ids without thoughts of earlier answers, as the template renders it. `turns`: ids of
+        each answer and of what follows."""
         context = self._begun(prompt)
         for number, (answer, given) in enumerate(turns, 1):
             context += self._without_thought(answer)
@@ -133,8 +131,8 @@ class TurnEncoder:
         return self._cache[key]
 
     def _delta(self, history: str, messages: Sequence[Message]) -> str:
-        """Return what the template writes behind an answer, from the token on that ends it. Raises InputError where it
-        cannot write `messages` there."""
+        """Return the template's text from an answer's end token on. Raises InputError if it cannot render `messages`
+        there."""
         calls = any(one["role"] == "tool" for one in messages)
         asked = [{"role": "user", "content": history}]
         for answer in (*([_calling(messages)] if calls else []), {"role": "assistant", "content": MARK}):
@@ -203,8 +201,8 @@ def _named(messages: Sequence[Message]) -> list[Message]:
 def with_tools(
     encoder: PromptEncoder, schemas: Sequence[dict[str, Any]], instructions: str
 ) -> tuple[PromptEncoder, bool]:
-    """Return the encoder of prompts that show tools, and whether the template has a place for them. Where it has none,
-    `instructions` go in front of the system prompt."""
+    """Return the prompt encoder with tools, and whether the template shows them; otherwise `instructions` precede the
+    system prompt."""
     if not schemas:
         return encoder, True
     shown = encoder.telling_tools(schemas)

@@ -1,7 +1,5 @@
-"""Measures this machine in under a minute: matmul rate, memory, links between the local devices, disk, host copies.
-
-Imports torch; only `rlctl doctor --calibrate` imports this file.
-"""
+"""Measure this machine in under a minute: matmul, memory, local links, disk and host copies. Imports torch; used only
+by `rlctl doctor --calibrate`."""
 
 from __future__ import annotations
 
@@ -71,8 +69,7 @@ def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> 
 def rate(
     work: float, run: Callable[[], object], device: torch.device, meet: Callable[[], object] = lambda: None
 ) -> float:
-    """Return `work` per second, by the best of `REPEATS` runs after one to warm up. `meet` makes the ranks of a group
-    begin and end together."""
+    """Return `work` per second: best of `REPEATS` runs after a warm-up. `meet` synchronizes a group's ranks."""
 
     def seconds() -> float:
         meet()
@@ -112,10 +109,10 @@ def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, f
 
 
 def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
-    """Return (bus bandwidth of an all-reduce, point-to-point bandwidth) between local processes, one on each device.
+    """Return (all-reduce bus bandwidth, point-to-point bandwidth) between local processes, one per device.
 
-    Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group is
-    not done in `GROUP_TIMEOUT_S`, or a rank fails or receives a wrong sum.
+    Bus bandwidth as in nccl-tests: bytes x 2 (n - 1) / n over the time. Raises MachineError after `GROUP_TIMEOUT_S`, or
+    for a failed rank or wrong sum.
     """
     with temporary_folder("calibrate") as folder, mp.get_context("spawn").Pool(processes) as pool:
         store, deadline = str(folder / "store"), time.monotonic() + GROUP_TIMEOUT_S

@@ -1,7 +1,7 @@
-"""`rlctl doctor --deep`: run probes from the bottom up, each in a separate process with a time limit, and sum them up.
+"""`rlctl doctor --deep`: probes from the lowest layer up, each in a process with a time limit.
 
-Probes of one stage run at the same time. Runs with an engine have the GPU to themselves: vLLM stops when another
-process frees memory while it measures, or takes some while it goes to sleep. The probes of vLLM alone do neither.
+Probes of a stage run together. Engine runs have the GPU alone, because vLLM stops if others change memory while it
+measures or sleeps.
 """
 
 from __future__ import annotations
@@ -113,11 +113,8 @@ def chosen(only: Sequence[str]) -> list[list[Probe]]:
 def deep(
     gpu: str, only: Sequence[str], limit_s: float | None, folder: Path, done: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Run the probes with logs and runs in `folder`, and return their outcomes.
-
-    `gpu` is the value of `cluster.gpu`; without GPUs everything runs on the CPU. `done` receives each outcome when it
-    is known.
-    """
+    """Run the probes in `folder` and return their outcomes. `gpu`: the value of `cluster.gpu`; without GPUs the CPU.
+    `done` receives each outcome."""
     gpu = gpu if list_gpus() else CPU
     stages, deadline = chosen(only), time.monotonic() + (limit_s or (LIMIT_CPU_S if gpu == CPU else LIMIT_S))
     outcomes: list[Outcome] = []

@@ -91,8 +91,8 @@ def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Ch
 
 
 def check_ecc(ask: Ask = nvidia_smi, gpus: tuple[Gpu, ...] = ()) -> Check:
-    """Check that no memory error went uncorrected since the last start, and that bad rows could be remapped. `gpus` are
-    those of the node: GeForce parts are sold without error correction."""
+    """Check for uncorrected memory errors since the last start and remapped rows. GeForce GPUs have no error
+    correction."""
     rows = [row for row in rows_of(ask, "gpu", ECC_FIELDS) if len(row) == 4]
     broken = [row[0] for row in rows if row[2] not in ("0", "[N/A]", "N/A") or row[3] in ("1", "Yes")]
     if broken:

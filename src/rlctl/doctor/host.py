@@ -1,5 +1,4 @@
-"""Checks of one machine: processor, memory, limits of the operating system, what killed runs left, and whether the
-directories that rlctl writes to can be written and have space."""
+"""Checks of one machine: processor, memory, system limits, leftovers of killed runs, writable directories and space."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def check_memory(
     total: float | None = None,
     planned: float = 0.0,
 ) -> Check:
-    """Check for enough free memory: for a small model, on a CPU to train a model of `parameters`, or for the bytes of a
-    node that the plan of a run needs."""
+    """Check free memory: for a small model, to train `parameters` on a CPU, or for a plan's bytes per node."""
     total, free = memory_bytes() if available is None else (total or available, available)
     needed = max(LEAST_MEMORY, planned or (0 if gpus else parameters * TRAINING_BYTES_PER_PARAMETER))
     detail = f"{gib(free)} free of {gib(total)}, about {gib(needed)} needed"

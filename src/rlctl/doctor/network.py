@@ -105,8 +105,8 @@ class NodeFacts:
 def check_nodes(
     address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0, memory: float = 0.0
 ) -> Iterator[Check]:
-    """Check each node of the Ray cluster: its `directory` with `needed` bytes free, its versions, clock and GPUs, and
-    its `memory`, the bytes that the plan needs."""
+    """Check each node of the Ray cluster: `needed` bytes in `directory`, versions, clock, GPUs, and `memory` of the
+    plan."""
     import ray
 
     from rlctl.cluster.ray_session import TOKEN_ADVICE, asks_for_token, ray_session

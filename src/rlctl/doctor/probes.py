@@ -1,7 +1,7 @@
-"""The probes of `rlctl doctor --deep`: what each one tests, and the code of those that test one layer alone.
+"""The probes of `rlctl doctor --deep`.
 
-A layer's probe is a function that runs in a separate process (`python -m rlctl.doctor.probes NAME DEVICE FOLDER`),
-prints one JSON object with key figures or the error, and imports its libraries itself.
+A layer's probe is a function in a separate process (`python -m rlctl.doctor.probes NAME DEVICE FOLDER`) that prints one
+JSON object with key figures or the error, and imports its libraries itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""From the configured environment to a plan that is known to work, and from a class of any accepted form to one whose
-episodes can be asked for steps."""
+"""From the configured environment to a checked plan, and from any accepted class to an object that plays episodes."""
 
 from __future__ import annotations
 
@@ -237,9 +236,8 @@ UNREAD = ("info", "metadata")
 
 
 def _step(found: Any, method: str = "step") -> Step:
-    """Return what a method returned as a Step: one, a mapping with its fields, Gymnasium's tuple of an observation, the
-    reward, whether it has terminated, whether it was truncated, and further information (or the older one of four), or
-    messages alone. Raises TypeError for anything else."""
+    """Convert a method's result to a Step: a Step, a mapping with its fields, Gymnasium's tuple of five or four, or
+    messages. Raises TypeError otherwise."""
     if isinstance(found, Step):
         return found
     if isinstance(found, tuple) and len(found) in (4, 5) and not _is_message(found[-1]):
@@ -269,8 +267,8 @@ def _step(found: Any, method: str = "step") -> Step:
 
 
 def _begun(found: Any) -> Step:
-    """Return what `reset` returned as a Step: as `_step`, and Gymnasium's (observation, information). Raises
-    TypeError for anything else."""
+    """Convert a `reset` result like `_step`, including Gymnasium's (observation, information). Raises TypeError
+    otherwise."""
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) and not _is_message(found[1]):
         found = found[0]
     return _step(found, "reset") if isinstance(found, Step | Mapping) else Step(found)
@@ -313,8 +311,7 @@ def _with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return messages as plain data, whose texts any tokenizer takes: without halves of characters, which models write
-    in JSON, and without types of the user's own."""
+    """Return messages as plain data without lone surrogates (models write them in JSON) and user types."""
     text = json.dumps([dict(one) for one in messages], ensure_ascii=False, default=str)
     return tuple(json.loads(text.encode(errors="replace")))
 
@@ -350,8 +347,7 @@ def _stops(found: Any) -> tuple[str, ...]:
 
 
 def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
-    """Return the plan of a run's environment, of which nothing was run yet. Raises InputError for names that nothing
-    has."""
+    """Return the plan of a run's environment without running it. Raises InputError for unknown names."""
     name, code = config.name or "", None
     if is_reference(name):
         code = UserCode.read(name, "Environment")

@@ -56,8 +56,7 @@ class Ask:
     messages: Sequence[Message] = ()
     """The conversation from its start, in OpenAI's form."""
     known: int = 0
-    """How many of its first messages were read or written in the turn before: what the model has of them goes on as the
-    tokens that it is. 0 begins a context anew."""
+    """Number of leading messages known from the previous turn, whose tokens the model keeps. 0 starts a new context."""
     tokens: Sequence[int] | None = None
     """The conversation as token ids, in place of messages."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -1,10 +1,7 @@
-"""The process of a run's environments, next to an engine, and the processes of single episodes that are forked from it.
+"""The environments' process next to an engine, and a process forked for each episode.
 
-    engine worker -- supervisors -- process of the environments -- one process an episode -- what the episode starts
-
-The process of the environments imports the user's class once and runs none of its episodes. An episode that hangs,
-dies, prints or takes memory has a process to itself, so that it costs its own rollout. When an episode is over, all
-that it has started is ended.
+The process imports the user's class once and runs no episode, so an episode that hangs, dies, prints or uses memory
+costs only its own rollout. Everything an episode started ends with it.
 """
 
 from __future__ import annotations

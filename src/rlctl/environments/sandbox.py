@@ -1,12 +1,9 @@
-"""Runs a Python program that a model wrote, behind the layers of protection that the machine has.
+"""Run a model's Python program behind the available protection layers.
 
-    limits      of seconds, memory, processes, open files and the size of a file; an empty environment and folder
-    user        another user than root, where rlctl runs as root
-    namespaces  no network, no sight of other processes, and all that the program started ends with it
-    landlock    files are read in the folders of Python and the system alone, and written in the program's own alone
-    seccomp     sockets, and calls of the kernel that reach other processes or the system, are refused
-
-This file is also the script that puts itself behind them and then becomes the program; so it imports no other of rlctl.
+limits: seconds, memory, processes, open files, file size; empty environment and folder. user: another user, if rlctl is
+root. namespaces: no network or other processes. landlock: reads only Python's and the system's folders, writes only its
+own. seccomp: refuses sockets and system calls that reach other processes. This file is also the script that applies
+them and becomes the program, so it imports nothing of rlctl.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 CAPABILITIES = 0x20080522
 """The version of the call that takes root's capabilities away."""
 LEAST_PID_MAX, PID_MAX_BY_NAMESPACE = 301, (6, 14)
-"""The smallest limit of processes that a namespace takes, and the version of Linux from which it has one of its own. It
-holds for root too, for whom RLIMIT_NPROC does not."""
+"""Smallest process limit of a PID namespace, and the Linux version with one per namespace. It also limits root, unlike
+RLIMIT_NPROC."""
 
 # Numbers of landlock's calls, the same on all processors, and its rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446

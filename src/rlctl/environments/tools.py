@@ -1,8 +1,7 @@
-"""Tools: functions that the model may call, the formats in which models of different templates write a call, and what a
-call comes to.
+"""Tools: functions for the model, call formats of templates, and call results.
 
-A call is broken where its text cannot be parsed, names no tool, or has arguments that the tool's schema refuses. The
-model is told so, as it is told what a tool raised; neither ends an episode.
+A call is broken if it cannot be parsed, names no tool, or violates the tool's schema. The model reads the error, as
+with a tool's exception.
 """
 
 from __future__ import annotations
@@ -259,12 +258,12 @@ FORMATS: dict[str, Format] = {
     ),
     "llama": Format(r"\{", _llama_calls, marked=False),
 }
-"""How models write calls, by the name of the format: the first that reads what a template writes is the template's.
+"""Call formats by name; the first that reads a template's call is used.
 
-vLLM's parsers of these formats are not used here. They cost 9 s and 530 MB to import into the process of the
-environments, and they do not do what training needs: of calls that published templates write, vLLM 0.32 misreads those
-of Mistral Small 3.2 (`[CALL_ID]`), lists of Seed-OSS and texts that hold `</think>` or `<tool_call>`; of a call that
-cannot be read they return a text, or what could be read of it. The tests compare with them."""
+vLLM's parsers cost 9 s and 530 MB to import, misread some calls of published templates in 0.32 (Mistral Small 3.2's
+`[CALL_ID]`, lists of Seed-OSS, texts with `</think>` or `<tool_call>`), and hide unreadable calls. The tests compare
+with them.
+"""
 THOUGHT_BEGINS = re.compile(r"\s*(?:<(?:\w+:)?think>|\[THINK\]|<\|channel>)")
 THOUGHT_ENDS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]|<channel\|>")
 
@@ -282,8 +281,8 @@ def _scanned(text: str, form: str) -> Iterator[tuple[int, int, list[Call]]]:
 
 
 def _parted(text: str, form: str) -> tuple[str, str]:
-    """Return the thought of a turn, with its end, and the answer behind it, in which calls are made. What ends a
-    thought is a text where it stands in the argument of a call."""
+    """Return a turn's thought with its end, and the answer with calls. An end of thought inside a call's argument is
+    text."""
     whole = () if THOUGHT_BEGINS.match(text) else _scanned(text, form)
     spans = [(start, end) for start, end, calls in whole if not any(one.broken for one in calls)]
     for ended in THOUGHT_ENDS.finditer(text):
@@ -319,8 +318,8 @@ WORDS = {"true": True, "1": True, "false": False, "0": False, "null": None, "non
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the first reading of a text that its schema allows: JSON, a literal of Python, a number, a word, or the
-    text itself; where it allows none, the first, for the message."""
+    """Return the first reading of a text that its schema allows: JSON, Python literal, number, word or text; otherwise
+    the first, for the message."""
     readings = []
     for read in (json.loads, ast.literal_eval, int, lambda given: WORDS[given.lower()]):
         with contextlib.suppress(*UNREADABLE):
@@ -343,8 +342,7 @@ def _allows(schema: Mapping[str, Any], value: Any) -> bool:
 
 
 def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool, which `named` names for a message. Raises InputError where its hints or its
-    docstring do not say all."""
+    """Return a tool's JSON schema; `named` names it in messages. Raises InputError for missing hints or docstring."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -396,8 +394,8 @@ SAMPLE_SCHEMA = {"look_up": {"parameters": {"type": "object", "properties": {"nu
 
 
 def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -> str | None:
-    """Return the format of a template, which `render` renders, by reading the call that it writes, or else by what it
-    tells of calls; None: neither says it. `ends`: texts of its special tokens."""
+    """Return the format of a template from a rendered call, or from its instructions; None: unknown. `ends`: texts of
+    special tokens."""
     user = {"role": "user", "content": "?"}
     failure, shown = None, False
     for arguments in (SAMPLE.arguments, json.dumps(SAMPLE.arguments)):  # some templates write a text only

@@ -86,8 +86,8 @@ class ChildProcess:
 
 
 def begun(build: Callable[[Any], T]) -> tuple[Connection, Any, T]:
-    """Begin in the child: put supervisors above it, take the plan, and answer. Return the connection, the plan and what
-    `build` makes of it. Where the user erred, the parent is told, and the child ends."""
+    """Start in the child under supervisors: receive the plan and return connection, plan and `build`'s result. User
+    errors are reported to the parent."""
     number = int(sys.argv[1])
     supervise(number)
     connection = Connection(number)

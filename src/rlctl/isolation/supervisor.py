@@ -1,10 +1,7 @@
-"""Supervisors of the process that scores: what reward functions start ends with it, however it ends.
+"""Supervisors of the scoring process: processes that reward functions start end with it.
 
-    reward worker -- supervisor -- supervisor -- scoring process -- what the reward functions start
-
-A supervisor adopts every process below it whose own parent has ended, and kills them all as soon as the scoring process
-ends or the worker's end of the connection is closed, which the kernel does for a worker that is killed. There are two,
-because either may be killed itself: Ray kills the direct children of a worker together with it.
+A supervisor adopts orphans below it and kills all when the scoring process ends or the worker's connection closes.
+There are two, because Ray kills a worker's direct children with it.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ LOOK_MS = 50
 
 
 def supervise(connection: int) -> None:
-    """Return in a new process with two supervisors above it. The calling process ends as the new one does.
-
-    `connection` is the descriptor of a socket whose other end the worker holds.
-    """
+    """Return in a new process under two supervisors; the calling process ends with it. `connection`: descriptor of the
+    worker's socket."""
     os.dup2(2, 1)  # what a user's function prints belongs in the log, not on a stdout that someone parses
     _fork(connection, signal.SIGTERM)  # the inner supervisor has to clear up after the outer one's death
     _fork(connection, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Functions of the user's own, `path/to/file.py:function`: how they are loaded, and how one scores.
+"""Load and call user functions, `path/to/file.py:function`.
 
-A reward function takes one completion, or, where a parameter is called `completions`, all of a step in TRL's form.
+A reward function scores one completion, or with a parameter `completions` all of a step, in TRL's form.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ class UserBatchScorer(UserFunction):
 
 
 def user_scorer(name: str, limit_s: float | None = None) -> UserScorer | UserBatchScorer:
-    """Import the file or the installed package, and return the scorer of the form that its signature has. `limit_s` is
-    the time for each call of an `async def` function of one completion."""
+    """Import a file or package and return the scorer for its signature. `limit_s`: per call of an `async def` function
+    of one completion."""
     entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
     if entry is None:
         code = UserCode.read(name, "Reward")

@@ -1,8 +1,7 @@
-"""Facts of the published models that people train most, so that planning needs no download and no gated access.
+"""Facts of popular published models, so that planning needs no download (`catalog.yaml`, from each `config.json`).
 
-They are in `catalog.yaml`: values of each model's published `config.json`. Where the model itself is at hand its own
-configuration wins. A model whose family has no file in `models/` has its configuration there instead of facts, which
-follow from transformers' modules (`checkpoints/hf/model_facts.py`).
+A local model's own configuration wins. Models without a family file have their configuration there
+(`checkpoints/hf/model_facts.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class CatalogEntry:
 
 
 def lookup(name: str) -> ModelFacts | None:
-    """Facts by hub name; case and organization do not matter (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown, or
-    known by its configuration alone."""
+    """Return facts by hub name, ignoring case and organization (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown, or
+    only its configuration is known."""
     return entry.facts if (entry := lookup_entry(name)) else None
 
 

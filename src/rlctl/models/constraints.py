@@ -1,8 +1,5 @@
-"""The rules of Megatron-Core, FSDP2 and vLLM for parallel sizes that follow from the model: heads, widths, layers,
-experts.
-
-Planner, weight layouts and backends all ask here.
-"""
+"""Limits on parallel sizes from the model's heads, widths, layers and experts in Megatron-Core, FSDP2 and vLLM.
+Planner, layouts and backends use these."""
 
 from __future__ import annotations
 
@@ -100,8 +97,8 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
 
 
 def _divides(facts: ModelFacts) -> bool:
-    """Whether a model without a family's file says which of its tensors are divided: one that reads images does where
-    its language part has a file."""
+    """Whether tensor parallelism is known for a model without a family file: multimodal ones need a file for their
+    language part."""
     return facts.vision is not None and facts.vision.text_family in FAMILIES
 
 

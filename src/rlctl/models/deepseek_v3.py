@@ -1,7 +1,8 @@
-"""DeepSeek-V3, R1, Moonlight: latent attention, sigmoid router with correction bias, shared experts, dense first ones.
+"""DeepSeek-V3, R1 and Moonlight: latent attention, sigmoid router with correction bias, shared experts, dense first
+layers.
 
-Multi-token-prediction layers are numbered behind the last layer. The published files repeat embedding and head next to
-each of them; rlctl reads the model's own and writes the copies again on export.
+Multi-token-prediction layers follow the last layer. Published files repeat embedding and head for each; rlctl reads the
+model's and writes the copies on export.
 """
 
 from __future__ import annotations

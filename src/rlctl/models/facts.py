@@ -1,6 +1,6 @@
-"""The facts that rlctl needs of a model, independent of any engine: sizes, variants, and the tensors it is made of.
+"""Facts of a model, independent of engines: sizes, variants and tensors.
 
-Shapes use suffix letters: H hidden, V vocabulary, E experts.
+Suffixes: H hidden, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ RopeKind = Literal["default", "llama3", "yarn", "linear", "dynamic"]
 
 @dataclass(frozen=True)
 class RopeFacts:
-    """Rotary position embedding. `scaling` holds the published config's own keys (`factor`, `low_freq_factor`, ...).
-
-    Frequencies of `dynamic` are those of `default` up to the longest length of the model, and no rollout is longer."""
+    """Rotary position embedding. `scaling` has the published keys (`factor`, `low_freq_factor`, ...). `dynamic` equals
+    `default` up to the model's length, which bounds rollouts."""
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
@@ -72,8 +71,7 @@ class MlaFacts:
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """A published tensor of a model whose family has no file in `models/`, or the box of one that one parameter of
-    transformers' modules holds, where several parameters are published as one tensor."""
+    """A published tensor of a model without a family file, or the box of it that one parameter holds."""
 
     name: str
     """With `{layer}` and `{expert}`, where it is there once a layer or an expert."""
@@ -159,8 +157,7 @@ class ModelFacts:
     listed: tuple[ListedTensor, ...] = ()
     """Every tensor, where no file in `models/` says which there are."""
     unpacked: str = ""
-    """Why rollouts cannot share a row of tokens, as a clause about the model: each is then a row of its own, padded to
-    the longest of a micro-batch. Empty: they can."""
+    """Why rollouts cannot be packed, as a clause about the model; each then is a padded row. Empty: they can."""
     takes_adapters: bool = True
     """Whether its layers hold linear layers of torch (GPT-2's hold none)."""
     vision: VisionFacts | None = None

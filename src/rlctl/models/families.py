@@ -99,8 +99,7 @@ OTHER_HEADS = re.compile(
 
 
 def writes_nothing(config: dict[str, Any]) -> bool:
-    """Return whether a configuration is of a model without a head for the next token. A repository's own code may have
-    one in a class that is called like the layers below it."""
+    """Return whether a configuration has no language-model head. Remote code may have one under a body's name."""
     own = config.get("auto_map")
     named = _architectures(config)
     return any(map(OTHER_HEADS.search, named)) and not (isinstance(own, dict) and "AutoModelForCausalLM" in own)
@@ -115,8 +114,7 @@ def other_architecture(config: dict[str, Any]) -> str | None:
 
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
-    """Facts of the model that a Hugging Face `config.json` describes. Keys that it leaves out have the model type's
-    defaults."""
+    """Return the facts of a Hugging Face `config.json`, with defaults for missing keys."""
     try:
         known = family_of_config(config)
         return known.facts(completed(config, known.defaults))

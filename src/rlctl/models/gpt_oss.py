@@ -1,7 +1,7 @@
-"""gpt-oss 20B and 120B: attention sinks, biases everywhere, stacked experts, gate and up interleaved and transposed.
+"""gpt-oss 20B and 120B: attention sinks, biases, stacked experts with interleaved, transposed gate and up.
 
-The tensors are those of the bfloat16 form (as transformers saves it). The published files hold the experts in MXFP4
-instead (`*_blocks`, `*_scales`); they are read as these tensors.
+Tensors are the bfloat16 form, as transformers saves it. Published MXFP4 experts (`*_blocks`, `*_scales`) are read as
+these.
 """
 
 from __future__ import annotations

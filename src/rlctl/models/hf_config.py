@@ -31,8 +31,7 @@ OWN_FILE = "Take the model's own file."
 
 
 def required(config: dict[str, Any], *keys: str) -> Any:
-    """The value of a key without which nothing can be built (the first of its spellings); InputError names it where
-    it is not there."""
+    """Return a required value (first spelling found). Raises InputError naming it."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -47,15 +46,14 @@ def refuse(condition: bool, what: str, why: str) -> None:
 
 
 def completed(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with its model type's `defaults` for keys that it leaves out. A key that is null counts as
-    left out, except where null is a value of its own."""
+    """Return a config.json completed with `defaults`; null counts as missing unless it is a valid value."""
     given = {key: value for key, value in config.items() if value is not None or key in NULLABLE}
     return {key: value for key, value in (defaults | given).items() if value is not None}
 
 
 def rope_facts(config: dict[str, Any]) -> RopeFacts:
-    """Rotary embedding of a model that has one for all layers, as transformers 5 reads it: `rope_scaling` replaces
-    `rope_parameters`, and keys next to them count where these lack them."""
+    """Return the rotary embedding as transformers 5 reads it: `rope_scaling` replaces `rope_parameters`, and top-level
+    keys fill gaps."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if kinds := [key for key, value in given.items() if isinstance(value, dict)]:
         raise InputError(
@@ -70,8 +68,7 @@ def rope_facts(config: dict[str, Any]) -> RopeFacts:
 
 
 def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = None) -> RopeFacts:
-    """Rotary embedding of one set of published parameters; `theta` is the base where they name none, `positions` the
-    original length where a scaling that depends on it names none."""
+    """Return a rotary embedding; `theta`: default base, `positions`: default original length of scalings."""
     kind, legacy = given.get("rope_type", given.get("type", "default")), given.get("type")
     known: RopeKind | None = next((one for one in get_args(RopeKind) if one == kind), None)
     if known is None:
@@ -97,8 +94,7 @@ def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = 
 
 
 def replaced_positions(config: dict[str, Any], most: int | None, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with another number of positions, unless it is None, and another rotary embedding, unless
-    `scaling` is empty."""
+    """Return a config.json with other positions (unless None) and rotary scaling (unless empty)."""
     own = {}
     if most := most_positions(most, scaling):
         own["max_position_embeddings"] = most
@@ -113,8 +109,7 @@ def replaced_positions(config: dict[str, Any], most: int | None, scaling: dict[s
 
 
 def _with_original(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters that name the original length, which transformers takes from the number of positions
-    where they do not."""
+    """Return rotary parameters with an explicit original length, which transformers derives from the positions."""
     if any(isinstance(value, dict) for value in given.values()):
         return {key: _with_original(config, one) if isinstance(one, dict) else one for key, one in given.items()}
     depends = given.get("rope_type", given.get("type")) in ("llama3", "yarn") and config.get("max_position_embeddings")

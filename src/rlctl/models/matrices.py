@@ -1,8 +1,7 @@
-"""The matrices a model is made of, independent of any engine, and the published tensors that hold them.
+"""Matrices of a model and their published tensors, independent of engines.
 
-A family file lists `Weight`s: for each `Role` the name of the tensor in the published checkpoint and, where the
-tensor is not just that matrix (stacked experts, transposed or interleaved storage), how it lies in it. Engines
-(`weights/megatron.py`, `weights/vllm.py`, ...) know roles and never a family's names.
+A family file lists `Weight`s: for each `Role` the tensor's name and, if it is not exactly that matrix (stacked,
+transposed, interleaved), its storage. Engines know roles only.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ BUFFER_ROLES = frozenset({Role.EXPERT_BIAS, Role.STORED})
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """How a matrix lies in a tensor: the tensor's dims, the tensor axis of each matrix axis, and start and step there.
-
-    Tensor axes that no matrix axis runs along are indexed by the expert.
-    """
+    """How a matrix lies in a tensor: dims, tensor axis of each matrix axis, start and step. Other axes are indexed by
+    the expert."""
 
     dims: tuple[str, ...]
     axes: tuple[int, ...]
@@ -106,11 +103,8 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix of a model with its numbers filled in.
-
-    `tensor_starts`, `tensor_steps` and `axes` place it in `tensor` of `tensor_shape`; tensor axes outside of `axes`
-    have the index of `tensor_starts`.
-    """
+    """One matrix of a model. `tensor_starts`, `tensor_steps` and `axes` place it in `tensor` of `tensor_shape`; other
+    axes have fixed indices."""
 
     role: Role
     layer: int | None

@@ -1,8 +1,5 @@
-"""A model whose family has no file here: a list of its tensors takes the place of a family file's names.
-
-The list comes from transformers (`checkpoints/hf/published_tensors.py`). Each of its entries is one matrix, and how
-tensor parallelism divides it is not known.
-"""
+"""A model without a family file: a list of tensors from transformers (`checkpoints/hf/published_tensors.py`). Each is
+one matrix, with unknown tensor parallelism."""
 
 from __future__ import annotations
 

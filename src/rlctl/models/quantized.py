@@ -1,5 +1,4 @@
-"""The tensors whose weights are rounded to a coarse grid (`training.quantization`), and which of them share a scale.
-Torch-free."""
+"""Tensors quantized by `training.quantization`, and their shared scales. Torch-free."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def _chosen(facts: ModelFacts, tensors: tuple[str, ...], exclude: tuple[str, ...
 
 
 def _is_linear(matrix: Matrix) -> bool:
-    """Whether a matrix is a linear layer's: of a family without a file, one inside of a layer that is not a convolution
-    of each channel."""
+    """Whether a matrix is a linear layer's; without a family file, one inside a layer except depthwise convolutions."""
     return (
         matrix.role in LINEAR
         and len(matrix.shape) > 1

@@ -52,8 +52,7 @@ class TrainingChoice:
     """`optimizer`: Megatron's DistributedOptimizer; `full`: FSDP2 shards weights and gradients too."""
     precision: Precision = "bf16"
     float8_copies: int = 1
-    """Copies of the matrices in float8 in `fp8`: 1, or 2 where they are also held transposed, next to bfloat16
-    weights."""
+    """Float8 copies of matrices in `fp8`: 1, or 2 with transposes, next to bfloat16 weights."""
     gradient_bytes: int = 4
     """Bytes of an accumulated gradient element."""
     moment_bytes: int = 8

@@ -44,8 +44,8 @@ TEXT_TOKENS = 2048
 
 
 def local_gpus() -> list[str]:
-    """Names of this machine's GPUs that `CUDA_VISIBLE_DEVICES` leaves to this process, as the driver reports them;
-    empty: none. Raises MachineError where the driver does not answer."""
+    """Return names of the local GPUs in `CUDA_VISIBLE_DEVICES`, from the driver; empty: none. Raises MachineError if
+    the driver fails."""
     return [row[2] for row in _of_gpus("name")]
 
 
@@ -80,11 +80,8 @@ def _of_gpus(fields: str) -> list[tuple[str, ...]]:
 
 
 def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[str, ...]]:
-    """Return those of `rows`, (index, uuid, ...) of each GPU, that `CUDA_VISIBLE_DEVICES` names, in its order.
-
-    As for CUDA, a GPU is named by its index or by the beginning of its uuid, and the first name that fits no GPU ends
-    the list. None leaves all of them.
-    """
+    """Return `rows` (index, uuid, ...) named by `CUDA_VISIBLE_DEVICES` in its order. A name is an index or uuid prefix;
+    the first unknown name ends the list. None: all."""
     found: list[tuple[str, ...]] = []
     for name in (part.strip() for part in wanted.split(",")) if wanted is not None else ():
         fits = [row for row in rows if name == row[0] or (name.startswith("GPU-") and row[1].startswith(name))]
@@ -95,9 +92,8 @@ def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[s
 
 
 def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:
-    """The cluster that the configuration asks for. `gpu: auto` is what this machine has, with the memory that it has;
-    where it has no GPU but some are asked for, `assume` names the type to plan with (None: raises MachineError, since
-    the run is to happen on the machine at hand)."""
+    """Return the configured cluster. `gpu: auto` is this machine; if it lacks requested GPUs, `assume` is the type
+    (None: raise MachineError)."""
     section, count = config.cluster, config.cluster.gpus_per_node
     if section.gpu not in ("cpu", "auto") and count != 0:
         named = make_cluster(section.gpu, section.nodes, count)
@@ -155,12 +151,8 @@ def text_workload(
 ) -> Workload:
     """Return the workload of training on texts.
 
-    Args:
-        tokens: Mean length of a text; None where the data is not known.
-        needs: Log-probs that are computed before training.
-        size: Texts of a dataset row that are one sequence.
-        valued: A model with a scalar head is trained.
-        teacher_top: Number of a teacher's most likely tokens that are compared.
+    `tokens`: mean text length, None if unknown. `needs`: log-probs before training. `size`: texts per sequence group of
+    a row. `valued`: scalar head. `teacher_top`: number of compared teacher tokens.
     """
     length = config.model.max_length or min(facts.max_length, TEXT_TOKENS)
     packs = not facts.unpacked
@@ -200,11 +192,8 @@ def rollout_workload(
 ) -> Workload:
     """Return the workload of a step that samples and trains.
 
-    Args:
-        prompt_tokens: Mean length of prompts; None where the data is not known.
-        needs: Log-probs that are computed before training.
-        critic: A value model is trained next to the policy.
-        teacher_top: Number of a teacher's most likely tokens that are compared.
+    `prompt_tokens`: mean prompt length, None if unknown. `needs`: log-probs before training. `critic`: with a value
+    model. `teacher_top`: number of compared teacher tokens.
     """
     new = config.new_tokens
     length = config.model.max_length
@@ -253,10 +242,8 @@ def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
 
 
 def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec:
-    """Return the parallel sizes set in the `training` section, and 1 for those that are not.
-
-    Raises ConfigError naming the first one that the model or the backend does not allow.
-    """
+    """Return the parallel sizes of `training`, 1 if unset. Raises ConfigError naming one that model or backend does not
+    allow."""
     parallel = ParallelSpec(
         tp=training.tp or 1,
         pp=training.pp or 1,
@@ -285,12 +272,8 @@ def require_format(config: RlctlConfig, cluster: ClusterFacts) -> None:
 
 
 def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precision | None:
-    """Return what linear layers multiply in: `fp8` where `megatron.fp8` is set, else model.dtype; None: the device's
-    usual.
-
-    Raises:
-        ConfigError: float8 is asked for where the device, the weights or adapters do not go with it.
-    """
+    """Return the precision of linear layers: `fp8` with `megatron.fp8`, else model.dtype; None: the default. Raises
+    ConfigError if float8 does not fit device, weights or adapters."""
     fp8, recipe = config.megatron.passed.get("fp8"), config.megatron.passed.get("fp8_recipe")
     if not fp8:
         named: dict[str, Precision] = {"float32": "float32", "bfloat16": "bf16", "float16": "bf16"}
@@ -312,8 +295,8 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
 
 
 def moment_bytes(passed: Mapping[str, Any]) -> int:
-    """Bytes of a parameter's moments, by the fields of Megatron's OptimizerConfig: SGD has one, or none without
-    momentum, and Adam two."""
+    """Return moment bytes per parameter by Megatron's OptimizerConfig: SGD has one (none without momentum), Adam
+    two."""
     if passed.get("optimizer") == "sgd":
         return 4 if passed.get("sgd_momentum", 0.9) else 0
     if not passed.get("use_precision_aware_optimizer"):
@@ -332,8 +315,8 @@ def plan_from_config(
     teacher: ModelFacts | None = None,
     refusal: Refusal = lambda _: None,
 ) -> Plan:
-    """The plan of a configuration for a workload; `refusal` says why a backend cannot do what is asked for. Raises
-    ConfigError, NoPlanError or MachineError as `make_plan` and `cluster_from_config` do."""
+    """Return the plan of a configuration; `refusal` tells why a backend cannot run it. Raises ConfigError, NoPlanError
+    or MachineError."""
     cluster = cluster_from_config(config, assume)
     pins = pins_from_config(config)
     if workload.trains:

@@ -41,14 +41,11 @@ Refusal = Callable[[Plan], str | None]
 def make_plan(
     request: Request, *, top: int = 5, prefer_runnable: bool = True, refusal: Refusal = lambda _: None
 ) -> Plan:
-    """The best plan for what is asked for, with the `top` others.
+    """Return the best plan and the `top` others.
 
-    A plan that `train` can run comes before a faster one that it cannot, unless `prefer_runnable` is off. Where
-    `training.backend` is not pinned, Megatron trains if it can, and else the other backend; `refusal` is asked about
-    the best plan of each.
-
-    Raises ConfigError for a pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing
-    fits, naming the smallest machine that would do and the cheapest change that would make this one do.
+    Runnable plans come first unless `prefer_runnable` is off. Without a pinned `training.backend`, Megatron is
+    preferred; `refusal` checks each backend's best plan. Raises ConfigError for a forbidden pin (with the nearest valid
+    value), and NoPlanError with the smallest sufficient machine and cheapest change.
     """
     _check_mover(request)
     _check_devices(request)

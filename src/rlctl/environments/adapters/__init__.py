@@ -1,5 +1,5 @@
-"""Environments of other libraries, each a module that imports its library when an episode needs it. Packages add others
-by entry points of the group `rlctl.environments`, which name a class in the same way."""
+"""Environments of other libraries, one module each, imported when an episode needs it. Packages add others by entry
+points of `rlctl.environments`."""
 
 from __future__ import annotations
 

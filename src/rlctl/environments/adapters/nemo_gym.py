@@ -1,12 +1,9 @@
-"""Rows of NeMo Gym, which its own servers play: rlctl asks the agent of a row to run it, and answers what the agent
-asks the model.
+"""NeMo Gym rows, played by its servers: rlctl asks the row's agent to run, and answers the agent's requests to the
+model.
 
-    episode -- row --> agent's /run -- Gym's model server --> `listen` -- the episode's own address --> the model
-    episode <-- reward -- agent
-
-Gym's model server knows one address of a model, its `policy_base_url`. A small server listens there, and passes each
-question on to the episode that it belongs to. The episode's address travels with the row, in
-`responses_create_params.metadata.extra_body`, which Gym's model server adds to what it asks.
+episode -> agent's /run -> Gym's model server -> `listen` -> the episode -> the model; the agent returns the reward.
+Gym's model server knows one `policy_base_url`; a small server listens there and forwards to the episode whose address
+is in `responses_create_params.metadata.extra_body`.
 """
 
 from __future__ import annotations
@@ -121,8 +118,7 @@ async def _pass_on(request: web.Request) -> web.Response:
 
 
 async def main() -> None:
-    """Listen until the process that has started this one is gone. While another engine's process listens there, wait
-    for its end."""
+    """Listen until the parent process is gone, after the end of another engine's listener."""
     host, _, port = sys.argv[1].rpartition(":")
     gone, server = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), None
     while server is None and not gone.done():

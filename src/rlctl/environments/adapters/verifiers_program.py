@@ -1,8 +1,7 @@
-"""The program of the environment `verifiers`: one rollout of an environment of that library, which asks the policy.
+"""The program of the environment `verifiers`: one rollout that asks the policy. It runs in a Python with `verifiers`
+and without rlctl.
 
-It runs in a Python that has `verifiers` and needs nothing of rlctl.
-
-    python verifiers_program.py ENVIRONMENT '{"argument": value}'
+python verifiers_program.py ENVIRONMENT '{"argument": value}'
 """
 
 import asyncio

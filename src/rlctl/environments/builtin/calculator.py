@@ -1,5 +1,4 @@
-"""Sums of two numbers, with a calculator that the model may call: the smallest use of a tool that there is something to
-learn from. A call is cheap, ends at its closing tag, and helps."""
+"""Sums of two numbers with a calculator: the smallest task that teaches tool use."""
 
 from __future__ import annotations
 

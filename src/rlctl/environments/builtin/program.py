@@ -1,10 +1,7 @@
-"""A program of the user's that asks the model as it would ask a server of OpenAI's or vLLM's protocol; one episode is
-one run of the program.
+"""A program that uses the model through OpenAI's or vLLM's protocol; one run is one episode.
 
-    row on stdin -> program -- POST /v1/chat/completions --> the model -- answer --> program -> reward on stdout
-
-Its variables name the server: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and `OPENAI_MODEL`. The last line that it writes is
-a JSON object with `reward`; other numbers in it are metrics of the episode.
+It gets the row as JSON on stdin and the server in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`. Its last line
+is a JSON object with `reward`; other numbers are metrics.
 """
 
 from __future__ import annotations
@@ -244,8 +241,7 @@ def _finish(answer: Message) -> str:
 
 
 def _logprobs(answer: Message) -> list[dict[str, Any]]:
-    """Return the log-probs in OpenAI's form. Tokens have their ids, as a server of vLLM writes them where it is asked
-    to: their texts need a tokenizer."""
+    """Return log-probs in OpenAI's form with token ids, like a vLLM server, because texts would need a tokenizer."""
     return [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(answer["tokens"], answer["logprobs"], strict=True)

@@ -79,8 +79,7 @@ class Python:
         return [self.failed_output(program, *pair) for pair in zip(self.inputs, self.outputs, strict=True)]
 
     def failed_tests(self, program: str) -> list[str | None]:
-        """Run all tests in one process. Only lines with a secret mark count, so that a program that ends early or
-        prints what it likes has passed nothing."""
+        """Run all tests in one process. Only lines with a secret mark count, so early exits and prints pass nothing."""
         mark = secrets.token_hex(16)
         outcome = sandbox.run(HARNESS.format(program=program, tests=self.tests, mark=mark), limits=self.limits)
         said = dict[int, str]()

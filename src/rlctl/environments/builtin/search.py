@@ -1,6 +1,6 @@
-"""Questions about a collection of texts, which the model may search: BM25 over a file of passages.
+"""Questions about a collection of texts, searched with BM25.
 
-The file has one passage a line: plain text, or JSON with `text` and, where there is one, `title`.
+The file has one passage per line: plain text, or JSON with `text` and optionally `title`.
 """
 
 from __future__ import annotations

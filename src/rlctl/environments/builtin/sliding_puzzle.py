@@ -1,7 +1,5 @@
-"""A sliding puzzle: numbered tiles and one gap, to be put in order by moves such as `<action>up</action>`.
-
-With `environment.append: raw` an imported recipe of the puzzle trains on the same texts.
-"""
+"""A sliding puzzle, solved by moves such as `<action>up</action>`. With `environment.append: raw`, texts equal an
+imported recipe's."""
 
 from __future__ import annotations
 

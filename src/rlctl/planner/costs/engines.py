@@ -18,8 +18,7 @@ from rlctl.weights.vllm import ENDS_EVERYWHERE
 CPU_DECODE_EFFICIENCY = 0.35
 """Share of the processor's matmul rate that vLLM's decode reaches (135M parameters on two AVX2 cores)."""
 CPU_REDUCE_S = 3e-3
-"""One all-reduce of an engine's ranks on two hosts over gloo (hosts that share two cores: 12 to 20 ms for a step that
-has five collectives)."""
+"""One all-reduce between two hosts over gloo (hosts that share two cores: 12 to 20 ms for five collectives)."""
 CPU_ENGINE_BYTES = 0.7 * GIB
 """An engine's buffers in addition to weights and KV cache on a CPU."""
 
@@ -33,8 +32,8 @@ def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
 
 
 def _layers_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
-    """Weights of all layers on one device of a stage. Experts are split by TP x DP, or spread whole over `ep` devices;
-    MTP layers are not loaded."""
+    """Return bytes of layer weights on a device of a stage. Experts are split by TP x DP or spread over `ep`; MTP
+    layers are not loaded."""
     parts = count(facts)
     dense = (parts.layers - parts.experts) / choice.tp
     if facts.mla is not None:
@@ -86,8 +85,8 @@ def generation_memory(request: Request, choice: GenerationChoice, policy_asleep:
 
 
 def group_rate(request: Request, apart: int, ranks: int) -> float:
-    """Bytes a second of each of `ranks` ranks, `apart` from each other, in a collective over all of them. Over nodes a
-    ring goes through the network device of each of its ranks in a node."""
+    """Return bytes per second of each of `ranks` ranks in a collective. Across nodes, a ring uses the network device of
+    each rank."""
     cluster, constants = request.cluster, request.constants
     inside = max(1, cluster.link_domain)
     link = cluster.bandwidth(1) * constants.link_efficiency
@@ -113,8 +112,8 @@ class GenerationTime:
 
 
 def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: float, context: float) -> float:
-    """One decode step of a replica with `sequences` running, `context` tokens each: the larger of reading (weights, KV)
-    and computing, and latencies that nothing hides."""
+    """Return the seconds of a decode step with `sequences` of `context` tokens: the larger of reading and computing,
+    plus latencies."""
     facts, cluster, constants = request.facts, request.cluster, request.constants
     device, parts = cluster.device, count(facts)
     if cluster.is_cpu:
@@ -146,9 +145,8 @@ def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: f
 
 
 def communication_seconds(request: Request, choice: GenerationChoice, sequences: float) -> float:
-    """The part of a decode step in which ranks exchange what they have: all-reduces of tensor parallelism (two a layer)
-    or the all-to-all of experts, and the hand-over between pipeline stages. On a CPU that counts between hosts alone.
-    """
+    """Return seconds of a decode step's communication: all-reduces (two per layer) or expert all-to-alls, and stage
+    hand-overs. On a CPU only between hosts."""
     facts, cluster, constants = request.facts, request.cluster, request.constants
     if cluster.is_cpu:
         apart = cluster.nodes_of(choice.replica_gpus) > 1
@@ -209,10 +207,10 @@ def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
 
 
 def generation_time(request: Request, choice: GenerationChoice, steps: int = 1) -> GenerationTime:
-    """Seconds until the last rollout of the busiest replica ends, of `steps` steps that are sampled at the same time.
+    """Return seconds until the busiest replica finishes the rollouts of `steps` concurrent steps.
 
-    While more sequences wait than fit, the replica runs full; then the batch drains along the tail of the length
-    distribution, at ever fewer sequences but never faster than one step a token.
+    The replica runs full while sequences wait; then the batch drains along the tail of lengths, at least one step per
+    token.
     """
     load = _load(request, choice, steps)
     # steps run at the average batch size while the queue is not empty
@@ -233,7 +231,7 @@ def generation_time(request: Request, choice: GenerationChoice, steps: int = 1) 
 
 
 def steady_generation_time(request: Request, choice: GenerationChoice) -> float:
-    """Seconds of a step's rollouts where rollouts go on under new weights: those of all steps under way are sampled
-    together, and the tail of the longest is shared by these steps."""
+    """Return seconds per step of rollouts that continue under new weights: steps in flight are sampled together and
+    share the tail."""
     steps = request.workload.steps_under_way
     return generation_time(request, choice, steps).total / steps

@@ -1,7 +1,7 @@
-"""Memory of one device in each phase, by part, from the facts of the model and the layout.
+"""Memory of a device by phase and part.
 
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for SwiGLU layers without dropout and with
-flash attention: what the backward pass of each operation keeps, in the training dtype.
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for SwiGLU layers without dropout, with flash
+attention: tensors kept for the backward pass in the training dtype.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Const
 from rlctl.planner.inputs.request import Request
 
 PINNED = 1 / math.log(2)
-"""Bytes that torch pins over those asked for: it rounds each up to a power of two, which for sizes of all kinds is this
-factor on average. vLLM pins the memory that its weights wait in."""
+"""Pinned over requested bytes: torch rounds up to powers of two. vLLM pins sleeping weights."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,16 @@ def element_bytes(choice: TrainingChoice) -> int:
 
 
 def master_and_moments(choice: TrainingChoice) -> int:
-    """Bytes of optimizer states a parameter: the float32 weight next to one in bfloat16, and two moments. FSDP2's
-    weights are float32 themselves."""
+    """Return optimizer bytes per parameter: a float32 weight next to bfloat16 ones, and two moments. FSDP2's weights
+    are float32."""
     return choice.moment_bytes + (0 if choice.precision == "float32" or choice.sharding == "full" else 4)
 
 
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
-    """Weights, gradients and optimizer states of one rank; no states where they live in host memory.
+    """Return bytes of a rank's weights, gradients and optimizer states (none if offloaded).
 
-    BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
-    the ranks that hold the same parameter; float32 needs no master: 8. With adapters, gradients and states are theirs
-    alone, and the frozen weights have no master. A critic that stays next to the policy has as many bytes again.
+    BF16: 2 + `gradient_bytes` per parameter, and 12 (master and moments) divided by the ranks that share it; float32: 8
+    without master. With adapters, only these have gradients and states. A resident critic doubles the bytes.
     """
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
     element, owned = element_bytes(choice), trained.owned(choice.parallel)
@@ -95,9 +93,8 @@ def unadapted_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
 
 
 def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
-    """Bytes of what FSDP2 has whole, in the training dtype, while a layer is passed backward: embedding and head with
-    their gradients, which stay for the pass, that layer and the next, and the layer's gradients with the float32 copy
-    that is summed over the shards."""
+    """Return bytes gathered by FSDP2 in a backward pass: embedding and head with gradients, two layers, and a layer's
+    gradients with a float32 copy."""
     if choice.parallel.fsdp_shards * choice.parallel.replicate == 1 and choice.precision == "float32":
         return 0.0  # one rank does without FSDP2
     element = element_bytes(choice)
@@ -114,8 +111,8 @@ def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
 
 
 def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
-    """Device memory of an update whose states live in host memory: a part of these, or those of the largest parameter,
-    and gradients in bfloat16, which Megatron widens for it. With FSDP2 all of them."""
+    """Return device bytes of an update with offloaded states: one part or the largest parameter, and bfloat16 gradients
+    that Megatron widens. FSDP2: all."""
     states = master_and_moments(choice)
     owned = trained_parameters(facts, stage, choice).owned(choice.parallel)
     if choice.sharding == "full":
@@ -203,8 +200,7 @@ def _hosted_bytes(request: Request, stage: Stage, choice: TrainingChoice) -> flo
 
 
 def likely_tokens_bytes(request: Request, choice: TrainingChoice, each: int) -> float:
-    """Return the bytes of a teacher's most likely tokens at all positions of a rank's part of a step, `each` for one:
-    an index and a log-prob."""
+    """Return bytes of a teacher's likely tokens on a rank, `each` (index and log-prob) per entry."""
     workload = request.workload
     return each * workload.teacher_top * workload.tokens(request.constants.length_sigma) / choice.parallel.dp
 
@@ -253,12 +249,11 @@ def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> 
 def split_refit_memory(
     request: Request, choice: TrainingChoice, generation: PhaseMemory, workers: int, beside: dict[str, float]
 ) -> PhaseMemory:
-    """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there, `beside`:
-    what others keep on the policy's.
+    """Return refit bytes between separate devices, on the fuller one (`generation`: the engine's, `beside`: others' on
+    the policy's).
 
-    `workers` of each engine: there is a communicator for each, of which a policy rank may have all and a worker has its
-    own. Buffers of all channels of a policy rank share `staging`; a worker has two for messages and two that these are
-    put together in.
+    There is a communicator per engine with `workers`; a policy rank may join all. A policy rank's channels share
+    `staging`; a worker has two message buffers and two assembly buffers.
     """
     facts, constants = request.facts, request.constants
     each = 0.0 if request.cluster.is_cpu else constants.communicator_bytes
@@ -271,8 +266,8 @@ def split_refit_memory(
 
 
 def exchange_bytes(request: Request, choice: TrainingChoice) -> float:
-    """Device memory of a rank, in a colocated refit, for boxes of ranks on other devices: two buffers for what comes,
-    and two for each different message that it sends, which share a refit's usual size."""
+    """Return bytes for forwarding boxes in a colocated refit: two receive buffers, and two per message, within a
+    refit's usual size."""
     p = choice.parallel
     split = (
         p.fsdp_shards > 1 if choice.sharding == "full" else p.pp * p.expert_size * (request.facts.moe is not None) > 1
@@ -293,8 +288,8 @@ def engine_asleep_bytes(request: Request) -> float:
 
 
 def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float) -> PhaseMemory:
-    """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV
-    cache. Float8 copies of the weights are gone."""
+    """Return bytes of a colocated refit: policy and engine weights; gradients and optimizer offloaded, no KV cache or
+    float8 copies."""
     facts, constants, on_cpu = request.facts, request.constants, request.cluster.is_cpu
     plain = replace(choice, float8_copies=0)
     return PhaseMemory(
@@ -310,8 +305,8 @@ def refit_memory(request: Request, choice: TrainingChoice, engine_weights: float
 
 
 def snapshot_bytes(facts: ModelFacts, choice: TrainingChoice, gpus: int) -> float:
-    """Host memory of a node with `gpus` for the copy that a save writes from while training goes on: weights and
-    optimizer states. Of weights that several ranks hold Megatron copies one rank's."""
+    """Return host bytes of a save's snapshot on a node with `gpus`: weights (one copy, as Megatron) and optimizer
+    states."""
     p = choice.parallel
     trained, ranks = (
         [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)],
@@ -334,8 +329,7 @@ def host_memory(
     *,
     saves: bool = True,
 ) -> float:
-    """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store, and
-    what a save writes from."""
+    """Return host bytes of a node: offloaded states, sleeping engines, processes, object store and snapshots."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)

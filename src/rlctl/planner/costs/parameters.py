@@ -170,8 +170,7 @@ class Stage:
 
 
 def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
-    """Return all stages of a policy, which is built without multi-token-prediction layers. Layers that cannot be split
-    evenly are spread as evenly as they go."""
+    """Return the stages of a policy, without multi-token-prediction layers, as even as possible."""
     parallel = choice.parallel
     found = _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
     return (*found[:-1], replace(found[-1], head=False)) if choice.valued else found
@@ -219,8 +218,7 @@ class RankParameters:
         return self.dense + self.experts
 
     def owned(self, parallel: ParallelSpec) -> float:
-        """Parameters whose optimizer states are this rank's, where the ranks that hold the same ones share these (with
-        FSDP2 all of one copy)."""
+        """Parameters whose optimizer states this rank owns, shared with ranks of equal parameters (FSDP2: one copy)."""
         return parallel.replicate * (self.dense / (parallel.dp * parallel.cp) + self.experts / parallel.expert_dp)
 
 
@@ -259,8 +257,8 @@ def adapted_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
 
 @lru_cache(maxsize=65536)
 def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: Adapters, tp: int) -> tuple[float, float]:
-    """(adapters of one tensor-parallel rank, weights that they are on). A matrix that is split by its outputs has a
-    whole A, and one that is split by its inputs a whole B."""
+    """(adapters of a tensor-parallel rank, adapted weights). Column-split matrices have a whole A, row-split ones a
+    whole B."""
     h, moe, mla, layers = facts.hidden, facts.moe, facts.mla, stage.layers
     by_outputs, by_inputs = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # layers, inputs, outputs
     if adapters.attention and mla is not None:

@@ -1,7 +1,7 @@
-"""Predicted seconds of training, log-probs and refits, from operations, bytes and rates.
+"""Predicted seconds of training, log-probs and refits from operations, bytes and rates.
 
 Communication volumes follow Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198).
-In a refit trainers send boxes straight to the workers that need them, from the nearest replica.
+Refits send boxes directly from the nearest replica.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.request import Request
 
 CPU_MATMUL_EFFICIENCY = 0.65
-"""Share of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2
-cores)."""
+"""Share of the CPU's matmul rate in a training step with packed rows (120 of 178 GFLOP/s on two AVX2 cores)."""
 PASSES = {"none": 3.0, "selective": 3.15, "full": 4.0}
 """Training pass of a micro-batch in forward passes, by recomputation."""
 
@@ -262,8 +261,8 @@ def _most_trained(request: Request, choice: TrainingChoice) -> RankParameters:
 
 
 def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> tuple[float, float]:
-    """(exposed gradient and parameter communication, optimizer update) of one optimizer step of `number` micro-batches
-    that take `micro` seconds each."""
+    """(exposed gradient and parameter communication, update) seconds of a step of `number` micro-batches of `micro`
+    seconds."""
     cluster, constants, parallel = request.cluster, request.constants, choice.parallel
     params, ranks = _most_trained(request, choice), parallel.dp * parallel.cp
     gradient = 4 if choice.precision == "float32" else choice.gradient_bytes
@@ -283,11 +282,8 @@ def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number
 
 
 def _sharded_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> float:
-    """FSDP2's communication in one optimizer step, as far as it is not hidden.
-
-    Each micro-batch gathers the weights for its forward and once more for its backward pass, and adds its float32
-    gradients up over the shards; copies of the weights (`training.replicate`) add those of their shards up once.
-    """
+    """Exposed seconds of FSDP2's communication per step. Each micro-batch gathers weights twice and reduces float32
+    gradients; copies (`training.replicate`) reduce once."""
     constants, parallel = request.constants, choice.parallel
     gathers = _gather_seconds(request, choice)
     trained = trained_parameters(request.facts, stages(request.facts, choice)[0], choice)
@@ -327,8 +323,7 @@ def offload_seconds(request: Request, choice: TrainingChoice) -> float:
 
 
 def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None = None) -> float:
-    """Seconds of the log-prob phase: forward passes over all rollouts. `passes` None: one for the old policy and one
-    for the reference, as far as they are needed."""
+    """Return seconds of the log-prob phase. `passes` None: old policy and reference, as needed."""
     workload = request.workload
     if passes is None:
         passes = int(workload.old_logprobs) + int(workload.reference)
@@ -347,9 +342,8 @@ def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None =
 
 
 def critic_time(request: Request, choice: TrainingChoice, colocated: bool = True) -> float:
-    """Seconds of the critic's phase: values of all tokens, and the training of a model of the policy's size. Between
-    device and host memory go, where policy and critic take turns, both models both ways, and where they share devices
-    with engines alone, the critic both ways; 0 without a critic."""
+    """Return seconds of the critic's phase: values and training. Host transfers: both models both ways if they
+    alternate, the critic if it shares with engines; 0 without a critic."""
     if not choice.critic:
         return 0.0
     values, training = logprobs_time(request, choice, passes=1), training_time(request, choice, False).total

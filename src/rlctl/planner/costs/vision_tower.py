@@ -1,7 +1,5 @@
-"""Costs of the part of a model that reads images: its operations, activations, and an engine's cache of its output.
-
-How many tokens of a prompt stand for images is assumed; lengths of prompts that were counted include them.
-"""
+"""Costs of a vision tower: operations, activations and the engine's cache. The share of image tokens is assumed;
+counted prompt lengths include them."""
 
 from __future__ import annotations
 
@@ -11,11 +9,10 @@ from rlctl.planner.costs.parameters import seeing_parameters
 from rlctl.planner.inputs.request import Workload
 
 IMAGE_SHARE = 0.75
-"""Share of a prompt's tokens that stand for images: 256 to 1,024 tokens of an image are read with a question of 100 to
-300."""
+"""Share of image tokens in prompts: 256 to 1,024 per image with a question of 100 to 300."""
 LAYER_WIDTHS = 16
-"""Values that a layer of a tower keeps of a patch for its backward pass, in hidden sizes: residuals, norms, queries,
-keys, values, outputs and an MLP of four times the width, whose scores are computed again."""
+"""Values per patch and tower layer kept for the backward pass, in hidden sizes: residuals, norms, queries, keys,
+values, outputs and an MLP of four times the width, without scores."""
 
 
 def image_share(facts: ModelFacts, workload: Workload, sigma: float) -> float:

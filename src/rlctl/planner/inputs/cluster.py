@@ -1,7 +1,5 @@
-"""The machine that a plan is for: a table of hardware constants, a cluster of such devices, and its measured rates.
-
-Rates are peak rates of one device in one direction. Those of GPUs are in `devices.yaml`.
-"""
+"""The machine of a plan: hardware constants, a cluster, and measured rates. Rates are peaks of one device in one
+direction; GPUs are in `devices.yaml`."""
 
 from __future__ import annotations
 
@@ -89,10 +87,10 @@ DEVICES = _devices()
 
 
 def cpu_device(cores: int, memory: float, flops: float | None = None, bandwidth: float | None = None) -> Device:
-    """One node's processors as a device.
+    """Return a node's processors as a device.
 
-    Rates are for all cores: 80 GFLOP/s a core in float32 (AVX2 with FMA at about 3 GHz reaches 96 in theory) and 10
-    GB/s a core up to what two memory channels give, unless measured.
+    Rates for all cores: 80 GFLOP/s per core in float32 (AVX2 with FMA at 3 GHz: 96 in theory) and 10 GB/s per core up
+    to two memory channels, unless measured.
     """
     return Device(
         "cpu", memory, flops or cores * 80e9, flops or cores * 80e9, bandwidth or min(10 * cores, 80) * GB,
@@ -180,8 +178,7 @@ def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None =
 
 
 def local_cpu() -> Device:
-    """This machine's processors: cores that this process may use, memory that the machine or its control group
-    grants."""
+    """Return this machine's processors: usable cores, and memory within control group limits."""
     return cpu_device(len(os.sched_getaffinity(0)), granted_memory())
 
 
@@ -189,8 +186,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def granted_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes that this process may use: those of the machine, or fewer by a control group of version 1 or 2
-    around it."""
+    """Return this process's usable bytes: the machine's, or fewer by its control groups (version 1 or 2)."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     places = [cgroups / "memory.max", cgroups / "memory" / "memory.limit_in_bytes"]
     for line in own.read_text().splitlines() if own.exists() else ():
@@ -223,8 +219,8 @@ def match_device(reported: str) -> str | None:
 
 
 def device_reported(reported: str, memory: float | None = None, capability: float | None = None) -> Device:
-    """The device that a driver reports: that of the table, or one with the rates of the slowest device of the table
-    that has its compute capability, or the nearest lower one. `memory` is what the driver reports, in bytes."""
+    """Return a driver-reported device: the table's, or one with the slowest rates of its (or the nearest lower) compute
+    capability. `memory` in bytes."""
     if (name := match_device(reported)) is not None:
         return DEVICES[name]
     older = [device for device in DEVICES.values() if device.capability <= (capability or 8.9)]
@@ -246,8 +242,8 @@ DRIVER_BYTES = 0.45 * GIB
 
 
 def measured(cluster: ClusterFacts, memory: float | None) -> ClusterFacts:
-    """The cluster with the memory of this machine, where that is less than the table's: `memory` in bytes is the least
-    that the driver reports of its GPUs, and that of the node is what its control group grants."""
+    """Return the cluster with less memory if measured: `memory` (bytes, least of its GPUs) and the control group's
+    limit."""
     device = cluster.device
     least = min(device.memory, memory - DRIVER_BYTES) if memory else device.memory
     return replace(cluster, device=replace(device, memory=least, host_memory=min(device.host_memory, granted_memory())))
@@ -293,8 +289,8 @@ def save_calibration(device: str, run: str, factors: dict[str, float]) -> Path:
 
 
 def calibrated(cluster: ClusterFacts) -> ClusterFacts:
-    """The cluster with the factors of phases that a run here has shown on such a device, if any. Raises InputError for
-    a file that holds none."""
+    """Return the cluster with calibrated phase factors of such a device, if any. Raises InputError for an invalid
+    file."""
     path = calibration_path()
     if not path.exists():
         return cluster
@@ -349,8 +345,8 @@ def load_profile(path: Path | None = None) -> MachineProfile | None:
 
 
 def with_profile(cluster: ClusterFacts, profile: MachineProfile | None) -> ClusterFacts:
-    """The cluster with measured rates, where the profile is of such a device; peak rates are scaled to what a large
-    matmul reaches, so that the model's own efficiencies still apply on top of a GPU's peak."""
+    """Return the cluster with rates from a profile of such a device. Peaks are scaled to a large matmul's rate; model
+    efficiencies still apply."""
     if profile is None or profile.device != cluster.device.name:
         return cluster
     device = cluster.device

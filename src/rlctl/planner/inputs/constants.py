@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rlctl.planner.inputs.cluster import GIB
 
 OPTIMIZER_PART_BYTES = 256 * 1024**2
-"""Most bytes of an optimizer's states that are on the device at once where they live in host memory
-(`training.optimizer_offload`); a single parameter's may be more."""
+"""Most optimizer bytes on the device at once with `training.optimizer_offload` (a large parameter may exceed it)."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,20 @@ class Constants:
     gather_overlap: float = 0.4
     """Share of FSDP2's gathering of weights hidden behind a forward pass (no publication separates it)."""
     backward_overlap: float = 0.0
-    """Share of FSDP2's gathering of weights and summing of gradients hidden behind a backward pass (the same runs'
-    training: 38 s and 97 s of steps whose computation takes 28 s)."""
+    """Share of FSDP2's communication hidden behind a backward pass (published training times of 38 s and 97 s with 28 s
+    of computation)."""
     layer_host_s: float = 0.00087
     """Host time to launch one layer's forward pass, next to the device's work."""
     expert_host_s: float = 0.00025
     """Host time to launch one local expert's forward pass where experts run one after the other."""
     moe_layer_host_s: float = 0.0025
-    """Host time of routing, permutation and dispatch of one layer's forward pass, with the wait for the numbers of
-    tokens that each expert gets."""
+    """Host time of a layer's routing, permutation and dispatch, including the wait for token counts per expert."""
     micro_batch_host_s: float = 0.003
     """Host time of a forward pass outside the layers: packing a row, copying it, the loss."""
     host_exposed: float = 0.56
-    """Share of the host's time that a device waits for although it has more to do than the host (or the other way
-    around): at the ends of a pass, and wherever the host reads a number."""
+    """Exposed share of host time when the device has more work (or vice versa): ends of passes, and host reads."""
     context_step_s: float = 0.0036
-    """Host time of one step of context parallelism's ring in one layer, where it goes over nodes and packed rows are
-    split sequence by sequence."""
+    """Host time of a context-parallel ring step in a layer, across nodes with packed rows split by sequence."""
     expert_imbalance: float = 1.25
     """Tokens of the busiest rank over the mean."""
     packing_fill: float = 0.93
@@ -73,8 +69,7 @@ class Constants:
     length_sigma: float = 1.0
     """Standard deviation of the logarithm of completion lengths (log-normal, cut at the limit)."""
     grown_together: float = 0.7
-    """Part of its final length that a rollout has, on average, when the KV cache is full: between a half, where
-    rollouts of all ages run, and one, where all began together and none has ended."""
+    """Mean share of a rollout's final length when the KV cache is full: 1/2 with all ages, 1 if all began together."""
     decode_bandwidth_efficiency: float = 0.8
     """Share of HBM bandwidth, reading weights and KV cache in a decode step."""
     decode_step_s: float = 0.0043
@@ -86,8 +81,7 @@ class Constants:
     moe_decode_layer_s: float = 1.5e-05
     """Routing, permutation and small grouped matmuls of one layer with experts."""
     replica_step_s: float = 1.2e-4
-    """Messages between the first replica of an engine and one of the others, by decode step (0.45 ms of a processor for
-    each four steps, measured with Ray on a CPU machine)."""
+    """Messages between an engine's replicas per decode step (0.45 ms of CPU per four steps, measured with Ray)."""
     allreduce_latency_s: float = 1.5e-5
     """One small all-reduce over NVLink (nccl-tests, custom all-reduce)."""
     network_latency_s: float = 4.3e-05
@@ -96,8 +90,8 @@ class Constants:
     """The part of a decode step in which an engine over several nodes distributes work and collects results."""
     prefill_efficiency: float = 0.45
     sampler_bytes: float = 16.0
-    """vLLM 0.17 and later: bytes per sequence and vocabulary entry that the sampler's profile run holds
-    (published memory profiles; 40 before 0.17)."""
+    """vLLM 0.17 and later: bytes per sequence and vocabulary entry in the sampler's profile run (published profiles; 40
+    before)."""
     # Refit
     refit_fixed_s: float = 0.5
     """Waking, sleeping and cache reset, where policy and engines share devices (0.5 s in all on one H100)."""
@@ -110,8 +104,8 @@ class Constants:
     refit_bytes_per_s: float = 2900000000.0
     """Bytes of its weights that an engine worker takes over in a second where policy and engines share devices."""
     refit_link_efficiency: float = 0.4
-    """Share of a link, by boxes of many tensors (published shard-to-shard refits over 400 Gb/s a device: 0.06 for 1 GB
-    a receiver, 0.15 for 8, 0.30 and 0.46 for 42 and 50)."""
+    """Share of a link used by boxes of many tensors (published refits over 400 Gb/s: 0.06 for 1 GB per receiver, 0.15
+    for 8, 0.30 and 0.46 for 42 and 50)."""
     disk_bytes_per_s: float = 2e9
     """Through a file system that every node sees (a parallel file system gives one client 1 to 4 GB/s)."""
     pageable_copy: float = 0.25
@@ -129,15 +123,14 @@ class Constants:
     fragmentation: float = 0.05
     """Share of the memory that the allocator hands out and takes back in a phase."""
     engine_asleep_bytes: float = 7 * GIB
-    """Bytes that a sleeping vLLM engine keeps: context, CUDA graphs, NCCL (6.8 to 7.2 GiB with graphs and tensor
-    parallelism, in published measurements, vLLM's issue 47654 among them; less than 1 GiB with neither)."""
+    """Bytes of a sleeping vLLM engine: context, CUDA graphs, NCCL (6.8 to 7.2 GiB with graphs and TP, published, e.g.
+    vLLM issue 47654; below 1 GiB without)."""
     cpu_process_bytes: float = 1.1 * GIB
     """Resident size of a Python process with torch and Megatron or vLLM loaded."""
     logit_copy_bytes: float = 4.0
     """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
     staging_bytes: float = 0.25 * GIB
-    """Bytes that a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is
-    packed. `refit.staging_mb` sets it."""
+    """Refit bytes per side: two buffers, forwarded boxes and views; set by `refit.staging_mb`."""
 
 
 DEFAULTS = Constants()
@@ -156,8 +149,8 @@ FITTED = {
     "refit_bytes_per_s": (1e9, 1e10),
     "network_efficiency": (0.4, 0.9),
 }
-"""Constants that `benchmarks/planner.py --fit` fits to published step times, with the physical bounds of each. The
-others are from data sheets, papers and measurements."""
+"""Constants fitted by `benchmarks/planner.py --fit` to published step times, with physical bounds; others come from
+data sheets, papers and measurements."""
 
 RANGES = {
     "total": (0.78, 1.25),
@@ -166,7 +159,7 @@ RANGES = {
     "refit": (0.63, 1.57),
     "logprobs": (0.84, 1.57),
 }
-"""Factors on a prediction for the range that holds nine of ten published times (of a phase, all but the lowest and the
-highest), where their publication was left out of the fit. `benchmarks/planner.py --fit` prints them."""
+"""Prediction factors that contain nine of ten published times (per phase, all but the extremes), cross-validated by
+`benchmarks/planner.py --fit`."""
 RESOLUTION = 0.15
 """Plans whose seconds differ by less are equal: two of three published steps are within this part of the prediction."""

@@ -94,8 +94,8 @@ class Workload:
         return self.prompts * self.generations
 
     def share(self, engines: int, replicas: int = 1) -> int:
-        """Rollouts of the busiest of `replicas` replicas of an engine: the prompts are dealt to the engines, and all
-        rollouts of a prompt are made by one of them."""
+        """Rollouts of the busiest of `replicas` replicas: prompts are dealt to engines, and a prompt's rollouts stay
+        together."""
         prompts, samples = (self.prompts, self.generations) if self.rollouts else (self.answers, 1)
         return -(-(-(-prompts // engines) * samples) // replicas)
 

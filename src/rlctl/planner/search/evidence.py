@@ -1,8 +1,7 @@
-"""Layouts that published runs used, by size of the model and kind of GPU: they decide between plans that the prediction
-cannot tell apart.
+"""Layouts of published runs by model size and GPU, which decide between plans with equal predictions.
 
-Sources: NVIDIA's performance summaries of RL and of pretraining on H100 and GB200, with their recipes; the rows and
-their addresses are in `benchmarks/data/published_steps.csv`.
+Sources: NVIDIA's performance summaries of RL and pretraining on H100 and GB200, with recipes; rows and addresses are in
+`benchmarks/data/published_steps.csv`.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def published_for(facts: ModelFacts, cluster: ClusterFacts) -> list[Published]:
 def evidence(
     facts: ModelFacts, cluster: ClusterFacts, training: TrainingChoice | None, generation: GenerationChoice | None
 ) -> int:
-    """Return how much of a layout was published: one for the sizes of training, one for the engines; and for a model
-    with experts one for experts that are spread, as in all published runs."""
+    """Score how much of a layout was published: one point for training sizes, one for engines, one for spread
+    experts."""
     known, score = published_for(facts, cluster), 0
     if training is not None:
         p = training.parallel
