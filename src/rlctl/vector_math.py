@@ -7,11 +7,10 @@ import functools
 
 @functools.cache
 def warm_up() -> None:
-    """Let torch's vector math set itself up on one thread. Call it before anything else is computed.
+    """Initialize torch's vector math on one thread; call before any computation.
 
-    MKL's vector functions choose their code at their first call, and threads that make it at the same time race (torch
-    2.13 with MKL 2024.2 on AMD processors): in 10 to 25 % of fresh processes the first parallel `cos`, with which a
-    model's rotary table is made, was off by up to 1.5e-4 in one thread's half. Later calls are right.
+    MKL's vector functions select code at their first call, and concurrent first calls race (torch 2.13 with MKL 2024.2
+    on AMD): in 10 to 25 % of fresh processes the first parallel `cos` was off by up to 1.5e-4 in one thread's half.
     """
     import torch
 

@@ -24,8 +24,7 @@ def names() -> tuple[str, ...]:
 
 
 def importers() -> Iterator[Importer]:
-    """Yield an importer for each trainer, the built-in ones first. Raises InputError for a package's that cannot be
-    imported or is none."""
+    """Yield an importer per trainer, built-in first. Raises InputError for a broken package."""
     return map(importer, names())
 
 

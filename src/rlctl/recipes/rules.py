@@ -1,7 +1,4 @@
-"""Rules that map the keys of a recipe, for the tables of importers.
-
-A rule sees the whole recipe, so that a key can depend on another.
-"""
+"""Rules that map a recipe's keys, for importers. A rule sees the whole recipe, so keys can depend on each other."""
 
 from __future__ import annotations
 
@@ -100,8 +97,8 @@ def differs(*same: Any, why: str) -> Rule:
 
 
 def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str | Rule) -> Rule:
-    """Return a rule that applies `rule` to recipes in which the key `on` is on, or for which `on` returns true, and
-    `otherwise`, or skips the key for that reason, to others."""
+    """Return a rule that applies `rule` if the key `on` is on (or `on` returns true), else `otherwise`, or skips with
+    that reason."""
 
     def applied(found: Found) -> None:
         if found.get(on) if isinstance(on, str) else on(found):
@@ -119,8 +116,8 @@ def if_on(rule: Rule) -> Rule:
 
 
 def hand_on(found: Found, key: str, otherwise: Rule | None = None) -> None:
-    """Give the field `key` of Megatron-Core or vLLM the value; `otherwise` applies where the installed version has no
-    such field (None: the key is unknown)."""
+    """Set the field `key` of Megatron-Core or vLLM; `otherwise` if the installed version lacks it (None: unknown
+    key)."""
     target = TARGETS[key.partition(".")[0]]
     if found.value is None or found.value == {}:
         found.skip("unset")
@@ -145,8 +142,7 @@ def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
 
 
 def apply_rule(rule: Rule, found: Found) -> None:
-    """Map a key. Where its rule cannot work with what the recipe has, a value of another type perhaps, nothing of the
-    key is kept, and an entry of the report says so."""
+    """Map a key. If its rule fails, for example on another type, nothing is kept and the report says so."""
     result = found.result
     values, source, told = dict(result.values), dict(result.source), len(result.entries)
     try:

@@ -13,8 +13,7 @@ MIB = 1 << 20
 CPU_STAGING = 16 * MIB
 """Two buffers that stay in a processor's cache (benchmarks/RESULTS.md)."""
 GPU_STAGING = 256 * MIB
-"""On a GPU a round costs the hand-over, some tens of microseconds, and very little for each byte. The planner counts
-with this size; it was never measured."""
+"""On a GPU a round costs tens of microseconds and little per byte. The planner uses this unmeasured size."""
 
 
 def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
@@ -61,8 +60,8 @@ def plan_channels(
     sparse: bool = False,
     directory: str | None = None,
 ) -> tuple[Channel, ...]:
-    """Plan one channel for all workers that need the same bytes and can read them from the same memory, ordered by node
-    so that few rounds cross between nodes when one passes them on to the next."""
+    """Plan one channel for all workers that need the same bytes from the same memory, ordered by node so that chained
+    rounds rarely cross nodes."""
     groups: dict[tuple, list[Need]] = {}
     for need in needs:
         place = shared_place(mover, need)

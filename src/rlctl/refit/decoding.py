@@ -1,7 +1,5 @@
-"""A look at what an engine computes: the tokens that it decodes, and the policy's log-probs of the same tokens.
-
-No reading of parameters can see a decode graph that goes on reading old memory, or a cache that earlier weights filled.
-"""
+"""Check an engine's computation: compare decoded tokens' log-probs with the policy's. Reading parameters cannot reveal
+stale decode graphs or caches."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ PROMPT_TOKENS = 40
 
 
 def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> LogprobStats:
-    """Compare the engine's log-probs of its own tokens with those of the policy's forward pass. It replaces the batch
-    that the policy has loaded."""
+    """Compare the engine's log-probs of its tokens with the policy's forward pass. Replaces the policy's loaded
+    batch."""
     rows = [
         WeightedRollout(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0, begin)
         for r in results
@@ -53,8 +51,7 @@ class DecodeCheck:
     """The flag with which the engine decodes without graphs; empty: there is none."""
 
     def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
-        """Return the completions of each engine; the last one is a single token behind a prompt that no engine has seen
-        yet. Raises the error of an engine that fails."""
+        """Return each engine's completions; the last one is one token after a new prompt. Raises an engine's error."""
         new = min(self.sampling.max_new_tokens, self.max_length - 1)
         prompts = fixed_prompts(self.vocabulary, self.max_length - new, PROMPTS)
         unseen = tuple((token + version) % self.vocabulary for token in reversed(prompts[0]))
@@ -71,9 +68,8 @@ class DecodeCheck:
     def compare(
         self, policy: PolicyClient, decoded: list[list[GroupResult]], version: int, tensors: int, *, agreed: bool
     ) -> float:
-        """Return the mean absolute difference of all engines together, `tensors` of which were compared and are equal;
-        `agreed`: an earlier comparison of the run was within the limit. Raises VerificationError naming the first
-        engine whose difference is beyond the limit."""
+        """Return the mean absolute difference over engines after `tensors` equal tensors; `agreed`: an earlier check
+        passed. Raises VerificationError naming the first engine beyond the limit."""
         differences = [policy_difference(policy, results) for results in decoded]
         for index, one in enumerate(differences):
             if not one.mean_abs <= self.limit:  # also where it is not a number
@@ -89,8 +85,8 @@ class DecodeCheck:
         return sum(one.abs_sum for one in differences) / max(1, sum(one.tokens for one in differences))
 
     def _cause(self, unseen: LogprobStats, *, agreed: bool) -> str:
-        """Say why log-probs differ: the first token behind a prompt that the engine had not seen needs neither a decode
-        graph nor a cache, and before the first agreement there are no earlier weights that could be in use."""
+        """Explain a difference: the first token after a new prompt needs neither decode graph nor cache, and stale
+        weights need an earlier agreement."""
         if unseen.mean_abs <= self.limit or agreed:
             graphs = f" {self.without_graphs} decodes without graphs." if self.without_graphs else ""
             return f"It decodes with a graph or a cache that still has earlier weights.{graphs}"

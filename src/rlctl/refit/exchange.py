@@ -1,8 +1,8 @@
-"""The exchange between policy ranks, for boxes of ranks that do not reach an engine worker's staging memory.
+"""Exchange between policy ranks, for ranks that cannot reach an engine worker's staging memory (other nodes, or
+devices).
 
-Shared memory does not reach across nodes, nor a buffer on a device to another device. Such a rank sends its boxes of a
-round, one behind the other, to a rank that reaches the staging memory (its *relay*), over the policy's own process
-group. The relay puts them into the staging buffer with its own. Rounds bound how much is under way.
+Such a rank sends its boxes of a round to a rank that can (its *relay*) over the policy's process group; the relay
+copies them into the staging buffer. Rounds limit data in flight.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Exchange:
         self._begin(0)
 
     def finish(self) -> None:
-        """Let go of all buffers until the next refit: all messages of this one have come and gone. After an attempt
-        that failed some may still be under way, so buffers stay for the next attempt."""
+        """Release all buffers until the next refit. After a failed attempt, messages may be in flight, so buffers
+        stay."""
         self._buffers = {}
         for packer, _ in self._outgoing.values():
             packer.look({})

@@ -1,8 +1,5 @@
-"""The policy's side of a refit, on one rank: which boxes this rank sends, sending them, and their fingerprints.
-
-Every rank makes the plan of each channel and sends its own part. A box that several ranks hold is sent by the nearest
-one.
-"""
+"""The policy's side of a refit on one rank: its boxes, sending, and fingerprints. Every rank plans each channel; the
+nearest holder sends a box."""
 
 from __future__ import annotations
 
@@ -81,8 +78,7 @@ class RefitSender:
         return SenderPlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), address)
 
     def _device(self) -> torch.device:
-        """The device of the weights. All ranks look it up once, in `refit_place`: `parameters` may be collective, and
-        later calls of this method do not come equally often on all ranks."""
+        """The weights' device, looked up once in `refit_place` on all ranks, because `parameters` may be collective."""
         if self._refit_device is None:
             self._refit_device = next(iter(self.source.parameters().values())).device
         return self._refit_device
@@ -306,8 +302,7 @@ def _plan(world: World, channel: Channel, channels: Sequence[Channel], places: t
 
     @cache
     def among(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """One of the ranks that hold the same boxes and do not reach the staging memory, another for each channel that
-        they lack: a rank has buffers for all channels to which it sends, however little."""
+        """Choose a relayed rank per channel among holders of the same boxes, because each channel costs it buffers."""
         if not set(channel.senders).isdisjoint(ranks):
             return ranks
         others = [one.index for one in channels if set(one.senders).isdisjoint(ranks)]

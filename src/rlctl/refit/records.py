@@ -107,8 +107,7 @@ class RefitReport:
     compared_all: bool = False
     """They are all that can be compared, and not a sample."""
     decoding: float | None = None
-    """Mean absolute difference between the log-probs of tokens that the engines decoded and the policy's; None: not
-    looked at this time."""
+    """Mean absolute log-prob difference of decoded tokens; None: not checked."""
     mover: str = "shared-memory"
     receive: str = "loader"
     """`direct`, `loader`, or `mixed`."""

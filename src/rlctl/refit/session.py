@@ -1,8 +1,7 @@
-"""A refit session: what is exchanged once, each transfer, and its end.
+"""A refit session on the driver: exchange once, then transfers. No weight passes through here.
 
-This is the driver's part only. The policy's ranks write (`policy_side.py`), the engines load (`backends.vllm.weights`),
-and no weight passes through here. In a transfer each side makes one long call, and the two hand rounds over between
-them; the driver watches both.
+The policy's ranks write (`policy_side.py`) and engines load (`backends.vllm.weights`); a transfer is one long call on
+each side, watched by the driver.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class RefitSession:
         converted: Mapping[str, int] | None = None,
         converted_at: Path | None = None,
     ) -> None:
-        """`converted` are the fingerprints, in `dtype`, of a policy that holds what the conversion at `converted_at`
-        wrote, compared in the first refit; `members` is how many of `engines` hold one model together (more than 1
-        without an engine)."""
+        """`converted`: fingerprints in `dtype` written by the conversion at `converted_at`, compared in the first
+        refit; `members`: engines that hold one model together (more than 1 without engines)."""
         self.members = members
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
         from rlctl.weights import hf
@@ -170,10 +168,10 @@ class RefitSession:
         return tuple(done)
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
-        """Bring the policy's weights into every engine as `version`. With `verify` None the settings decide.
+        """Send the policy's weights to every engine as `version`. `verify` None: by the settings.
 
-        Raises VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase. After any of
-        them the engines refuse to generate until a full refit has succeeded.
+        Raises VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase; engines then
+        refuse to generate until a full refit.
         """
         if self.broken:  # a group that a member left cannot be used again
             self.reform(self.engines)
@@ -234,8 +232,8 @@ class RefitSession:
         return next((need.whole_only for need in needs if need.whole_only), "")
 
     def _changes(self) -> tuple[tuple[Lengths, ...] | None, str]:
-        """Find the changed elements. Returns (by channel, the bytes of each sender in each round; None: everything is
-        sent), and why."""
+        """Find changed elements. Return (by channel, bytes of each sender per round; None: send all), and the
+        reason."""
         if self._whole_only:
             return None, f"everything: {self._whole_only}"
         if self._base is None:
@@ -256,8 +254,8 @@ class RefitSession:
         return tuple(lengths), share
 
     def _move(self, version: int, base: int | None, lengths: tuple[Lengths, ...] | None) -> tuple[list[Sent], float]:
-        """Send everything, or with `lengths` what has changed since `base`, until a side fails. Returns what ranks
-        sent, and the seconds before loading could begin."""
+        """Send everything, or `lengths` of changes since `base`, until a side fails. Return the ranks' reports and the
+        seconds before loading began."""
         update: dict[str, Any] = {"version": version, "attempt": self.attempts}
         if self.mover == "disk":  # a version is read once it is complete
             begun = time.perf_counter()
@@ -277,8 +275,7 @@ class RefitSession:
         return self._guard("transfer", lambda: wait_together(sending, receiving, limit))[0], 0.0
 
     def _to_compare(self, version: int, wanted: bool | None) -> list[str] | None:
-        """The tensors to compare: all (None) on the first refit and every few after it, else a sample, which is another
-        with every version, and the same for the same version."""
+        """Return tensors to compare: all (None) at first and at intervals, else a sample determined by the version."""
         if wanted is not None:
             return None if wanted else []
         every = self.settings.verify_every
@@ -307,8 +304,8 @@ class RefitSession:
         self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
 
     def compare(self, tensors: list[str] | None = None) -> list[TensorComparison]:
-        """Compare the policy's tensors (None: all) with what each engine computes with now. Raises VerificationError if
-        those of the first refit are not what their conversion wrote."""
+        """Compare tensors (None: all) with each engine's current ones. Raises VerificationError if the first refit
+        differs from the conversion."""
         sums = self.policy.submit(WeightSender.refit_fingerprints, tensors)
         reading = self.engines.submit(WeightReceiver.readings, tensors)
         found, readings = self._guard("verify", lambda: wait_together(sums, reading, self.settings.timeout_s))

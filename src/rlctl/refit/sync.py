@@ -1,12 +1,9 @@
-"""Weight synchronization: the policy's weights in every engine, on devices that both may share, also after a loss.
+"""Weight synchronization between policy and engines, on separate or shared devices, also after a loss.
 
-Where policy and engines share devices, one of them computes at a time, and what the other holds waits in host memory
-(`training.offload`, vLLM's sleep mode) or is dropped. While weights move both hold theirs, and nothing else that can
-wait. On a CPU nothing is given back unless `training.offload` is set, and the turns are only counted.
-
-An engine is lost when one of its processes is gone or does not answer. A new one takes its place, or the others go on
-without it, where its host is lost until that is back. The refit session is then formed again, and a full refit that is
-compared tensor by tensor brings all engines to the policy's weights. The trainers stay as they are.
+On shared devices one side computes while the other's memory is in host memory (`training.offload`, vLLM's sleep mode)
+or dropped; during a refit both hold weights. On a CPU turns are counted, and memory moves only with `training.offload`.
+A lost engine (a dead or silent process) is replaced, or left out while its host is lost; then the session is formed
+again, and a full, verified refit updates all engines. Trainers stay.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ class DeviceTurns:
         self._offload, self._engines_sleep = offload, engines_sleep
         self.turn = DeviceTurn.POLICY
         self.when_all_sleep: Callable[[tuple[int, int]], None] | None = None
-        """Called once, when both sides sleep for the first time after a turn of the engines, with the bytes in use and
-        all bytes of the GPU with the least left."""
+        """Called once when both sides first sleep after a turn, with used and total bytes of the GPU with the least
+        free memory."""
 
     @property
     def taken(self) -> bool:
@@ -116,9 +113,9 @@ class WeightSync:
         restarts: int = 0,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`dtype`, `receive`, `converted` and `converted_at` are those of `RefitSession`; `offload` and `engines_sleep`
-        those of `DeviceTurns`. `decode_check` follows each refit of which all tensors were compared. At most `restarts`
-        engines that are lost are replaced; `tell` reports every loss and what became of it."""
+        """`dtype`, `receive`, `converted`, `converted_at`: see `RefitSession`; `offload`, `engines_sleep`: see
+        `DeviceTurns`. `decode_check` follows fully compared refits. At most `restarts` lost engines are replaced;
+        `tell` reports losses."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
         self.session = RefitSession(
             senders,
@@ -161,8 +158,8 @@ class WeightSync:
         self.turns.to_policy()
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
-        """Bring the policy's weights into every engine as `version`, also where an engine is lost on the way; `verify`
-        as `RefitSession.refit` takes it."""
+        """Send the policy's weights to every engine as `version`, replacing lost engines; `verify` as in
+        `RefitSession.refit`."""
         begun = time.perf_counter()
         self.before_refit()
         verify = self._take_back() or verify
@@ -187,10 +184,8 @@ class WeightSync:
         return True
 
     def _decoded(self, report: RefitReport) -> RefitReport:
-        """After a refit of which all tensors were compared: also compare what the engines compute with them.
-
-        Raises VerificationError if that differs; the engines then refuse to generate until a full refit has succeeded.
-        """
+        """After a fully compared refit, also compare decoding. Raises VerificationError; engines then refuse to
+        generate until a full refit."""
         check = self._decode_check
         if check is None or not report.compared_all:
             return report
@@ -206,10 +201,9 @@ class WeightSync:
         return replace(report, decoding=found)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
-        """After `error`: replace the engines that are lost, and bring all to `version`, which the policy holds.
+        """Replace engines lost with `error` and refit all to `version`; devices keep their owner.
 
-        The devices are whose they were before. Raises `error` where no engine is lost or none is to be replaced, and
-        WorkerError with the words of `error` where too many were lost.
+        Raises `error` if none is lost or replaceable, WorkerError for too many losses.
         """
         generating = self.turns.turn is DeviceTurn.ENGINES
         while True:
@@ -247,8 +241,8 @@ class WeightSync:
         self._tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
 
     def _replace(self, lost: list[int]) -> None:
-        """Start new engines for `lost`; where they do not start and others are left, those go on alone. Engines
-        that are set aside are started once Ray has another place for them, as when a lost host is back."""
+        """Start new engines for `lost`, or continue with the others. Engines set aside start once Ray has a place, as
+        after a host's return."""
         here = self.engines.group.placed(lost)
         away = [rank for rank in lost if rank not in here]
         if len(away) == len(self.engines):  # nothing is left to go on with: wait for a place

@@ -1,8 +1,7 @@
-"""Refits without engines: parameters in the layouts of a policy backend and of vLLM, at reduced width.
+"""Refits without engines: a policy's and vLLM's layouts at reduced width.
 
-All tensors of a published model exist under their own names, with small shapes, so that the cost of a refit for each
-tensor shows at the full count. Layouts, sessions, plans, movers, rounds and fingerprints are those of a run. Only the
-models around the parameters are missing: nothing is generated, and nothing is repacked.
+All tensors of a published model keep their names with small shapes, which shows the cost per tensor. Layouts, plans,
+movers, rounds and fingerprints are a run's; nothing is generated or repacked.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def source_sums(by_rank: Iterable[dict[str, int]]) -> dict[str, int]:
 def compare(
     source: dict[str, int], readings: Sequence[Reading], sample: Sequence[str] | None = None
 ) -> TensorComparison:
-    """Compare the policy's fingerprints with all that one engine's workers read back; with `sample` only those tensors.
-    Copies of a tensor must be equal, boxes that workers divide must add up to it, and buffers must be as before."""
+    """Compare the policy's fingerprints with one engine's readings (only `sample`, if given). Copies must be equal,
+    parts must add up, and buffers must be unchanged."""
     if sample is not None:
         wanted = set(sample)
         readings = [reading for reading in readings if reading.unreadable or reading.tensor in wanted]

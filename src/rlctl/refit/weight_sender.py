@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 
 class WeightSender(Protocol):
-    """The sending side of a refit, on one policy rank. Every method is called on all ranks of the policy. The receiving
-    side is `WeightReceiver` in `backends/base.py`."""
+    """The sending side of a refit on a policy rank, called on all ranks. The receiving side is `WeightReceiver` in
+    `backends/base.py`."""
 
     def refit_place(self) -> SenderPlace: ...
 
     def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
-        """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect.
-        `places`: those of all ranks."""
+        """Create staging memory (a channel's first sender) and a store at `host` (rank 0). `places`: of all ranks."""
         ...
 
     def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:

@@ -135,10 +135,10 @@ class Axes:
 
 
 def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "value") -> str:
-    """Return a chart of lines over the steps from the first to the last; nothing where no line has a point.
+    """Return a line chart; nothing without points.
 
-    The axis is logarithmic where positive values span widely. A line of many steps is shown as its smoothed course, and
-    its own points faint behind it. A band shows how far the runs of a line are apart.
+    The axis is logarithmic for wide positive ranges. Long lines are smoothed over faint points; a band shows the spread
+    of runs.
     """
     shown = [one for one in series if one.points]
     values = [value for one in shown for _, value in one.points]

@@ -1,7 +1,6 @@
-"""The report of runs: one self-contained HTML page with tiles, curves, times, samples and messages.
+"""The report: one self-contained HTML page with tiles, curves, times, samples and messages (`page.html.jinja`).
 
-`page.html.jinja` holds the markup; this file computes its contents. The page needs no network and no script, follows
-the reader's light or dark colors, and stays small for a run of any length.
+It needs no network or script, follows light and dark mode, and stays small for long runs.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def _several(found: Sequence[Arm]) -> dict[str, Any]:
 
 
 def _side_by_side(found: Sequence[Arm]) -> tuple[list[list[str]], list[str]]:
-    """Return the rows of figures of all runs, and the keys in which runs that measured differently differ. Those have
-    separate rows."""
+    """Return all runs' figures, and keys that runs measured differently, which get separate rows."""
     changes = _changes(found)
     rows, apart = [], dict[str, None]()
     for metric, ones in changes.items():

@@ -1,7 +1,5 @@
-"""The contents of a report: of one run, and of several side by side.
-
-Runs that differ in their seed alone are taken together, and values that were not measured in the same way apart.
-"""
+"""Contents of a report of one or several runs. Runs that differ only by seed are grouped; differently measured values
+are separate."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ DESCRIPTION: dict[Extraction, str] = {
     "full": "the whole completion without thoughts",
 }
 SAMPLED_ROWS, GENERATED_ROWS = 2000, 32
-"""Rows by which the way of extraction is chosen, and whose reference answers are scored before a run: of data, and of a
-task that makes its rows."""
+"""Rows for choosing the extraction, and for scoring reference answers before a run (dataset, generated task)."""
 LONGEST_NUMBER = 100
 """Digits before or behind the point from which on a number is written with an exponent, as `1E+9999999`."""
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
@@ -73,8 +72,8 @@ THOUGHTS: Final = (
 
 
 def without_thoughts(completion: str, *, opened: bool = False, unfinished: bool = False) -> str:
-    """Return a completion without its thoughts. `opened`: the prompt ends with the mark that begins one. A thought
-    without an end reaches to the end of the text; `unfinished` keeps what such a thought says."""
+    """Return a completion without thoughts. `opened`: the prompt opens one. An unfinished thought reaches the end;
+    `unfinished` keeps it."""
     for begin, end in THOUGHTS:
         if opened and begin == THOUGHTS[0][0] and not completion.lstrip().startswith(begin):
             completion = begin + completion
@@ -88,8 +87,8 @@ def without_thoughts(completion: str, *, opened: bool = False, unfinished: bool 
 
 
 def extract(completion: str, how: Extraction, *, opened: bool = False) -> str | None:
-    """Return the answer in the completion, stripped; None where there is none of the kind looked for. Thoughts are left
-    out; `opened` as in `without_thoughts`. The tags of an answer also end a thought that has no end."""
+    """Return the stripped answer, or None. Thoughts are left out (`opened` as in `without_thoughts`); answer tags also
+    end an unfinished thought."""
     completion = without_thoughts(completion, opened=opened, unfinished=how == "answer-tag")
     match how:
         case "last-number":
@@ -129,8 +128,8 @@ def opens_box(text: str) -> bool:
 
 
 def _choice(text: str) -> str | None:
-    """Return the capital letter of the option that a completion settles on: the one in the last box or tag, else the
-    last after words such as `the answer is`, else a line that is only a letter, else the last letter by itself."""
+    """Return the chosen option's letter: in the last box or tag, else after words such as `the answer is`, else alone
+    on a line, else the last single letter."""
     for marked in (_last_boxed(text), *TAG.findall(text)[-1:]):
         if marked is not None and (found := re.fullmatch(rf"{_LETTER}[\s*_)\]}}.:$]*(?:\s.*)?", marked, re.DOTALL)):
             return found[1]

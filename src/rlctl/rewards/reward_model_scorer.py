@@ -1,7 +1,7 @@
-"""A reward model as a scorer: sequence classification with one label, as `rlctl train rm` and others publish it.
+"""A reward model as a scorer: sequence classification with one label, as from `rlctl train rm`.
 
-In a run the training engine computes it. Where there is none, as in `eval`, transformers does, in float32 on the CPUs
-of the node that scores. All completions of a step are scored at once.
+In a run the training engine computes it, otherwise (`eval`) transformers in float32 on CPUs. All completions of a step
+are scored at once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def reward_model(name: str) -> Path:
 
 
 class ModelTexts:
-    """Prompts and completions as the reward model's own tokenizer and chat template write them. The prompt is as the
-    data has it, without the run's system prompt, template and suffix."""
+    """Prompts and completions in the reward model's tokenizer and chat template, without the run's system prompt,
+    template and suffix."""
 
     def __init__(self, name: str) -> None:
         from transformers import AutoConfig

@@ -32,11 +32,10 @@ def prepare_rewards(
     apart: bool = False,
     opened: bool = False,
 ) -> RewardPlan:
-    """Return the plan for this reward on this source, after a trial of every scorer (`tried`).
+    """Return the reward's plan for a source, after a trial of every scorer (`tried`).
 
-    `completion` is tried too. `apart`: a reward model is computed by the training engine, and is not tried. `opened`:
-    prompts end inside of a thought. Raises InputError for a scorer that is unknown, does not fit the data, cannot be
-    loaded, or raises.
+    `completion` is tried too. `apart`: the training engine computes a reward model, untried here. `opened`: prompts
+    open a thought. Raises InputError for unknown, unsuitable, unloadable or failing scorers.
     """
     terms = _checked_terms(reward, source)
     names = [term.name for term in terms]
@@ -65,8 +64,7 @@ def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTe
 
 
 def require_usable(reward: RewardConfig, label: str) -> str:
-    """Return the names of the scorers of a source whose rows are not on this machine. Raises InputError for a scorer
-    that no rows could bring, or that cannot be loaded."""
+    """Return scorer names of a source with remote rows. Raises InputError for impossible or unloadable scorers."""
     terms = _checked_terms(
         reward, PromptSource(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
     )
@@ -84,8 +82,7 @@ def mixed_rewards(
     apart: bool = False,
     opened: bool = False,
 ) -> Rewards:
-    """Return the plan of one source or of several by their labels; the other arguments are those of
-    `prepare_rewards`."""
+    """Return the plan of one source, or several by label, with the arguments of `prepare_rewards`."""
     plans = {
         label: prepare_rewards(reward, source, completion, apart=apart, opened=opened)
         for label, reward, source in sources
@@ -99,8 +96,7 @@ def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> boo
 
 
 def require_known(reward: SourceReward) -> None:
-    """Raise InputError for a scorer that no data could bring: an unknown name, or a file or directory that is not
-    there. A reward model of the hub is looked for when a run starts."""
+    """Raise InputError for an unknown scorer or missing file or directory; hub models are checked when a run starts."""
     for term in reward.terms:
         if term.name.startswith(MODEL):
             require_name_or_directory(term.name.removeprefix(MODEL))
@@ -161,9 +157,8 @@ UNUSUAL = (("an empty text", ""), ("a text without numbers", "I do not know."), 
 
 
 def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
-    """Return the plan with what its scorers give the first row's own answer, and `completion`, and with notes on the
-    rows whose reference answers they do not find right, and on functions that give everything the same. Raises
-    InputError for a function that fails on a batch of completions that models write."""
+    """Return the plan with scores of the first row's answer and `completion`, and notes on rejected reference answers
+    and constant functions. Raises InputError for a failing function."""
     row = source[0]
     own = plan.reference(row.answer if row.answer is not None else "")
     texts = [text for text in (own, completion) if text is not None]
@@ -243,8 +238,8 @@ def _shown(row: PromptRow, score: Score) -> str:
 
 
 def _notes_of_functions(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
-    """Yield notes on the user's functions, which are called with a batch of completions that models write. Raises
-    InputError where one fails on it, unless it may fail (`reward.on_error=zero`)."""
+    """Yield notes on user functions, called with a batch of model-like completions. Raises InputError for a failure
+    unless `reward.on_error=zero`."""
     own = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
     if not own:
         return

@@ -109,8 +109,8 @@ class RewardWorker:
     def score(
         self, requests: Sequence[ScoreRequest], given: Sequence[Sequence[float | str]] | None = None
     ) -> list[GroupScores]:
-        """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`. `given`
-        has what the reward model gives each text of each group, or why it cannot be read."""
+        """Return scores by group in the order of `requests`; errors as in `ScoringProcess.score`. `given`: the reward
+        model's values, or why a text is unreadable."""
         found: dict[int, GroupScores] = {}
 
         def score_source(source: str, plan: RewardPlan) -> None:
@@ -179,8 +179,7 @@ class RewardWorker:
 
 
 def _given(plan: RewardPlan, value: float | str) -> Score:
-    """Return the score that a reward model gives a text, or what its failure counts. Raises InputError where that ends
-    the run."""
+    """Return a reward model's score of a text, or its failure's value. Raises InputError if failures end the run."""
     if not isinstance(value, str):
         return Score(value)
     if plan.on_error == "stop":

@@ -98,11 +98,10 @@ class ExactMatch:
 
 
 class MathVerify:
-    """1 where math-verify finds the completion's mathematical expression equal to the reference.
+    """1 if math-verify equates the completion's expression and the reference.
 
-    `extraction` None: the last box decides, then the last `<answer>`; without either math-verify looks for an answer
-    in the text behind the thoughts. math-verify limits its own time by signals, so it must be called from the main
-    thread.
+    `extraction` None: the last box, then the last `<answer>`, else math-verify searches after the thoughts. Call it in
+    the main thread, because its time limit uses signals.
     """
 
     def __init__(self, extraction: Extraction | None, *, opened: bool = False) -> None:
@@ -149,8 +148,8 @@ class MathVerify:
         return _expressions(self._math_verify.parse(_boxed(text)))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
-        r"""Return the reference as an expression, by LaTeX alone: a number in one that LaTeX cannot
-        read (`11` of `11.\overline{36}`) is another answer. A worked solution has its answer in a box."""
+        r"""Return the reference as a LaTeX expression; a number inside unreadable LaTeX (`11` of `11.\overline{36}`)
+        would differ. A worked solution's answer is in a box."""
         return self._by_latex(extract(answer, "boxed") or answer)
 
     def _by_latex(self, answer: str) -> list[Any]:
@@ -164,8 +163,7 @@ def _boxed(answer: str) -> str:
 
 
 def _expressions(parsed: list[Any]) -> list[Any]:
-    r"""Return what math-verify could read, without the text that it appends, which may be cut: `2^{` of
-    `2^{\mathrm{10}}`."""
+    r"""Return math-verify's parses without its appended text, which may be cut: `2^{` of `2^{\mathrm{10}}`."""
     return [one for one in parsed if not isinstance(one, str)]
 
 
@@ -177,9 +175,8 @@ class DapoMath:
 
 
 class Tagged:
-    """1 where the text of the last `<answer>` is the reference to the letter (`answer`), where it is digits alone
-    (`integer`), or where the completion is thoughts and one answer in their tags (`format`): three rewards that
-    GDPO compares one by one. Without a tag the whole completion is the answer."""
+    """1 if the last `<answer>` equals the reference (`answer`), is digits only (`integer`), or the completion is
+    thoughts and one answer in tags (`format`), for GDPO. Without a tag the whole completion is the answer."""
 
     def __init__(self, what: Literal["answer", "integer", "format"]) -> None:
         self._what = what
@@ -276,8 +273,7 @@ class RewardPlan:
         return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
 
     def answers(self, completions: Sequence[str], accuracies: Sequence[float] | None = None) -> tuple[bool, ...] | None:
-        """Return whether each completion has an answer that can be read, as each has that is right; None without a
-        reference scorer."""
+        """Return whether each completion has a readable (or right) answer; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
         right = [False] * len(completions) if accuracies is None else [one >= 1.0 for one in accuracies]

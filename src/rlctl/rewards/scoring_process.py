@@ -1,10 +1,8 @@
-"""The processes that score, and their parent's side: time limits, restarts, and errors that name scorer and row.
+"""Scoring processes: time limits, restarts, and errors with scorer and row.
 
-Completions are scored in processes of their own because they are the model's: a scorer that parses them can hang, crash
-or take all memory, and a user's function can do anything. Supervisors (`isolation/supervisor.py`) end what they start.
-
-The user's functions have one process. Built-in scorers have another, and further ones where there is much to score: an
-expression that sympy is slow with keeps no other from its score.
+Completions come from the model, so scorers can hang, crash or exhaust memory, and user functions can do anything.
+Supervisors (`isolation/supervisor.py`) end everything they start. User functions have one process; built-in scorers
+another, and more under load, so slow expressions delay no others.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from rlctl.rewards.scorers import BUILT_IN, CALL_SHARE, BatchScorer, RewardPlan,
 QUICK_S, SLOW_S = 0.5, 5.0
 """CPU time of a built-in scorer for one completion: at first, and once all others have their scores."""
 BUILT_IN_LIMIT_S = 10.0
-"""Time after which a process with a built-in scorer is ended: one lost in what the model wrote (`9**9**9`) cannot be
-interrupted. The completion counts as wrong."""
+"""Time limit of a built-in scorer's process: a parser stuck on `9**9**9` cannot be interrupted. The completion counts
+as wrong."""
 MOST_PROCESSES = 8
 WORK_A_PROCESS, WORK_A_MESSAGE = 64, 16
 """Completions for which a further process is started, and those that a process is sent at once."""
@@ -89,8 +87,7 @@ class Lane:
         """Scorers that take all completions in one call."""
 
     def start(self) -> Connection:
-        """Return the connection to the child, which is started if it does not run. Raises what building its scorers
-        raised."""
+        """Return the connection to the child, started if needed. Raises errors of building its scorers."""
         if self._child.connection is not None:
             return self._child.connection
         begun_at = time.monotonic()
@@ -107,8 +104,7 @@ class Lane:
             self.start().send((asked, limit_s))
 
     def next(self, patience_s: float) -> Outcome:
-        """Return the next outcome. Raises TimeoutError where it does not come in time, and then ends the child;
-        _EndedError where this has ended."""
+        """Return the next outcome. Raises TimeoutError (and ends the child), or _EndedError."""
         connection = self.start()
         try:
             if not connection.poll(max(0.0, patience_s)):
@@ -143,13 +139,11 @@ class ScoringProcess:
         at_once([lane.start for lane in (*self._built_in[:1], *([self._own] if self._own else []))])
 
     def score(self, work: list[Work]) -> list[Score]:
-        """Return one Score for each piece of work, in order, within the plan's time limit.
+        """Return one Score per piece of work, in order, within the time limit.
 
-        A built-in scorer that hangs on a completion, or dies on it twice, gives it 0, with the failure said. One death
-        says nothing of the completion: it may come from outside, as where memory is short. A user's function that errs
-        or hangs on a completion costs what the plan's `on_error` says; where that is stop, InputError or
-        WaitTimeoutError is raised and names scorer and row. Raises WaitTimeoutError where a function of many
-        completions does not return within the time limit, WorkerError where a function takes the process down.
+        A built-in scorer that hangs, or dies twice, scores 0 with the failure noted; one death may come from outside.
+        User function failures follow `on_error`: stop raises InputError or WaitTimeoutError with scorer and row. Raises
+        WaitTimeoutError for a batch function, WorkerError if a function kills the process.
         """
         scores: dict[int, Score] = {}
         of = {so: [n for n, one in enumerate(work) if (self._name(one) in BUILT_IN) == so] for so in (True, False)}
@@ -292,8 +286,7 @@ def at_once(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def main() -> None:
-    """The child answers to the plan with None and the scorers that take all completions at once, to work with an
-    Outcome each, and where the user errs with an RlctlError."""
+    """Answer the plan with None and batch scorers, work with Outcomes, and user errors with RlctlErrors."""
     connection, plan, scorers = begun(RewardPlan.build)
     connection.send([number for number, scorer in enumerate(scorers) if isinstance(scorer, BatchScorer)])
     process = os.getpid()
@@ -309,8 +302,8 @@ def main() -> None:
 def outcomes(
     todo: list[Work], plan: RewardPlan, scorers: Sequence[Scorer | BatchScorer], limit_s: float | None = None
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each piece of work; a function of many completions is called once. A built-in scorer has
-    `limit_s` of CPU time for each."""
+    """Yield each outcome; a batch function is called once, and a built-in scorer has `limit_s` of CPU time per
+    piece."""
     together: dict[int, Iterator[Score | RlctlError]] = {}
     for work in todo:
         name, scorer = plan.scorers[work.scorer], scorers[work.scorer]

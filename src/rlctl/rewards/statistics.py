@@ -1,8 +1,9 @@
-"""Metrics of sampled answers with their standard errors, and whether two models differ by more than noise.
+"""Metrics of sampled answers with standard errors, and significance of differences.
 
-Every metric is the mean over prompts of one value a prompt, so that its standard error is clustered by prompt: samples
-of one prompt are no independent draws, and it is the prompts that are drawn (Miller 2024, arXiv 2411.00640, sections 2
-and 4). Suffixes: P prompts, N samples of one prompt.
+Each metric is a mean over prompts of one value per prompt, so errors are clustered by prompt (Miller 2024, arXiv
+2411.00640, sections 2 and 4).
+
+Suffixes: P prompts, N samples of one prompt.
 """
 
 from __future__ import annotations
@@ -65,15 +66,14 @@ class Difference:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that at least one of k samples is right, where `right` of `samples`
-    are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, section 2.1).
-    """
+    """Return the unbiased estimate of pass@k with `right` of `samples`: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv 2107.03374, section 2.1)."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def majority(samples_N: Sequence[Sampled]) -> float:
-    """Return whether the most frequent answer is right (Wang et al. 2022, arXiv 2203.11171); among several that are as
-    frequent, the expectation of drawing one. Samples without an answer have no vote; without any vote it is 0."""
+    """Return whether the most frequent answer is right (Wang et al. 2022, arXiv 2203.11171); ties give the expectation.
+    Samples without an answer have no vote; no votes give 0."""
     votes: dict[str, list[bool]] = defaultdict(list)
     for sample in samples_N:
         if sample.answer is not None:
@@ -89,8 +89,8 @@ def default_ks(samples: int) -> list[int]:
 
 
 def metrics_of(prompts_P: Sequence[Sequence[Sampled]], ks: Sequence[int]) -> dict[str, Estimate]:
-    """Return `mean@n`, `pass@k` for each k, with several samples `majority@n`, and where a scorer gave part of the
-    credit `score@n`. Every prompt has n samples; raises ValueError where k is more than n."""
+    """Return `mean@n`, `pass@k`, with several samples `majority@n`, and with partial credit `score@n`. Raises
+    ValueError if k exceeds n."""
     n = len(prompts_P[0])
     values: dict[str, Callable[[Sequence[Sampled]], float]] = {
         f"mean@{n}": lambda samples: float(np.mean([one.right for one in samples]))
@@ -105,9 +105,8 @@ def metrics_of(prompts_P: Sequence[Sequence[Sampled]], ks: Sequence[int]) -> dic
 
 
 def paired_difference(one: Estimate, other: Estimate, seed: int = 0) -> Difference:
-    """Return `other` minus `one` on the same prompts, with the probability of a paired permutation test: if the models
-    were alike on each prompt, either's value could be the other's, so that every difference of a prompt has the
-    opposite sign as often. Two-sided; exact for few prompts, else of `PERMUTATIONS` draws."""
+    """Return `other` minus `one` on the same prompts, with a two-sided paired permutation test: exact for few prompts,
+    else `PERMUTATIONS` draws of signs."""
     differences_P = np.asarray(other.values_P) - np.asarray(one.values_P)
     mean = Estimate.of(differences_P.tolist())
     observed = abs(differences_P.sum()) - 1e-9  # sums of the same numbers in another order are equal

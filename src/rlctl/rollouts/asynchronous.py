@@ -1,23 +1,19 @@
-"""Rollouts that are made while the policy trains, from weights that may be some versions old.
+"""Rollouts sampled while the policy trains, from weights that may be some versions old.
 
-*Admission*: a group is begun while (max_staleness + version + 1) x groups of a batch exceeds the groups trained on,
-finished and running, which is while fewer than max_staleness + 1 batches are ahead (arXiv 2505.24298, section 5.1).
-*Consumption*: with `rollouts.order=position` each batch holds the next positions; with `arrival` those that finished
-first, as far as every other group can still be trained on within `max_staleness` versions of its admission: the oldest
-are waited for. No rollout is thrown away. With `filter.groups=replace` a group that the algorithm does not train on
-fills no place: another one is begun, and the batch holds both.
+*Admission*: a group begins while (max_staleness + version + 1) x groups per batch exceeds the groups trained, finished
+and running (arXiv 2505.24298, section 5.1). *Consumption*: with `rollouts.order=position` a batch has the next
+positions; with `arrival` the first finished groups, as long as every other group can still be trained within
+`max_staleness` versions of its admission. No rollout is discarded. With `filter.groups=replace`, a group without signal
+fills no place: another one begins, and the batch holds both.
 
-Groups go to the engine with the least to do. With `refit.in_flight=wait` all groups admitted under one version are
-sampled to their end under it, before the next refit: what is sampled then follows from the run's seed alone.
-Replacements must follow from it too: where groups are replaced, they are admitted only while none is under way. With
-`keep` groups go on under the new weights. An order of prompts by pass rates follows from the batches that were
-returned, not from what happens to be finished.
+Groups go to the least loaded engine. With `refit.in_flight=wait`, groups admitted under one version finish before the
+next refit, so samples depend only on the seed; replacements are then admitted only while nothing runs. With `keep`
+groups continue under the new weights. Pass-rate orders use returned batches, not finished groups.
 
-Where policy and engines take turns on the same devices, engines sample while the loop waits for a batch, and give the
-devices back with it. Rollouts under way then pause (`keep`) or are sampled to their end first (`wait`); groups are
-scored in both turns.
+On shared devices, engines sample while the loop waits for a batch and then give the devices back; rollouts in flight
+pause (`keep`) or finish first (`wait`), and scoring continues.
 
-Two threads work besides the loop: one takes finished groups from the engines, the other has them scored.
+Two threads work besides the loop: one collects finished groups, the other has them scored.
 """
 
 from __future__ import annotations
@@ -248,11 +244,8 @@ class AsynchronousSource:
         return None
 
     def _by_arrival(self, version: int) -> list[int] | None:
-        """Return a batch of those that finished first, and all that fill no place.
-
-        A group must be trained on within `max_staleness` versions of its admission. So many of the groups that are due
-        within some batches are in this one that the others fit into the batches that are left until then.
-        """
+        """Return a batch of the first finished groups and all that fill no place. It includes enough of the groups due
+        soon that the others fit into the remaining batches before their deadline."""
         size, limit = self._config.batch.prompts, self._config.rollouts.max_staleness
         versions = {p: v for p, v in self._admitted.items() if p not in self._unfit}
         finished = [position for position in self._finished if position in versions]
@@ -268,11 +261,8 @@ class AsynchronousSource:
         return [*chosen[:size], *self._unfit][: self._most] if len(chosen) >= size else None
 
     def _wait(self, find: Callable[[], T | None], who: str, version: int | None = None) -> T:
-        """Wait until `find` returns something. With a `version` engines that fail are replaced, and groups begun where
-        others filled no place.
-
-        Raises what ended a thread, and WaitTimeoutError where nothing was finished for `cluster.step_timeout_s`.
-        """
+        """Wait for a result of `find`. With a `version`, replace failed engines and groups that filled no place. Raises
+        a thread's error, and WaitTimeoutError after `cluster.step_timeout_s` without a finished group."""
         # An engine and a scorer have their own limits, whose errors say more: let those come first.
         limit_s = self._config.cluster.step_timeout_s + self._config.reward.timeout_s + 2 * MARGIN_S
         quiet, before, told = time.monotonic(), -1, 0
@@ -328,8 +318,8 @@ class AsynchronousSource:
             self._hand_to_scorer()
 
     def _hand_to_scorer(self) -> None:
-        """Have scored what was sampled. Where weights wait for samples it is all of them at once, so that what a reward
-        function of many completions sees does not follow from who was quick."""
+        """Submit sampled groups for scoring, all at once if weights wait for samples, so batch functions do not depend
+        on timing."""
         if not (self._waits and self._sampling()):
             self._sampled += self._held
             self._held = []

@@ -1,7 +1,6 @@
-"""Texts of a dataset as batches to train on, where nothing is sampled.
+"""Dataset texts as training batches, without sampling.
 
-A row of the data is a group: one text, or the two of a pair, the chosen one first. No text has a reward: the algorithm
-alone says what is learned from it.
+A row is a group: one text, or a pair with the chosen one first. Texts have no rewards.
 """
 
 from __future__ import annotations
@@ -148,8 +147,7 @@ class TextStream(PromptStream):
         return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
 
     def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
-        """Return the text of a row as the teacher's tokenizer writes it, up to the limit; and the column [T] of the
-        chunks of both texts."""
+        """Return a row's text in the teacher's tokenization up to the limit, and the column [T] of chunks."""
         assert self.teacher is not None
         text, ours = str(row.prompt), len(texts[0].tokens_T)
         _, *own = read_text(self._named[row.source].encoder.tokenizer, text)
@@ -160,8 +158,7 @@ class TextStream(PromptStream):
         return TrainedText(tokens_T, np.arange(len(tokens_T)) > 0), chunk_T
 
     def brings_reference(self, row: PromptRow) -> bool:
-        """Return whether a row has the log-probs of the reference. Raises InputError where they are not two finite
-        numbers."""
+        """Return whether a row has reference log-probs. Raises InputError unless they are two finite numbers."""
         values = [row.fields.get(name) for name in REFERENCE_FIELDS]
         if values == [None, None]:
             return False
@@ -213,8 +210,7 @@ class HeldOutTexts:
 
     @classmethod
     def open(cls, config: RlctlConfig, texts: TextStream, model_dir: Path) -> HeldOutTexts | None:
-        """Open what a run validates on; None where it does not. Raises ConfigError or InputError for what is wrong with
-        it."""
+        """Open the validation data; None without validation. Raises ConfigError or InputError."""
         wanted = config.validation
         if not wanted.wanted:
             return None
@@ -254,8 +250,7 @@ class HeldOutTexts:
         return f"validation: {times_of(config.validation)}: {len(self.rows)} texts{where}{answers}"
 
     def asked(self, seed: int) -> tuple[list[GroupRequest], dict[int, PromptRow]]:
-        """Return what engines are asked at a validation, the prompts of the first texts that have one, and the rows by
-        the groups' numbers."""
+        """Return validation prompts for engines (of the first texts that have one), and rows by group number."""
         with_prompts = [row for row in self.rows if row.answer != () and self.stream.texts(row)]
         rows = dict(enumerate(with_prompts[: self.answers], FIRST_POSITION))
         requests = []

@@ -1,9 +1,7 @@
-"""Episodes of several turns: the model and its environment answer each other, until one of them or a limit ends it.
+"""Episodes of several turns between model and environment, until one of them or a limit ends it.
 
-    prompt, reset -> [ model's turn -> step -> what the environment says ] ... -> close
-
-All of it is token in, token out (`data/turns.py`). A failure of an environment costs its own episode, which is
-played again from its start, with the same seeds, before it is given up.
+prompt, reset -> [ model's turn -> step -> reply ] ... -> close. Everything is tokens (`data/turns.py`). An
+environment's failure costs its episode, which is first played again with the same seeds.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ class EnvironmentPlay:
 
     @classmethod
     def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentPlay | None:
-        """Begin an episode on a row of the data, and end it; None: the run has no environment. Raises InputError for
-        what is wrong with it."""
+        """Play a trial episode on a row; None without an environment. Raises InputError for its faults."""
         if not config.environment.wanted:
             return None
         plan, limits = plan_environment(config.environment), config.environment
@@ -111,8 +108,8 @@ class EnvironmentPlay:
     def beginning(
         self, prompt: Sequence[Message], reply: Reply, row: PromptRow
     ) -> tuple[EncodedPrompt, Sequence[Message]]:
-        """Return the ids and images that a context begins with, and the messages that they are: those of a row and of
-        the reply behind them, or all that the reply asks. Raises InputError where there are none."""
+        """Return a context's first ids, images and messages: the row's and the reply's, or `Reply.ask`'s. Raises
+        InputError if empty."""
         where = row.where
         if (ask := reply.ask) is not None and ask.tokens:
             self.turns.encoder.require_known(ask.tokens, where)
@@ -129,8 +126,8 @@ class EnvironmentPlay:
         return encoder.prompt_of(list(messages), where), messages
 
     def _telling(self, row: PromptRow) -> PromptEncoder:
-        """Return the encoder of an episode's prompt, which tells the tools of the row where it names some. Raises
-        InputError for a tool that the environment does not have."""
+        """Return the encoder of an episode's prompt with the row's tools. Raises InputError for a tool that the
+        environment lacks."""
         encoder = self.turns.encoder
         names = [str(one.get("function", one).get("name")) for one in row.tools]
         if lacking := [name for name in names if self.plan.schemas and name not in self.plan.schemas]:
@@ -143,8 +140,8 @@ class EnvironmentPlay:
         return encoder if self.plan.schemas and TOOLS not in encoder.variables else encoder.telling(row)
 
     def measured(self, row: PromptRow, encoder: PromptEncoder) -> list[int]:
-        """Return the ids of a first prompt, which `encoder` writes, as they are before a run: with what the environment
-        said to the first row. Raises InputError where there are none."""
+        """Return a first prompt's ids before a run, with the environment's first messages. Raises InputError if
+        empty."""
         return list(self.beginning(encoder.messages(row), self.opening, row)[0].tokens)
 
     def told(self, messages: Sequence[Message]) -> list[Message]:
@@ -186,8 +183,8 @@ class Player:
         self._play, self._host, self._limits = play, host, play.limits
 
     async def __call__(self, episode: Episode) -> None:
-        """Play an episode to its end. Its environment's failure is told, and never raised. A prompt that is
-        not of the data, as those by which a refit is checked, has no environment."""
+        """Play an episode to its end; report environment failures without raising. Prompts of refit checks have no
+        environment."""
         if episode.request.row is None:
             await one_turn(episode)
             return
@@ -317,8 +314,8 @@ class Player:
         return reply
 
     def _reason(self, episode: Episode, reply: Reply, calls: int, broken: int) -> str | None:
-        """Return what ends an episode after a turn; None: it goes on. A last turn that the token limit has cut off is
-        as little an end of the model's own as a completion is that was cut off."""
+        """Return why an episode ends after a turn; None: it continues. A last turn cut off by the token limit is not a
+        natural end."""
         limits = self._limits
         if reply.done:
             return LENGTH if episode.answers[-1][1].stop_reason == LENGTH else "done"

@@ -1,11 +1,8 @@
-"""Episodes: rollouts in the making, next to the engine that answers them.
+"""Episodes: rollouts in progress, next to their engine.
 
-An episode is a coroutine. It asks the engine to go on from its tokens, appends what others write, and ends when it
-returns. Sampling one completion is the shortest episode, `one_turn`. `EpisodeRunner` is an
-`EpisodeWorker`: it holds an engine, takes groups of episodes and gives back their columns.
-
-Two threads work besides the calls of the driver: one decodes, the other runs the episodes. All episodes of a call ask
-for their first sample together, so that what is decoded together does not depend on the time that this takes.
+An episode is a coroutine that asks the engine to continue its tokens, appends others', and returns at its end;
+`one_turn` samples one completion. `EpisodeRunner` is an `EpisodeWorker` that takes groups and returns columns. One
+thread decodes, another runs episodes. A call's episodes ask for their first samples together, for reproducible batches.
 """
 
 from __future__ import annotations
@@ -116,8 +113,7 @@ class Episode:
         return self.tokens[self.starts[-1] :]
 
     def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = (), *, anew: bool = False) -> None:
-        """Append tokens that the model did not choose. `media` are those among them that are not text. `anew`: they
-        are a new context, and the model does not read what was before."""
+        """Append tokens that the model did not choose, with `media` among them. `anew`: start a new context."""
         if anew:
             self.starts.append(len(self.tokens))
         self.media += [replace(part, start=len(self.tokens) + part.start) for part in media]
@@ -404,8 +400,7 @@ def _facts(episode: Episode) -> EpisodeFacts:
 
 
 def _shared_prompt(episodes: Sequence[Episode]) -> int:
-    """Return how many tokens before the first answers of all contexts they have in common: their prompt, unless their
-    environments began differently."""
+    """Return the number of tokens before the first answers common to all contexts: usually the prompt."""
     begun = []
     for episode in (one for one in episodes if one.answers):
         ends = (*episode.starts[1:], len(episode.tokens))
@@ -449,6 +444,6 @@ def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
 
 
 def engine_process(worker: str, episode: str | PlaySpec = ONE_TURN, **kwargs: Any) -> EpisodeRunner:
-    """Return what plays episodes, each by the function `episode` (or `module:function`), against an engine of a backend
-    (`EngineBackend.worker`), built from `kwargs`."""
+    """Return a worker that plays episodes with the function `episode` (or `module:function`) against an engine of a
+    backend (`EngineBackend.worker`)."""
     return EpisodeRunner(imported(worker)(**kwargs), imported(episode) if isinstance(episode, str) else episode)

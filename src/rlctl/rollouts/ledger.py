@@ -1,9 +1,8 @@
-"""The ledger of a run: which positions were handed over to the loop, which are finished, and which are under way.
+"""The ledger of a run's positions.
 
-A position is *under way* from when it is taken until its group is sampled and scored, *finished* until the group is
-handed over to the loop, and *handed over* from then on. A checkpoint, which is saved between steps, counts these as
-trained (also where the algorithm dropped the group). Every position that was ever taken is in exactly one of the
-three, so that a resumed run loses none and repeats none.
+A position is *under way* until its group is sampled and scored, *finished* until the group is handed to the loop, then
+*handed over*. Checkpoints between steps count the latter as trained, even if dropped. Every taken position has exactly
+one state, so a resume loses and repeats none.
 """
 
 from __future__ import annotations

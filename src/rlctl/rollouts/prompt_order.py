@@ -50,8 +50,8 @@ class OpenedSource:
 
 
 class PromptStream:
-    """The prompt at each position: a pure function of the position, so that prompts can be taken in any order. Only an
-    order by pass rates also follows from what was `observe`d, and then `state` holds all that it follows from."""
+    """The prompt at each position as a pure function, except pass-rate orders, which follow from `observe` and keep
+    `state`."""
 
     kind = "prompt"
     """Word for a row of the data."""
@@ -64,8 +64,7 @@ class PromptStream:
         held_out: PromptSource | None = None,
         environment: EnvironmentPlay | None = None,
     ) -> None:
-        """`planned`: largest number of positions that the run will use; `held_out`: prompts taken away from it;
-        `environment`: who answers the model, if somebody does."""
+        """`planned`: largest position count of the run; `held_out`: prompts excluded for validation."""
         self.sources, self._mixing, self.planned, self.held_out = sources, mixing, planned, held_out
         self.environment = environment
         self._named = {source.label: source for source in sources}
@@ -172,8 +171,7 @@ class PromptStream:
         return self._named[row.source].data.too_long == "cut"
 
     def _fitting(self, row: PromptRow, prompt: EncodedPrompt) -> EncodedPrompt:
-        """Return a prompt that leaves room for a completion. Raises InputError for one that does not, and is not to be
-        cut."""
+        """Return a prompt with room for a completion. Raises InputError unless it fits or may be cut."""
         if self.limit is None or len(prompt.tokens) <= self.limit:
             return prompt
         if self._cuts(row):
@@ -192,8 +190,7 @@ class PromptStream:
         return perhaps and len(self._whole(row)) > limit
 
     def leave_out_broken_images(self, seed: int) -> None:
-        """Leave out the rows whose images cannot be read, of the sources that want it. Raises InputError for the first
-        such row of the others, and where none is left."""
+        """Leave out rows with unreadable images, if configured. Raises InputError for others, and if none is left."""
         for number, source in enumerate(self.sources):
             every, drops = source.prompts, source.data.broken_images == "drop"
             if not any(row.images for row in every.sample(SAMPLED_ROWS)):
@@ -213,8 +210,7 @@ class PromptStream:
         self.sources = [self._named[source.label] for source in self.sources]
 
     def leave_out_long(self, limit: int, seed: int) -> None:
-        """Leave out the prompts of more than `limit` tokens of the sources that want it. Raises InputError where none
-        is left."""
+        """Leave out prompts over `limit` tokens, if configured. Raises InputError if none is left."""
         for number, source in enumerate(self.sources):
             if source.data.too_long != "drop":
                 continue
@@ -254,8 +250,8 @@ class PromptStream:
             )
 
     def notes(self) -> list[str]:
-        """Return notes on prompts that were too long, and on rows that the run will use whose content holds control
-        tokens. Raises InputError for one that the tokenizer cannot write."""
+        """Return notes on long prompts and on control tokens in rows. Raises InputError if the tokenizer cannot escape
+        one."""
         rows: dict[str, list[PromptRow]] = {source.label: [] for source in self.sources}
         for row in self._first(self.planned):
             rows[row.source].append(row)
@@ -311,10 +307,8 @@ class PromptStream:
 
 
 class PromptOrder:
-    """Epoch after epoch over `size` prompts; every epoch holds each prompt once, in an order that the seed fixes.
-
-    `number` tells the sources of a run apart. With difficulties, the easy prompts of an epoch come first.
-    """
+    """Epochs over `size` prompts, each prompt once per epoch, in an order fixed by the seed; `number` separates a run's
+    sources. With difficulties, easy prompts come first."""
 
     def __init__(
         self, size: int, seed: int, shuffle: bool = True, *, number: int = 0, difficulty: np.ndarray | None = None
@@ -359,10 +353,10 @@ class PromptOrder:
 
 
 class PassRateOrder(PromptOrder):
-    """Every epoch but the first holds those prompts first whose pass rate is nearest to one half.
+    """Later epochs start with prompts whose pass rate is nearest to one half.
 
-    A prompt's pass rate is the share of its completions that were right when it last came up, or without accuracy the
-    mean reward, limited to 0 to 1. An epoch's order is fixed when its first prompt is asked for.
+    The rate is the share of right completions (without accuracy the mean reward, limited to 0..1) at the last visit. An
+    epoch's order is fixed with its first prompt.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

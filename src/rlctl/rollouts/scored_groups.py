@@ -162,8 +162,7 @@ def scored(
     seeds: Mapping[int, Sequence[int]],
     settings: RewardConfig,
 ) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with the rewards of the `scorers`, if there are any, and of environments, and the
-    number of failures."""
+    """Return groups with rewards of `scorers` and environments, and the number of failures."""
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if scorers is not None:
         asked = [ScoreRequest(rows[one.group], one.texts, one.transcripts if one.episodes else None) for one in results]
@@ -178,8 +177,7 @@ def groups_of(
     answers: Sequence[GroupScores | None],
     on_error: OnError,
 ) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with the scores of their completions (None: there are none) and what their
-    environments gave, and the number of failures."""
+    """Return groups with scores (None: none) and environment results, and the number of failures."""
     groups, failures = [], 0
     for result, scores in zip(results, answers, strict=True):
         scores = _with_environment(scores, result, on_error)
@@ -216,8 +214,8 @@ ENVIRONMENT = "environment"
 
 
 def _with_environment(scores: GroupScores | None, result: GroupResult, on_error: OnError) -> GroupScores:
-    """Return the scores of a group's completions, `scores`, with what its environments gave; None: there are no
-    scorers. Raises InputError where an environment failed and `on_error` is stop."""
+    """Combine scorers' and environments' rewards; None: no scorers. Raises InputError for a failure if `on_error` is
+    stop."""
     if not result.episodes:
         return scores or GroupScores(result.rewards, None, {})
     failed = [one.failure for one in result.episodes]

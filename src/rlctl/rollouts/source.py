@@ -1,8 +1,8 @@
-"""Where batches of rollouts come from, as the training loop sees it.
+"""The training loop's interface to rollouts.
 
-Four numbers are kept apart: a *step* counts batches that were trained on, a *version* counts weights, a *position* is a
-place in the endless order of prompts, and a *seed* follows from (run seed, position, sample). A source decides when
-which positions are sampled; what is sampled at a position does not depend on that.
+A *step* counts trained batches, a *version* weights, a *position* is a place in the endless order of prompts, and a
+*seed* follows from (run seed, position, sample). A source decides when positions are sampled, not what is sampled
+there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class RolloutBatch:
 
 
 class RolloutSource(Protocol):
-    """Makes the batches of a run, and remembers which positions they hold.
+    """Makes a run's batches and remembers their positions.
 
-    With `filter.groups=replace` a batch is full when it has `batch.prompts` groups that the algorithm trains on. It
-    also holds the groups that it replaced, which the loop drops: their positions are handed over like all others.
+    With `filter.groups=replace`, a full batch has `batch.prompts` trainable groups plus the replaced ones, which the
+    loop drops and whose positions are handed over too.
     """
 
     def next(self, version: int) -> RolloutBatch:

@@ -1,8 +1,7 @@
-"""Rollouts that are made when they are asked for: the policy waits while engines sample and scorers score.
+"""Rollouts on demand: the policy waits while engines sample and scorers score.
 
-With `filter.groups=replace` a batch is made in rounds: each samples as many new prompts as groups are missing of those
-that the algorithm trains on. The batch holds all groups that were sampled, those that the loop will drop too, so that
-its rewards are those of the prompts and not of a choice among them.
+With `filter.groups=replace`, each round samples as many prompts as trainable groups are missing. The batch keeps all
+groups, so rewards describe the prompts, not a selection.
 """
 
 from __future__ import annotations

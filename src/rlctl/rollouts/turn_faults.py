@@ -1,7 +1,7 @@
-"""Faults of a turn of the model: thoughts where its answer stands, and a call of a tool that is none.
+"""Faults of a turn: thoughts inside the answer, and invalid tool calls.
 
-A turn is a thought and an answer, which `</think>` divides. Where it never ends, it is the thought alone if the prompt
-or the turn begins one, else the answer.
+`</think>` divides a turn into thought and answer. Without it, the turn is a thought if prompt or turn opens one, else
+an answer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def parts_of(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def faults_of(text: str, *, opened: bool, called: bool, broken: bool) -> list[str]:
-    """Return the faults of a turn. One that calls a tool has none (`called`), and one whose call cannot be read or is
-    refused has an invalid one (`broken`). Else its answer has no tag of thoughts and no mark of calls; where there is
-    no answer, the thought has each tag at most once."""
+    """Return a turn's faults. `called`: a tool call has none; `broken`: an invalid call. Otherwise the answer has no
+    thought tags or call marks, and a lone thought has each tag at most once."""
     if called:
         return []
     thought, answer = parts_of(text, opened=opened)
@@ -51,8 +50,8 @@ class JudgedTurn:
 
 
 def episode_faults(turns: Sequence[JudgedTurn]) -> set[str]:
-    """Return the faults of a whole episode, by their names in `environment.no_reward`. Its answer is that of the last
-    turn that is more than a thought or a call, and an episode that ends with a call needs none."""
+    """Return an episode's faults, named as in `environment.no_reward`. Its answer is the last turn beyond a thought or
+    call; an episode may end with a call."""
     parts = [parts_of(one.spoken, opened=one.opened) for one in turns]
     said = (
         answer for one, (thought, answer) in zip(turns, parts, strict=True) if answer or not (thought or one.called)

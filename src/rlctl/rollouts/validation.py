@@ -1,7 +1,7 @@
-"""Validation: the newest weights answer prompts that they do not train on, with the engines and a scorer of the run.
+"""Validation: the newest weights answer held-out prompts with the run's engines and a scorer.
 
-Seeds follow from the prompt alone, so that two validations differ by the weights only. Engines forget its prompts
-afterwards, so that training goes on as it would have without.
+Seeds follow from the prompt, so validations differ only by weights. Engines forget the prompts, so training is
+unchanged.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ValidationSet:
         )
 
     def fitted(self, limit: int, room: int) -> ValidationSet:
-        """Return the set with its prompts of more than `limit` tokens left out, or cut to their last `room`, as
-        `data.too_long` says. Raises InputError for the first one where it refuses them, and where none is left."""
+        """Return the set with prompts over `limit` tokens left out, or cut to the last `room`, per `data.too_long`.
+        Raises InputError if refused or empty."""
         long = [place for place, tokens in enumerate(self.tokens) if len(tokens) > limit]
         if not long:
             return self
@@ -200,9 +200,8 @@ class Validation(ABC):
         return {"best": self._best if math.isfinite(self._best) else None, "since": self._since, "of": self._of}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; a checkpoint of a run that did not validate has none. Values of other
-        prompts, scorers or sampling, which a resume may change, cannot be compared: the best one is then looked for
-        anew."""
+        """Continue from `state` (none without validation). After changes of prompts, scorers or sampling, the best
+        value starts anew."""
         if state.get("of", self._of) != self._of:
             return
         best, since = state.get("best"), state.get("since")

@@ -70,10 +70,8 @@ class RunDirectory:
             raise InputError(f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another.") from error
 
     def create(self) -> None:
-        """Make a run directory and lock it; logs of a run that did not start are cleared away.
-
-        Raises InputError when the place is taken or cannot be written to.
-        """
+        """Create and lock a run directory, clearing logs of a failed start. Raises InputError if taken or not
+        writable."""
         with self._made():
             self._require_free()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -97,8 +95,7 @@ class RunDirectory:
             raise InputError(f"--run-dir {self.path} {why}.", advice)
 
     def abandon(self, *, keep_logs: bool) -> None:
-        """Undo `create` for a run that finished no step: its place is free again, with at most the workers' logs. Where
-        somebody has removed it, there is nothing to undo."""
+        """Undo `create` for a run without steps, keeping at most the workers' logs."""
         if not self.path.exists():
             return
         self._lasting = None
@@ -194,8 +191,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def opened_from_here(self) -> Iterator[None]:
-        """Add to an InputError of the block where the run was started, if that is elsewhere: its configuration may name
-        files from there."""
+        """Add the run's start directory to InputErrors, because relative paths may refer to it."""
         try:
             yield
         except InputError as error:
@@ -221,8 +217,7 @@ class RunDirectory:
         return bool(self.checkpoint_directories()) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints that can be resumed from as far as is known, oldest first: their state is readable,
-        and their files were not found to be damaged."""
+        """Return resumable checkpoints, oldest first: with readable state and no known damage."""
         return [one for one in self.checkpoint_directories() if one.step not in self.damaged and one.readable]
 
     def checkpoint_directories(self) -> list[Checkpoint]:
@@ -233,8 +228,7 @@ class RunDirectory:
         return sorted((Checkpoint(int(m[1]), entry) for m, entry in steps if m), key=lambda checkpoint: checkpoint.step)
 
     def open_metrics(self, checkpoint: Checkpoint | None) -> MetricsFile:
-        """Open metrics.jsonl to go on after `checkpoint` (None: from the first step), with the line of its step: a run
-        may have been killed between the two."""
+        """Open metrics.jsonl after `checkpoint` (None: from the start), with its line, which a killed run may lack."""
         finished = 0 if checkpoint is None else checkpoint.step
         file = MetricsFile(self.metrics, finished=finished)
         if checkpoint is not None and finished not in file.steps:
@@ -242,8 +236,7 @@ class RunDirectory:
         return file
 
     def prune(self, keep_last: int | None, keep_best: int | None = None, by: str = "reward_mean") -> None:
-        """Remove checkpoints that are neither among the newest nor among the best by the metric `by` (nested names
-        joined by a slash); without limits none."""
+        """Remove checkpoints outside the newest and the best by metric `by` (slash-separated); without limits none."""
         if keep_last is None and keep_best is None:
             return
         found = self.checkpoints()
@@ -371,8 +364,8 @@ class NewCheckpoint:
         self.policy.mkdir(parents=True)
 
     def commit(self, state: Mapping[str, Any]) -> Checkpoint:
-        """Write `state`, flush everything to the disk, and put it in its place. With `state` there it is complete, and
-        `RunDirectory.recover_partial` would do the rest."""
+        """Write `state`, flush, and move the checkpoint into place. From `state` on, `RunDirectory.recover_partial` can
+        finish this."""
         write_json(self._aside / STATE, {**finite(state), "step": self.step})
         return self.put_in_place()
 

@@ -1,7 +1,6 @@
-"""The file of an evaluation: one JSON line a sample, from which an evaluation that was stopped goes on.
+"""The file of an evaluation: one JSON line per sample, for continuing.
 
-A line without `sample` comes before the samples of a task and a model and holds the settings that they follow from, so
-that samples of other settings are never mixed with them.
+A line without `sample` precedes a task's and model's samples with their settings, so settings are never mixed.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def require_place(path: Path) -> None:
 
 
 class SampleFile:
-    """The samples of tasks and models: those that the file has, and those that are added to it. Without a path they
-    are kept in memory alone. Use it in a `with` block."""
+    """Samples of tasks and models, in a file or (without a path) in memory. Use it in a `with` block."""
 
     def __init__(self, path: Path | None) -> None:
         """Read the file, if there is one. Raises InputError where it is none of these, or another process writes it."""
@@ -82,8 +80,8 @@ class SampleFile:
         self._file.truncate(whole)
 
     def begin(self, task: str, model: str, settings: Mapping[str, Any]) -> None:
-        """Bind the samples of a task and a model to `settings`. Raises InputError where the file has samples of other
-        settings, naming the first that differs."""
+        """Bind a task's and model's samples to `settings`. Raises InputError naming the first different setting in the
+        file."""
         pair, settings = (task, model), json.loads(json.dumps(settings))
         then = self._settings.get(pair)
         if then is None:

@@ -1,8 +1,8 @@
-"""Signals as requests: before the first step one ends the run; then the first finishes the step, the second ends it.
+"""Signals as stop requests: before the first step one ends the run; later the first finishes the step and the second
+ends it.
 
-Ctrl-C (SIGINT) comes from a person, who waits or presses it again. SIGTERM, SIGUSR1 (Slurm's warning) and SIGHUP (a
-terminal that is closed, unless `nohup` has turned that off) come from programs that will kill the run: the step has a
-limit of time then.
+SIGINT comes from a person. SIGTERM, SIGUSR1 (Slurm) and SIGHUP (unless under `nohup`) come from programs that kill
+later, so the step has a time limit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ ONE_REQUEST_S = 2.0
 
 
 class StopRequest:
-    """Within its block, each of `SIGNALS` raises KeyboardInterrupt once; later ones let the clean-up go on.
-
-    Inside `between_steps` the first signal only sets `requested`.
-    """
+    """In its block each of `SIGNALS` raises KeyboardInterrupt once, so cleanup continues. Inside `between_steps` the
+    first only sets `requested`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.trouble: Callable[[], object] = lambda: None
@@ -63,18 +61,16 @@ class StopRequest:
             self._unraisable(lost)
 
     def install(self) -> None:
-        """Take the signals (again: libraries that start later bring handlers of their own).
-
-        Raises the KeyboardInterrupt that was lost since (imports of Cython modules swallow any).
-        """
+        """Install handlers (again, after libraries replaced them). Raises a KeyboardInterrupt lost meanwhile, for
+        example in Cython imports."""
         for number in self._before:
             signal.signal(number, self._handle)
         self._raise_lost()
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Let signals set `requested` only, which the block looks at after each step. Raises as `install` does, and
-        KeyboardInterrupt where the block goes on for longer than `limit_s` after a program has asked to stop."""
+        """Let signals set `requested`, checked after each step. Raises like `install`, and KeyboardInterrupt after
+        `limit_s` once a program asked to stop."""
         self._raise_lost()
         self._deferring = True
         before = signal.signal(signal.SIGALRM, self._abandon)

@@ -30,9 +30,8 @@ CUT_OFF = {
 
 
 def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return up to `count` rollouts of a step with their groups: the one with the best reward, the worst (of another
-    group where there are several), then one of each further group before a second one of any. Without rewards the
-    first two are any."""
+    """Return up to `count` rollouts of a step with groups: best, worst (of another group), then one per group, then
+    more. Without rewards the first two are arbitrary."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     pairs.sort(key=lambda pair: pair[1].reward or 0.0)
     if not pairs:
@@ -60,8 +59,7 @@ def kept_steps(run: Path) -> dict[int, Path]:
 
 
 def read_samples(run: Path, step: int | None = None) -> list[Sample]:
-    """Return the samples of `step` (unset: of every step, in order). Raises InputError where there are none, or a file
-    is not what a run wrote."""
+    """Return samples of `step` (None: all, in order). Raises InputError if missing or foreign."""
     steps = kept_steps(run)
     if step is not None and step not in steps:
         there = f"It kept some of steps {min(steps)} to {max(steps)}." if steps else "It kept none (run.log_rollouts)."

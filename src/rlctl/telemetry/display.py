@@ -1,7 +1,7 @@
-"""The terminal of a run (its phases as they begin, a clock, and a line a step) and of other long work.
+"""A run's terminal output: phases, a clock, and a line per step.
 
-In a terminal the last line says what goes on now, and steps are a table that grows. Where stderr is a log file every
-line has its time, and a phase that takes long says so now and then.
+In a terminal the last line shows current work and steps form a table. In a log every line has its time, and long phases
+repeat.
 """
 
 from __future__ import annotations
@@ -312,9 +312,8 @@ def step_line(
     width: int | None = None,
     without: Sequence[str] = (),
 ) -> str:
-    """Return one step in one line of at most `width` columns (unset: however many); `plain` names each value, for logs
-    where no heading is near. Conditions that hold are behind the columns, or in a second line where these leave no
-    room. `without` names metrics that have no column."""
+    """Return a step in a line of `width` columns (None: unlimited); `plain` names values, for logs. Conditions follow,
+    or go to a second line. `without`: metrics without column."""
     found = dict(flatten(metrics))
     seconds = {Phase(name): value for name, value in metrics["seconds"].items() if name != "total"}
     phases = " ".join(f"{PHASES[phase][0]} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)

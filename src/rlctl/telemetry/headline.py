@@ -51,18 +51,16 @@ class Change:
         return "validation" if self.validated else "training"
 
     def text(self) -> str:
-        """Return the line of a summary: `validation reward: 0.312 ± 0.120 before step 1, 0.875 ± 0.085 after step
-        20`."""
+        """Return a summary line: `validation reward: 0.312 ± 0.120 before step 1, 0.875 ± 0.085 after step 20`."""
         began = f"{self.first} {self.began}, " if self.first else ""
         return f"{self.source} {HEADLINES.get(self.metric, self.metric)}: {began}{self.last} {self.ended}"
 
 
 def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> Change | None:
-    """Return how a metric of a run has changed; None where the run has none of that name.
+    """Return how a metric changed; None if unknown.
 
-    The first and the last validation tell it, with the standard errors over their prompts. A run that does not validate
-    is judged by the steps: the mean of the first fifth of them and that of the last, with the standard errors over
-    steps; with `training` so is any other. `metric` is a name without a prefix, such as `reward_mean`.
+    Uses the first and last validation, with standard errors over prompts; without validation (or with `training`) the
+    means of the first and last fifth of steps. `metric`: unprefixed, such as `reward_mean`.
     """
     found = columns(lines)
     if (points := found.get(VALIDATION + metric)) and not training:
@@ -166,8 +164,7 @@ def marks(metrics: Metrics) -> str:
 
 
 def findings(lines: Sequence[Metrics]) -> list[str]:
-    """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
-    last fifth: training removes some by itself."""
+    """Return advice for each condition that held in some steps and half of the last fifth; training removes others."""
     found, last = [], lines[-math.ceil(len(lines) / 5) :]
     for one in CONDITIONS:
         shares = [one.share(line) or 0.0 for line in lines if one.holds(line)]

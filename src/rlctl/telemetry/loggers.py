@@ -1,7 +1,6 @@
-"""Loggers of a run, next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio, with one table of names.
+"""Loggers next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio, with common names.
 
-Each logger works in a thread of its own, so that a slow server slows no step. One that fails is said once and switched
-off: a run does not end for lack of a logger.
+Each works in a thread, so a slow server slows no step. A failing one is reported once and switched off.
 """
 
 from __future__ import annotations
@@ -278,10 +277,8 @@ class LoggerThread:
 def wanted_loggers(
     config: RunConfig, tell: Callable[[str], None] = lambda _: None, *, optional: bool = False
 ) -> tuple[LoggerName, ...]:
-    """Return the loggers of a run. Unset, these are TensorBoard, and Weights & Biases where WANDB_API_KEY is set.
-
-    Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` reports.
-    """
+    """Return a run's loggers; by default TensorBoard, and W&B with WANDB_API_KEY. Raises InputError for a missing
+    package, or with `optional` leaves it out and calls `tell`."""
     default: tuple[LoggerName, ...] = ("tensorboard", "wandb") if os.environ.get("WANDB_API_KEY") else ("tensorboard",)
     found: list[LoggerName] = []
     for name in default if config.loggers is None else config.loggers:

@@ -27,8 +27,8 @@ class Metric:
     name: str
     """Name in metrics.jsonl; a slash makes it part of a nested value, unless it is `flat`."""
     reduce: Literal["mean", "sum", "max", "effective"]
-    """Over the response tokens of the step. A maximum is at least 0. `effective` is the effective sample size of
-    weights w, as a part of the tokens: (sum of w)^2 / (tokens x sum of w^2)."""
+    """Over the step's response tokens. `max` is at least 0; `effective`: relative effective sample size, (sum of w)^2 /
+    (tokens x sum of w^2)."""
     curve: str = ""
     """Title of its curve in the report; empty: it has none."""
     column: str = ""
@@ -81,8 +81,7 @@ def nested(values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl` but a last one that was cut off; none where no step has written one. Raises
-    InputError for other damage."""
+    """Return the lines of `metrics.jsonl` except an incomplete last one. Raises InputError for other damage."""
     if not path.exists():
         return []
     try:

@@ -1,9 +1,7 @@
-"""The terminal: how much a command says there, in which colors, and streams that may be lost.
+"""Verbosity, colors, and streams that can disappear.
 
-A command says results and errors alone (-q), the usual messages, or also what it reads and starts (-v): code that reads
-a file, makes a choice or starts something says so with `logging.getLogger(__name__).info(...)`, and nobody sees that
-without -v. Colour is for terminals, and the environment variable NO_COLOR (or --no-color) takes it away. A terminal
-that was closed, a full disk or a reader that is gone ends no run.
+-q: results and errors; default: messages; -v: also `logging.getLogger(__name__).info(...)`. NO_COLOR or --no-color
+turns colors off. A closed terminal, full disk or missing reader ends no run.
 """
 
 from __future__ import annotations

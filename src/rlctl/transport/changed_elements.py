@@ -1,11 +1,9 @@
-"""Refits that carry only changed elements: finding them, and the pieces in which they travel.
+"""Sparse refits: finding changed elements, and their encoding.
 
-Elements are compared as bytes, in the dtype that arrives, with a copy of what was sent last (one payload of memory over
-all ranks). Training in bfloat16 leaves most elements as they were, because small steps round away.
-
-A piece is a stretch of a staging buffer: its length in bytes, then entries. An entry is the parameter's number in the
-receiver's layout, how many elements, their places in the parameter (int32, row by row) and their values, each part
-padded to eight bytes. Values replace what is there, so that writing a piece twice does no harm.
+Elements are compared bytewise in the receiving dtype with the last sent copy (one payload over all ranks); bfloat16
+training leaves most unchanged. A piece is a stretch of a staging buffer: its byte length, then entries of parameter
+number in the receiver's layout, element count, places (int32) and values, each padded to eight bytes. Writing a piece
+twice is harmless.
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ def read_piece(memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> Iterator[
 
 
 def differing(values: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-    """Indices (int64) at which two vectors of one dtype differ in their bytes. On a CPU they are compared in blocks
-    that stay in the cache: four times as fast, and at memory speed where nothing differs."""
+    """Return indices (int64) of bytewise differences. On a CPU, cache-sized blocks make it four times as fast."""
     bits = _INTEGERS[values.element_size()]
     one, other = values.view(bits), sent.view(bits)
     if values.device.type != "cpu":

@@ -1,8 +1,7 @@
-"""The collective mover: policy ranks send their boxes to engine workers over process groups of both (gloo, NCCL).
+"""The collective mover: policy ranks send boxes to engine workers over joint process groups (gloo, NCCL).
 
-Each channel has a group of its engine workers and of the ranks that send them something. A group is made from a store
-of its own and the backend's own class. So it leaves the default groups of the trainers and of vLLM as they are, and can
-be made again, without either, when an engine leaves or joins.
+Each channel has a group built from its own store and the backend's class, so default groups of trainers and vLLM stay
+unchanged, and it can be rebuilt when engines come or go.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ from rlctl.transport.rounds import (
 
 
 class ServedStore(TCPStore):
-    """A store at a free port of this process, served as long as the object lives. It listens at `host`, one of this
-    node's addresses, alone: left to itself torch listens on every network. It knows no password, so it should listen no
-    longer than until all members have met."""
+    """A store at a free port of this process, only at `host` (torch would listen on every network). It has no password,
+    so serve it only until all members have joined."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         """Raise WorkerError for an address that is not this node's."""
@@ -110,8 +108,8 @@ class TransferGroup:
         return self._begin([], [Message(memory, source, tag)], "send")
 
     def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
-        """Begin to send and to receive several messages as one operation. One by one NCCL runs them in order, and two
-        ranks that begin by receiving would wait for ever. Without tags, both ends list messages alike."""
+        """Start sends and receives as one operation, because NCCL runs single ones in order and could deadlock. Both
+        ends list messages alike."""
         if self.device.type == "cpu":
             return [self.receive(*one) for one in receives] + [self.send(*one) for one in sends]
         return [self._begin(sends, receives, "exchange")] if sends or receives else []
@@ -223,8 +221,8 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """Receives rounds as messages over a process group. Where several receivers need the same, each passes rounds that
-    are finished on to the next: a sender sends once, and several rounds are under way in the chain."""
+    """Receive rounds as messages. Receivers with the same needs pass finished rounds along a chain, so the sender sends
+    once."""
 
     def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
         assert connection.group is not None

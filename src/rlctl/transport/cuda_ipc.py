@@ -1,7 +1,7 @@
-"""The CUDA IPC mover: the shared memory mover with its two buffers on the device that policy rank and worker share.
+"""The CUDA IPC mover: two buffers on a shared device.
 
-Policy ranks on other devices send their boxes to that rank over the policy's own process group. Device memory is shared
-through torch.multiprocessing's reductions, by PyTorch's source (torch/multiprocessing/reductions.py).
+Policy ranks on other devices send boxes over the policy's process group. Memory is shared through
+torch.multiprocessing's reductions (torch/multiprocessing/reductions.py).
 """
 
 from __future__ import annotations
@@ -38,11 +38,8 @@ def make_staging(channel: Channel, device: torch.device) -> Staging:
 
 @contextmanager
 def _segments_of_their_own(device: torch.device) -> Iterator[None]:
-    """Allocate in new segments, each one plain allocation.
-
-    CUDA IPC shares whole segments, so a buffer that was cut from a cached segment would keep all of it in memory. And
-    memory in expandable segments is shared by file descriptors of the other process, which containers do not allow.
-    """
+    """Allocate plain new segments: CUDA IPC shares whole segments, which would keep cached ones alive, and expandable
+    segments need file descriptors that containers forbid."""
     name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
     settings = os.environ[name] if name else ""
     fixed = settings.replace("expandable_segments:True", "expandable_segments:False")

@@ -1,10 +1,7 @@
-"""The disk mover: policy ranks write their boxes to files, and engines read them once a version is complete.
+"""The disk mover, for debugging and for engines that share only a file system with trainers.
 
-It is for debugging, and for engines that share nothing with the trainers but a file system.
-
-    <directory>/version-7/channel-0-policy-rank-1      a header (which boxes) and the boxes, round by round
-
-A version is written aside, forced to disk and renamed, so that it is there as a whole or not at all.
+<directory>/version-7/channel-0-policy-rank-1 has a header (boxes) and the boxes by round. A version is written aside,
+flushed and renamed, so it is complete or absent.
 """
 
 from __future__ import annotations

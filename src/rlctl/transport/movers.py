@@ -1,7 +1,5 @@
-"""The two ends of a channel: a small interface for each, and opening one by its mover's name.
-
-A channel carries rounds of bytes from policy ranks to engine workers. Each mover has one file here with both ends.
-"""
+"""Interfaces of a channel's two ends, opened by mover name. A channel carries rounds of bytes; each mover has one file
+with both ends."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ class Receiver(Protocol):
     """The receiving end of a channel: rounds in order, each in a buffer that stays valid until it is given back."""
 
     def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
-        """As `Sender.begin`, to receive. With `changes` only changed elements come, of these lengths; with None
-        everything."""
+        """Like `Sender.begin`, to receive: changes of these lengths, or None for everything."""
         ...
 
     def wait(self, index: int) -> torch.Tensor:

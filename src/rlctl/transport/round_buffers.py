@@ -1,7 +1,7 @@
-"""Copies of a round into a buffer (`Packer`), and messages put together into rounds (`Images`).
+"""Copies of a round into a buffer (`Packer`), and messages assembled into rounds (`Images`).
 
-A copy goes into an *image* (the staging buffer that the receiver reads, each chunk at its place) or into a *message*
-(the rank's own boxes one behind the other, which the other end puts in place).
+Targets are *images* (the receiver's staging buffer) or *messages* (a rank's boxes in sequence, placed by the other
+end).
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 class Images:
-    """Two images, and two buffers in which the messages of all senders arrive, those of a round one behind the other.
-    Together they are about as long as the round, while each of the senders may have all of some round."""
+    """Two images, and two buffers for all senders' messages of a round, together about a round long."""
 
     def __init__(
         self, rounds: Rounds, parts: list[list[tuple[MessagePart, ...]]], device: torch.device, capacity: int

@@ -1,8 +1,7 @@
-"""Rounds of bounded size, cut from what a receiver needs, and the records that both ends of a channel share.
+"""Rounds of bounded size, and records shared by a channel's ends. Torch-free.
 
-A receiver declares a `Layout`: the parameters that it wants filled and where their elements come from. Its rows are cut
-into rounds that fit a staging buffer. Layouts are exchanged once, when a session opens. Both ends cut them alike, so no
-list of tensors travels with a refit. Torch-free.
+A receiver's `Layout` declares parameters and the source of their elements. Both ends cut its rows alike into rounds
+that fit a staging buffer, so refits send no tensor lists.
 """
 
 from __future__ import annotations
@@ -155,8 +154,7 @@ class Changes:
 
 
 def cut_rounds(layout: Layout, capacity: int) -> Rounds:
-    """Rounds of at most `capacity` bytes in the order of the parameters; only one that is larger is cut, along its
-    rows."""
+    """Return rounds of at most `capacity` bytes in parameter order; larger parameters are cut along rows."""
     rounds: list[tuple[Chunk, ...]] = []
     now: list[Chunk] = []
     offset = 0

@@ -1,15 +1,10 @@
-"""The shared memory mover: policy ranks write into two staging buffers that engine workers of their node read.
+"""The shared memory mover: policy ranks write two staging buffers that engine workers of their node read.
 
-The memory is one file in /dev/shm (`Segment`). It is created with its pages reserved, so that a full /dev/shm is an
-error at once and not a bus error in the middle of a copy, and unlinked once both sides have it mapped, so that nothing
-is left behind however the processes end.
-
-The buffers are handed over by counters (`Ring`). Round k is in buffer k % 2. A sender fills it once every receiver has
-read round k - 2; a receiver reads it once every sender has filled its part. Each side counts in a cell of its own, so
-no lock is needed and no message is sent for a round. A count must be seen after the bytes that it speaks of. x86-64
-keeps stores and loads in that order; on other processors (the ARM of GB200 and GH200) `keep_order` does. An end that
-fails says so in its cell, and an end that waits looks whether the processes it waits for are alive, so that a broken
-end is an error at the other ends at once.
+The memory is one file in /dev/shm (`Segment`), with reserved pages (a full /dev/shm is an error, not a bus error),
+unlinked once both sides have mapped it. Counters (`Ring`) hand over the buffers: round k uses buffer k % 2; a sender
+fills it after every receiver read round k - 2, a receiver reads it after every sender filled it. Each side counts in
+its own cell, without locks or messages. Counts must follow their bytes: x86-64 keeps the order, and `keep_order` does
+on ARM. Failures are noted in the cell, and waiting ends check that the others live.
 """
 
 from __future__ import annotations
@@ -48,8 +43,8 @@ DONE, PROCESS, FAILED, VERSION = 0, 1, 2, 3
 
 
 def this_node() -> str:
-    """A name shared by all processes that can share memory with this one; RLCTL_NODE replaces it in tests. Containers
-    of one machine have the same boot id, but each has a /dev/shm (and so a device number) of its own."""
+    """Return a name shared by processes that can share memory (RLCTL_NODE in tests). Containers share a boot id but
+    have different /dev/shm devices."""
     if name := os.environ.get("RLCTL_NODE"):
         return name
     with contextlib.suppress(OSError):
@@ -59,8 +54,7 @@ def this_node() -> str:
 
 
 def keep_order() -> None:
-    """Have every process see what this one has written so far before what it writes next, and have this one read
-    nothing early. Raises MachineError where the system does not let it."""
+    """Order this process's memory accesses for all processes. Raises MachineError if the system refuses."""
     if KEEPS_ORDER:
         return
     number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())  # membarrier(2) has no function in glibc

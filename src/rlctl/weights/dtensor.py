@@ -1,9 +1,8 @@
-"""The layout of every rank of a policy of transformers' modules that FSDP2 shards, as plain data.
+"""The layout of an FSDP2 policy of transformers' modules, as plain data.
 
-Experts of a layer are stacked as transformers 5 holds them, but gate and up along an axis of their own: a part of both
-is then a box, which torch.distributed.checkpoint can describe. Sources: torch/distributed/tensor placement types (Shard
-splits as torch.chunk does, so late ranks may hold less or nothing) and torch/distributed/fsdp (each parameter is
-sharded along its first axis, after tensor parallelism has divided it).
+Experts are stacked as in transformers 5, with gate and up along a separate axis, so that parts are boxes for
+torch.distributed.checkpoint. Sources: torch/distributed/tensor placement types (Shard splits like torch.chunk) and
+torch/distributed/fsdp (sharding along the first axis after tensor parallelism).
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
 def module_name(tensor: str) -> str:
-    """The name of a published tensor of a known family in transformers' modules; of an expert's, that of all experts'
-    stack. Mixtral's blocks of experts have two names."""
+    """Return a published tensor's name in transformers' modules (an expert's: the stack's). Mixtral's expert blocks
+    have two names."""
     return tensor.replace("block_sparse_moe", "mlp")
 
 
@@ -59,8 +58,8 @@ def param_names(facts: ModelFacts) -> dict[str, str]:
 
 
 def module_layout(facts: ModelFacts, dtype: str) -> Layout:
-    """Every parameter of transformers' modules, whole: experts of a layer are in `gate_up_proj` [E, 2, I, H] and
-    `down_proj` [E, H, I], or, of a family without a file, in the shapes that transformers has."""
+    """Return all parameters of transformers' modules, whole: experts in `gate_up_proj` [E, 2, I, H] and `down_proj` [E,
+    H, I], or without a family file in transformers' shapes."""
     if facts.listed:
         return _listed_layout(facts, dtype)
     plain = hf.layout(facts, dtype)
@@ -105,8 +104,8 @@ def _listed_layout(facts: ModelFacts, dtype: str) -> Layout:
 
 @dataclass(frozen=True)
 class DTensorWorld:
-    """All ranks of one policy. Rank = ((replicate x shards + shard) x tp) + tp rank, context-parallel ranks being
-    shards too; parameters are called as those of transformers' modules."""
+    """All ranks of a policy. Rank = ((replicate x shards + shard) x tp) + tp rank; context-parallel ranks are shards.
+    Parameters have transformers' names."""
 
     facts: ModelFacts
     parallel: ParallelSpec
@@ -186,8 +185,8 @@ class DTensorWorld:
         return found
 
     def adapter_axis(self, name: str) -> int | None:
-        """The axis along which tensor parallelism divides an adapter (`<module>.lora_a` or `lora_b`): B has the rows of
-        the weight, and A its columns."""
+        """Return the tensor-parallel axis of an adapter (`<module>.lora_a`, `lora_b`): B has the weight's rows, A its
+        columns."""
         module, _, which = name.rpartition(".")
         own = {"lora_b": 0, "lora_a": 1}[which]
         return own if self.axis(f"{module}.weight") == own else None

@@ -14,11 +14,8 @@ from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 def layout(
     facts: ModelFacts, dtype: str, copies: bool = False, published: Mapping[str, str] = MappingProxyType({})
 ) -> Layout:
-    """Every published tensor, whole; the router's correction bias stays in float32, and a dtype of a tensor's own too.
-
-    `copies` adds tensors that published files repeat (embedding and head next to multi-token-prediction layers);
-    `published` names the dtypes of tensors that have another one than the rest of their files.
-    """
+    """Return all published tensors, whole; router correction biases stay float32. `copies` adds repeated embedding and
+    head; `published` has other dtypes."""
     weights = weights_of(facts)
     wide = {matrix.tensor: "float32" for matrix in weights.matrices if matrix.role in FLOAT32_ROLES}
     own = {matrix.tensor: matrix.dtype for matrix in weights.matrices if matrix.dtype}

@@ -1,8 +1,8 @@
-"""Layouts: which part of which model tensor each part of each local parameter of one rank holds.
+"""Layouts: which part of a model tensor each part of a rank's parameter holds. Plain data without torch.
 
-Plain data without torch. A *tensor* is one of the published safetensors checkpoint, a *param* a block of memory of one
-rank (or of a file). Both sides of a piece are boxes of spans, so that a column shard, an interleaved gate/up or one
-expert of a stack is the same kind of thing; `axes` says which tensor axis each param axis runs along.
+A *tensor* is in the published checkpoint, a *param* is a rank's (or file's) memory block. Both sides of a piece are
+boxes of spans, which covers column shards, interleaved gate/up and stacked experts; `axes` maps param axes to tensor
+axes.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def volume(box: Box) -> int:
 
 
 def meet(a: Span, b: Span) -> tuple[int, int, int, int, int] | None:
-    """Return what two spans share: (first index in a, stride in a, first index in b, stride in b, count), or None. Two
-    arithmetic progressions meet in one whose step is the least common multiple of theirs (Chinese remainder)."""
+    """Return two spans' intersection: (first index in a, stride in a, first index in b, stride in b, count), or None.
+    The step is the least common multiple (Chinese remainder)."""
     if a.step == 1 and b.step == 1:
         low, high = max(a.start, b.start), min(a.start + a.count, b.start + b.count)
         return (low - a.start, 1, low - b.start, 1, high - low) if high > low else None
@@ -132,11 +132,10 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`param[param_box] = transforms(tensor[tensor_box])`, param axis i running along tensor axis `axes[i]`.
+    """`param[param_box] = transforms(tensor[tensor_box])`; param axis i runs along tensor axis `axes[i]`.
 
-    `axes[i]` None: the param has an axis of length one in this box that the tensor lacks. Tensor axes that `axes`
-    leaves out have one index in `tensor_box`. A piece that is not `primary` is a second copy on another rank (tied
-    embeddings of the last pipeline stage): it is written, and never read from.
+    None in `axes`: a length-one param axis that the tensor lacks. Other tensor axes have one index. A piece that is not
+    `primary` is a second copy (tied embeddings): written, never read.
     """
 
     tensor: str
@@ -209,11 +208,8 @@ def _unpickled(rank: int, specs: dict[str, int], rows: list[tuple], kinds: tuple
 
 
 def coverage(name: str, spec: ParamSpec | None, boxes: Sequence[Box]) -> Iterator[str]:
-    """Sentences about elements of a param that `boxes` miss, leave the param, or write twice; none: exactly once.
-
-    Disjoint boxes inside the param whose volumes add up to its size cover each element exactly once, so no element
-    is ever enumerated.
-    """
+    """Return sentences about elements missed, outside, or written twice; none: each is covered once. Disjoint boxes
+    with the param's volume cover it exactly."""
     if spec is None:
         yield f"{name}: extra, there is no such parameter"
         return

@@ -1,8 +1,5 @@
-"""The layout of every rank of a Megatron-Core policy, as plain data.
-
-Sources: megatron/core/parallel_state.py (rank order tp-cp-ep-dp-pp), transformer_block.py and transformer_layer.py
-(layers of a stage); the same in versions 0.16 to 0.19.
-"""
+"""The layout of a Megatron-Core policy, as plain data. Sources (0.16 to 0.19): megatron/core/parallel_state.py (rank
+order tp-cp-ep-dp-pp), transformer_block.py and transformer_layer.py."""
 
 from __future__ import annotations
 
@@ -33,11 +30,8 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class MegatronWorld:
-    """All ranks of one Megatron policy.
-
-    Names are those of `GPTModel.named_parameters()` and its persistent buffers: layers are counted within the stage.
-    With vpp > 1 a rank has several models, so layers have their global number there.
-    """
+    """All ranks of a Megatron policy. Names are `GPTModel.named_parameters()` and persistent buffers, with layers
+    counted in the stage, or globally with vpp > 1."""
 
     facts: ModelFacts
     parallel: ParallelSpec
@@ -271,10 +265,8 @@ def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str,
 def piece(
     matrix: Matrix, box: Box, param: str, starts: tuple[int, ...], primary: bool = True, gain: float = 0.0
 ) -> Piece:
-    """`box` of the matrix at `starts` of the param; leading param axes that the matrix lacks have length one.
-
-    `gain` is the number that the engine itself adds to the stored value (Megatron's zero-centred norm: 1).
-    """
+    """Return `box` of the matrix at `starts` of the param; extra leading axes have length one. `gain`: added by the
+    engine (zero-centered norms: 1)."""
     lead = len(starts) - len(box)
     shift = matrix.offset - gain
     transforms: tuple[Transform, ...] = (Add(shift),) if shift else ()

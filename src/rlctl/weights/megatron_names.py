@@ -1,8 +1,7 @@
-"""Names and kinds of GPTModel's parameters, role by role, for the local and the TransformerEngine layer spec.
+"""Names and kinds of GPTModel's parameters by role, for the local and TransformerEngine specs.
 
 Sources: megatron/core/models/gpt/gpt_layer_specs.py, transformer/attention.py, multi_latent_attention.py, mlp.py,
-moe/experts.py, moe/router.py, multi_token_prediction.py. The norms behind attention and MLP (Gemma) are no part of
-Megatron-Core; their names are Megatron-Bridge's.
+moe/experts.py, moe/router.py, multi_token_prediction.py. Post-norms (Gemma) have Megatron-Bridge's names.
 """
 
 from __future__ import annotations

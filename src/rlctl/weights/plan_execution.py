@@ -31,11 +31,8 @@ def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
 def transformed(
     values: torch.Tensor, copy: Copy, read: Read | None = None, rounding: Rounding = "unbiased"
 ) -> torch.Tensor:
-    """`values`, a box of the source, after the copy's transforms; casts that lose nothing are left to the copy into the
-    destination, others are made by `rounding`.
-
-    `read` gives further source params (FP8 scales, adapters) whole, where a transform asks for them.
-    """
+    """Apply a copy's transforms to `values`; lossless casts happen on copying, others by `rounding`. `read` returns
+    further params (FP8 scales, adapters)."""
     for transform in copy.transforms:
         if not isinstance(transform, Cast):
             values = _apply(transform, values, copy, read)

@@ -1,15 +1,10 @@
-"""Float32 weights rounded to bfloat16 and float16 without bias, by one rule that training, refits and exports share.
+"""Unbiased rounding of float32 weights to bfloat16 and float16, shared by training, refits and exports.
 
-A weight lies between two neighbors of the narrower grid, in a *cell*. Each cell has a threshold, and a weight takes the
-outer neighbor (the one of greater size) where it lies above the threshold, else the inner one. The thresholds of
-successive cells are successive multiples of the golden ratio, modulo 1. Any run of cells therefore has them evenly
-spread (Knuth, The Art of Computer Programming, volume 3, section 6.4), so that a share of the weights in proportion to
-their distance takes the outer neighbor and the mean is kept. The rule needs no state and no place: the result follows
-from the weight alone, whatever process holds it. A weight on the grid stays where it is, and a weight that moves
-changes once, when it crosses its threshold.
-
-Rounding to nearest gives every cell the threshold one half. Steps that are small against the grid are then lost in all
-weights alike, where training begins with weights on the grid, as it does with published ones.
+A weight lies in a *cell* between two neighbors and takes the outer one (larger magnitude) above the cell's threshold.
+Thresholds of successive cells are multiples of the golden ratio modulo 1, evenly spread over any run of cells (Knuth,
+The Art of Computer Programming, volume 3, section 6.4), so the mean is preserved. The result depends only on the
+weight: no state, no randomness, and one change per crossed threshold. Rounding to nearest has thresholds of one half,
+which loses small steps from weights on the grid.
 """
 
 from __future__ import annotations
@@ -28,11 +23,10 @@ from rlctl.settings.training import Rounding
 
 NARROW = (torch.bfloat16, torch.float16)
 GOLDEN = 40502
-"""0.618 of 2^16. It is even, so that a weight and its negative have one threshold, and so that the cell of the largest
-bit patterns has none: a value that is not a number stays one."""
+"""0.618 of 2^16. Even, so that signs share thresholds and the largest patterns have none: NaN stays NaN."""
 EVEN_FLOAT16, LARGEST_FLOAT16, INFINITE_FLOAT16 = 0x38800000, 0x477FE000, 0x477FF000
-"""float32 patterns of 2^-14, below which float16's grid is even, of 65504, its largest number, and of 65520, from where
-nearest gives infinity."""
+"""float32 patterns of 2^-14 (float16 is evenly spaced below), of 65504, its largest number, and 65520, where nearest
+gives infinity."""
 THREADED = 1 << 22
 """Elements from which several threads of a processor share the work."""
 
@@ -71,11 +65,8 @@ def bfloat16_bits(bits: Tensor) -> Tensor:
 
 
 def float16_bits(bits: Tensor) -> Tensor:
-    """int16 patterns of float16 from int32 patterns of float32.
-
-    From 2^-14 on a cell is 2^13 patterns of float32. Below, where float16's grid is even, sizes are counted in 2^-37,
-    so that a cell is 2^13 of these.
-    """
+    """Return int16 float16 patterns of int32 float32 patterns. From 2^-14 on, a cell is 2^13 patterns; below, sizes
+    count in 2^-37, so a cell is 2^13 of these."""
     size = bits & 0x7FFFFFFF
     even = (bits.view(torch.float32).abs().clamp(max=2.0**-13) * 2.0**37).to(torch.int32)
     fine = torch.where(size >= EVEN_FLOAT16, size - (112 << 23), even)
@@ -105,8 +96,7 @@ def _on_processor(bits: Tensor, found: Tensor, dtype: torch.dtype) -> None:
 
 
 def _memory(values: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
-    """The memory of a contiguous tensor, which must live longer. After `numpy()` a storage could not be emptied, as
-    those of weights are while they wait in host memory."""
+    """Return a contiguous tensor's memory, which must outlive it. After `numpy()`, storages could not be emptied."""
     if not len(values):
         return np.empty(0, dtype)
     memory: Any = (c_char * values.nbytes).from_address(values.data_ptr())
@@ -115,8 +105,8 @@ def _memory(values: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
 
 @cache
 def _kernel(dtype: torch.dtype) -> Any:
-    """The loop that numba compiles when it is first called. Torch's operations, one after the other, take four times as
-    long as a copy."""
+    """Return the loop, compiled by numba on its first call; separate torch operations take four times as long as a
+    copy."""
     import numba
 
     uint16: Any = numba.uint16

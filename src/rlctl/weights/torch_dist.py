@@ -1,9 +1,9 @@
-"""The keys of Megatron's parallelism-agnostic checkpoints (torch_dist) as one more layout.
+"""Megatron's parallelism-independent checkpoint keys (torch_dist) as a layout.
 
-A key holds a whole matrix as GPTModel fuses it at TP 1: layers stacked along a leading axis (`decoder.layers.X`), or
-one key a layer where layers differ (`decoder.layers.7.X`); experts stacked along a further axis. Sources:
-sharded_state_dict of megatron/core/transformer/transformer_block.py, mlp.py and moe/experts.py, 0.16 to 0.19, also in
-its form with `singleton_local_shards` (one key an expert, gate and up apart as `_w` and `_v`).
+A key holds a matrix fused at TP 1, with layers stacked (`decoder.layers.X`) or separate (`decoder.layers.7.X`), and
+experts stacked along a further axis. Sources: sharded_state_dict of megatron/core/transformer/transformer_block.py,
+mlp.py and moe/experts.py, 0.16 to 0.19, including `singleton_local_shards` (a key per expert, gate and up as `_w` and
+`_v`).
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ def layout(
     vocab_rows: int | None = None,
     holds: Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Keys, global shapes and pieces of a checkpoint of the model.
+    """Return keys, global shapes and pieces of a model's checkpoint.
 
-    `vocab_rows` is the padded vocabulary that the checkpoint has; None: as the model has. `holds` says which keys an
-    existing checkpoint has, and picks the spelling of norms whose key depends on the layer spec; without it both
-    spellings are in the layout, so that a checkpoint written from it loads under either spec.
+    `vocab_rows`: padded vocabulary; None: the model's. `holds` tells existing keys and selects the norms' spelling;
+    without it the layout has both spellings, so the checkpoint loads under either spec.
     """
     style = style or default_style(facts)
     world = MegatronWorld(facts, ParallelSpec(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)

@@ -1,8 +1,7 @@
-"""Transfer plans: the intersection of a source's layouts with one destination's layout, and its proof.
+"""Transfer plans: intersections of source layouts with a destination's, with proof.
 
-The choice among several source ranks follows from the copy and from what the planner is given alone, so that every rank
-makes the same one. In a refit each policy rank makes the `receive_plan` of every channel and sends what comes
-`from_rank` itself; engines plan nothing.
+Source ranks are chosen deterministically, so all ranks make the same plan. In a refit each policy rank plans every
+channel's `receive_plan` and sends its part; engines plan nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class RememberingWorld:
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """Keep the garbage collector away while a plan is made: looking through its many lasting objects again and again
-    takes longer than making them."""
+    """Pause the garbage collector, which would repeatedly scan the plan's many objects."""
     if not gc.isenabled():
         yield
         return
@@ -81,11 +79,8 @@ def many_objects() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One strided copy from a param of a source rank to a param of a destination rank.
-
-    Both views have the axes of the tensor, so that source[i, j, ...] belongs to destination[i, j, ...];
-    `tensor_box` says which elements of the tensor these are.
-    """
+    """One strided copy between params of two ranks. Both views have the tensor's axes: source[i, j, ...] goes to
+    destination[i, j, ...]; `tensor_box` locates these elements."""
 
     source_rank: int
     tensor: str
@@ -161,11 +156,8 @@ def receive_plan(
     only: int | None = None,
     among: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda ranks: ranks,
 ) -> TransferPlan:
-    """Return what the holder of `layout` receives, and from which source ranks: the nearest where several hold a part.
-
-    `distances` are those of each source rank; none given, all are equally far. With `only`, the plan has only the
-    copies from that source rank. `among` says which of the nearest ranks may send; boxes are spread over them.
-    """
+    """Return the copies into `layout` from the nearest source ranks (`distances` per rank; none: equal). `only`: copies
+    from that rank. `among` selects among equally near ranks."""
     copies: list[Copy] = []
     missing: list[str] = []
     for tensor, pieces in layout.by_tensor.items():

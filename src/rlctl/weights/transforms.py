@@ -1,7 +1,5 @@
-"""Changes of value between a tensor and the param that holds it; `weights.plan_execution` executes them.
-
-Each declares which other tensors it reads, to which blocks a box must be aligned, and its inverse where it has one.
-"""
+"""Value changes between a tensor and its param, executed by `weights.plan_execution`. Each declares other tensors,
+block alignment, and its inverse."""
 
 from __future__ import annotations
 
@@ -71,8 +69,8 @@ class Dequantize(Transform):
 
 @dataclass(frozen=True, slots=True)
 class MergeLora(Transform):
-    """tensor = param + scale * (b @ a): the adapter of a linear layer folded into its weight (arXiv 2106.09685), which
-    is first rounded to `dtype` by `rounding`, as the run that trained the adapter did."""
+    """tensor = param + scale * (b @ a) (arXiv 2106.09685), with the base weight first rounded to `dtype` by `rounding`,
+    as in training."""
 
     a: str
     b: str

@@ -1,13 +1,10 @@
 """The layout of vLLM's ranks: fused qkv and gate_up, repeated KV heads, experts stacked as w13 and w2.
 
-The functions below say which parts of published tensors the matrices of each kind of layer hold on one rank.
-`backends/vllm/weights/locate.py` applies them to the modules of a running model, and `VllmWorld` to the sizes of a
-model that does not run, which is what tests and benchmarks refit. Copies that a module makes of another one's weights
-(tied output embeddings, the halves of latent attention's kv_b) exist in running models alone.
-
-Sources (vLLM 0.32): model_executor/layers/linear.py (QKVParallelLinear), vocab_parallel_embedding.py (padding to 64),
-attention/mla_attention.py, fused_moe/routed_experts.py, fused_moe/expert_map_manager.py (linear placement of experts),
-fused_moe/config.py (experts under data-parallel attention) and models/gpt_oss.py.
+These functions describe each kind of layer. `backends/vllm/weights/locate.py` applies them to running modules,
+`VllmWorld` to a model's sizes (tests, benchmarks). Copies of weights (tied outputs, halves of kv_b) exist only in
+running models. Sources (vLLM 0.32): model_executor/layers/linear.py, vocab_parallel_embedding.py (padding to 64),
+attention/mla_attention.py, fused_moe/routed_experts.py, fused_moe/expert_map_manager.py, fused_moe/config.py and
+models/gpt_oss.py.
 """
 
 from __future__ import annotations
@@ -205,11 +202,8 @@ def expert(
     half: int,
     swapped: bool = False,
 ) -> Iterator[LocalMatrix]:
-    """Expert `number` at `index` of a stack, of a model that publishes each expert's matrices apart.
-
-    `names` are those of gate, up and down; `half` is the first row of the second of gate and up, `swapped` puts up
-    before gate.
-    """
+    """Expert `number` at `index` of a stack, from separate matrices named `names` (gate, up, down). `half`: first row
+    of the second of gate and up; `swapped`: up first."""
     hidden, width, ranks, rank = sizes
     ffn = width * ranks
     gate, up, down = (f"{prefix}.{number}.{name}.weight" for name in names)
@@ -255,8 +249,8 @@ def latent_halves(
 
 @dataclass(frozen=True)
 class VllmParallel:
-    """Sizes of an engine: `dp` replicas, which share experts, of `pp` stages of `tp` ranks; `ep`: experts whole, over
-    the ranks of a stage in all replicas."""
+    """Sizes of an engine: `dp` replicas with shared experts, `pp` stages, `tp` ranks; `ep`: whole experts over a
+    stage's ranks of all replicas."""
 
     tp: int = 1
     dp: int = 1

@@ -248,10 +248,11 @@ def dimensions(plan: Plan) -> int:
 
 
 def believable(plans: list[Plan]) -> list[Plan]:
-    """Put the plan first that engineers would choose of those that the prediction cannot tell from the fastest: one
-    with published sizes, then one with fewest parallel dimensions, then one with most free memory.
+    """Put the plan first that engineers would choose among plans within prediction error: published sizes, then fewest
+    dimensions, then most free memory.
 
-    With the goal `cheap` the fewest GPU seconds decide, and on a CPU, whose rates are measured, the seconds."""
+    The goal `cheap` compares GPU seconds; measured CPUs compare seconds.
+    """
     first = plans[0]
     if first.cluster.is_cpu or first.workload.goal == "cheap":
         return plans
@@ -425,8 +426,8 @@ def _rollout_seconds(
 
 
 def policy_asleep(request: Request, training: search.TrainingCandidate) -> float:
-    """Return the bytes that the offloaded policy's process keeps on the device: context, communicators, allocator; and
-    those of a teacher's."""
+    """Return bytes that offloaded policy and teacher processes keep on the device: context, communicators,
+    allocator."""
     if request.cluster.is_cpu:
         return 0.0
     teacher = training.teacher.asleep if training.teacher is not None else 0.0

@@ -1,7 +1,5 @@
-"""Whether a layout is valid for a model, workload and cluster, and whether rlctl can run it yet.
-
-Rules that follow from the model and the sizes alone are in `models/constraints.py`.
-"""
+"""Whether a layout is valid for model, workload and cluster, and whether rlctl can run it. Rules of the model alone are
+in `models/constraints.py`."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from rlctl.planner.inputs.request import Request, Workload
 
 
 def training_problems(request: Request, choice: TrainingChoice, world: int | None = None) -> list[Problem]:
-    """Return what the backend would refuse or compute wrongly of this layout on `world` ranks (None: any number);
-    empty: it is valid."""
+    """Return the backend's objections to a layout on `world` ranks (None: any number); empty: valid."""
     facts, workload, p, rows = request.facts, request.workload, choice.parallel, choice.micro_batch_tokens
     found = []
     if world is not None and p.world_size != world:

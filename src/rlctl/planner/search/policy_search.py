@@ -1,7 +1,4 @@
-"""The search for the policy's layout, which ranks all that are valid and fit.
-
-`engine_search.py` does the same for engines.
-"""
+"""The search for the policy's layout: rank all valid layouts that fit. `engine_search.py` does this for engines."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class Reject(Protocol):
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """The layout of a teacher or a reward model, and what it costs. Bytes of one device (of one process, on a CPU) and
-    seconds."""
+    """The layout of a teacher or reward model, with bytes per device (on a CPU, per process) and seconds."""
 
     facts: ModelFacts
     choice: TrainingChoice
@@ -183,8 +179,7 @@ def virtual_stages(request: Request, choice: TrainingChoice) -> list[int]:
 
 
 def memory_savings(request: Request) -> list[dict[str, Any]]:
-    """Recompute modes, and what waits in host memory, to try: the reference, which moves twice a step, before the
-    optimizer's states."""
+    """Return recompute and offload modes to try: the reference (two moves per step) before the optimizer."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
     copied = request.workload.reference and request.adapters is None and not request.cluster.is_cpu
     offload = request.pin("training.optimizer_offload")
@@ -212,10 +207,8 @@ def ruled_trainings(request: Request, devices: int) -> Iterator[tuple[TrainingCh
 def training_candidates(
     request: Request, devices: int, colocated: bool, budget: float, rejected: Reject
 ) -> list[TrainingCandidate]:
-    """All layouts that are valid and fit `budget` bytes a device, the best first; others go to `rejected`.
-
-    States in host memory are a last resort, whatever their predicted speed, which was never measured.
-    """
+    """Return all valid layouts within `budget` bytes per device, best first; others go to `rejected`. Offloaded states
+    come last, because their speed was never measured."""
     found: list[TrainingCandidate] = []
     for choice, problems in ruled_trainings(request, devices):
         if problems:
@@ -229,8 +222,8 @@ def training_candidates(
 def _least_saving(
     request: Request, choice: TrainingChoice, colocated: bool, budget: float, rejected: Reject
 ) -> TrainingCandidate | None:
-    """`choice` with the least recomputation and offload that fits, policy and critic in turns before more of either;
-    None: does not fit in any way."""
+    """Return `choice` with the least recomputation and offload that fits (alternating policy and critic first); None:
+    nothing fits."""
     number, _ = timing.micro_batches(request, choice)
     asleep, cluster = asleep_bytes(request, colocated), request.cluster
     turns = choice.critic and colocated and request.workload.rollouts and not cluster.is_cpu

@@ -1,9 +1,7 @@
-"""The layout of a teacher, or of a reward model: it computes log-probs or scores next to the policy, on the policy's
-devices.
+"""The layout of a teacher or reward model on the policy's devices.
 
-It waits in host memory while others compute, except on a CPU, where that is the same memory, and a reward model where
-rollouts are scored while the policy trains. Its rows are those of the policy. Where no size is given, the fastest
-layout is taken of those that fit next to what the policy keeps on a device.
+It waits in host memory while others compute, except on a CPU, and except a reward model that scores during training.
+Unset sizes get the fastest layout that fits next to the policy.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ def with_teachers(
 
 
 def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
-    """Return all valid layouts of the teacher with rows of that many tokens, and why there is none: the rule that the
-    first layout breaks, or that its sizes fit no devices."""
+    """Return all valid layouts of the teacher, or why there is none: a broken rule, or no devices for its sizes."""
     found, broken, name = list[TeacherPlan](), "", request.of_teacher
     for choice in _choices(request, devices, row_tokens):
         if problems := _problems(request, choice):

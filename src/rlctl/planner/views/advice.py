@@ -142,8 +142,8 @@ def _cheapest_change(request: Request) -> str | None:
 
 
 def _larger_device(request: Request) -> str | None:
-    """The smallest type of GPU with more memory on which a plan runs that has as many nodes and GPUs. Nodes of four
-    GPUs are usual for some types only, which come first."""
+    """Return the smallest GPU type with more memory that runs a plan on as many GPUs; types with this node size come
+    first."""
     cluster = request.cluster
     larger = [device for device in DEVICES.values() if device.memory > cluster.device.memory and not cluster.is_cpu]
     for device in sorted(larger, key=lambda one: (one.gpus_per_node != cluster.gpus_per_node, one.memory)):

@@ -36,8 +36,7 @@ def limits(plan: Plan) -> str:
 
 
 def changes(plan: Plan) -> list[Change]:
-    """Plan each change and return those that fit, the one that helps most first; empty for a CPU, a large machine, and
-    a plan without training."""
+    """Return changes that fit, most helpful first; empty for a CPU, a large machine, or a plan without training."""
     cluster = plan.cluster
     if plan.training is None or cluster.is_cpu or cluster.gpus > MOST_GPUS:
         return []

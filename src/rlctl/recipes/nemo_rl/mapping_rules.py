@@ -1,7 +1,5 @@
-"""Rules for the keys of a NeMo-RL recipe, which the table of keys is made of.
-
-A rule sees the whole recipe, so that a key can depend on another (Megatron wins over DTensor when both are on).
-"""
+"""Rules for the keys of a NeMo-RL recipe. A rule sees the whole recipe, so keys can depend on each other (Megatron wins
+over DTensor if both are on)."""
 
 from __future__ import annotations
 
@@ -63,8 +61,8 @@ ADAPTED = {"linear_qkv": "attention", "linear_proj": "attention", "linear_fc1": 
 
 
 def without(reason: str) -> Rule:
-    """Return the rule of a key that has no counterpart, for `reason`. A field of Megatron-Core that the command line
-    changes is handed on nevertheless, and Megatron's section refuses those that rlctl sets itself."""
+    """Return the rule of a key without counterpart. Overridden Megatron-Core fields are still passed on, and checked
+    there."""
 
     def rule(found: Found) -> None:
         changed = found.name in found.result.overridden and found.value != found.result.before.get(found.name)
@@ -237,8 +235,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dpo": {"dpo.max_num_steps": 150, "dpo.reference_policy_kl_penalty": 0.05},
     "rm": {"rm.max_num_steps": -1, "rm.max_num_epochs": 1},
 }  # fmt: skip
-"""NeMo-RL's values of keys that a recipe leaves out, by the algorithm, where rlctl's own defaults are others. It has
-them since version 0.7; before, a recipe had to have these keys."""
+"""NeMo-RL's defaults by algorithm that differ from rlctl's, since version 0.7; earlier recipes had to set these
+keys."""
 
 
 def left_out(algorithm: str | None, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,8 +311,8 @@ def estimator(found: Found) -> None:
 
 
 def gae_lambda(found: Found) -> None:
-    """Map lambda. NeMo-RL may have one for the returns of the value model and another for the advantages, or one that
-    follows from the length of a rollout."""
+    """Map lambda. NeMo-RL may use another one for returns than for advantages, or one that depends on rollout
+    length."""
     own = [found.get(f"grpo.adv_estimator.{name}") for name in ("gae_lambda_value", "gae_lambda_policy")]
     value, policy = (found.value if one is None else one for one in own)
     if value != policy or found.get("grpo.adv_estimator.length_adaptive_alpha"):
@@ -344,8 +342,7 @@ DEEPSEEK_COPIES, DEEPSEEK = ("docs/guides/deepseek.md", "/path/to/dsv3-bf16-chec
 
 
 def model_name(found: Found) -> None:
-    """Map the model. Where a recipe names a bfloat16 copy of DeepSeek-V3 that is still to be made, take the published
-    model, whose float8 weights rlctl reads."""
+    """Map the model. For an unmade bfloat16 copy of DeepSeek-V3, use the published float8 model."""
     if any(one in str(found.value) for one in DEEPSEEK_COPIES):
         found.map_all({"model.name": DEEPSEEK}, "its published float8 weights are read, and no copy needs to be made")
     else:
@@ -415,8 +412,7 @@ def multi_reward(found: Found) -> None:
 
 
 def reward_scaling(found: Found) -> None:
-    """Map how a recipe stretches and shifts rewards of 0 and 1: shift + weight r. NeMo-RL clamps them to the source
-    range first."""
+    """Map scaling of 0/1 rewards: shift + weight r. NeMo-RL first clamps them to the source range."""
     ends = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
     given = {name: found.get(f"grpo.reward_scaling.{name}") for name in ends}
     at = ends | {name: value for name, value in given.items() if value is not None}
@@ -440,10 +436,10 @@ def reward_scaling(found: Found) -> None:
 
 
 def reward_shaping(found: Found) -> None:
-    """Map DAPO's penalty so that it begins at the same length and rises as fast.
+    """Map DAPO's penalty with the same start and slope.
 
-    NeMo-RL's is min(0, -(tokens - start) / buffer x penalty) with start = max_response_length - buffer; rlctl's buffer
-    ends at generation.max_new_tokens.
+    NeMo-RL: min(0, -(tokens - start) / buffer x penalty) with start = max_response_length - buffer; rlctl's buffer ends
+    at generation.max_new_tokens.
     """
     section = "grpo.reward_shaping"
     buffer, longest = found.get(f"{section}.overlong_buffer_length"), found.get(f"{section}.max_response_length")
@@ -498,8 +494,7 @@ def of_other_backend(key: str, leaves: Mapping[str, Any]) -> bool:
 
 
 def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None:
-    """Take what the block of the backend that trains leaves out from the other one, which `other` holds, and note where
-    the two say different things."""
+    """Complete the training backend's block from the other one (`other`), and note contradictions."""
 
     def subject(key: str) -> str:
         if "weight_decay" in key:
@@ -521,8 +516,7 @@ def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None
 
 
 def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> str | None:
-    """Return the line on where the two blocks of a recipe say different things; `other` holds what the block of the
-    backend that does not train says."""
+    """Return a line on contradictions between the two backends' blocks (`other`: the unused one)."""
     blocks = (MEGATRON, "policy") if megatron_on(leaves) else ("policy", MEGATRON)
     told = [
         f"{key} is {result.values[key]} ({result.source[key]}), not {value} ({other.source[key]})"
@@ -584,8 +578,8 @@ def engine(found: Found) -> None:
 
 
 def prediction_heads(found: Found) -> None:
-    """Leave out the training of heads that predict several tokens. The policy is the same without it where their loss
-    has no gradient in the layers below."""
+    """Leave out multi-token-prediction training, which does not change the policy if its loss has no gradient in the
+    layers below."""
     detached = found.get(f"{MEGATRON}.mtp_detach_heads") or found.get(f"{MEGATRON}.mtp_loss_scaling_factor") == 0
     why = "multi-token prediction is not trained"
     rule = differs(None, 0, why=f"{why}, of which the policy is independent") if detached else only(None, 0, why=why)
@@ -593,8 +587,8 @@ def prediction_heads(found: Found) -> None:
 
 
 def drafting(found: Found) -> None:
-    """Map speculative decoding. A draft with weights is left out, since engines get the policy's weights alone; asked
-    for on the command line it is refused."""
+    """Map speculative decoding. A draft with weights is left out, or refused on the command line, because engines get
+    only the policy's weights."""
     section = "policy.generation.vllm_kwargs.speculative_config"
     why = "the draft needs weights, and engines get those of the policy alone"
     if found.get(f"{section}.num_speculative_tokens") == 0:
@@ -623,8 +617,8 @@ def without_begin(found: Found) -> bool:
 
 
 def longest_text(found: Found) -> None:
-    """Map the length of rollouts and texts. Texts may be longer than what the model was published for, which NeMo-RL
-    never asks; engines refuse such rollouts there too."""
+    """Map maximum lengths. Texts may exceed the published length, which NeMo-RL never checks; engines refuse such
+    rollouts there too."""
     if found.value and of_texts(found.result):
         found.map_all({"model.max_length": found.value, "model.extend_positions": True})
     else:
@@ -658,8 +652,7 @@ def steps_of_run(found: Found) -> None:
 
 
 def epochs(found: Found) -> None:
-    """Map the length of a recipe without a number of steps. With one, say where it may end sooner than `run.steps`
-    does: how many rows its data has is not known here."""
+    """Map the length of a recipe without a step count; with one, note that epochs may end it before `run.steps`."""
     steps = found.get("max_num_steps", *STEPS)
     if found.value is not None and isinstance(steps, int) and steps < 0:
         found.map("run.epochs", found.value)
@@ -683,8 +676,8 @@ def recompute(found: Found) -> None:
 
 
 def granularity_holds(found: Found) -> bool:
-    """Return whether what is computed again is named, and holds. NeMo-RL reads it only where activation_checkpointing
-    is on; who gives it on the command line asks for it, and so does a recipe without that switch."""
+    """Return whether named recomputation applies. NeMo-RL reads it with activation_checkpointing; an override, or a
+    recipe without that switch, also counts."""
     switch, name = f"{MEGATRON}.activation_checkpointing", f"{MEGATRON}.recompute_granularity"
     given = found.result.overridden
     return bool(found.get(name)) and (found.get(switch) is None or (name in given and switch not in given))
@@ -712,8 +705,7 @@ def is_field(key: str) -> bool:
 
 
 def passes(otherwise: Rule | None = None) -> Rule:
-    """Return the rule that hands the key on; `otherwise` applies where the installed version has no such field (None:
-    the key is unknown)."""
+    """Return the rule that passes the key on; `otherwise` if the installed version lacks it (None: unknown key)."""
     return lambda found: hand_on(found, handed_on(found.name), otherwise)
 
 
@@ -757,8 +749,8 @@ def correction(found: Found) -> None:
 
 
 def positive_nll(found: Found) -> None:
-    """Map the weight of the likelihood of right answers, which NeMo-RL computes in PPO alone: its batches of GRPO hold
-    no rewards."""
+    """Map the weight of right answers' likelihood, which NeMo-RL computes only in PPO; its GRPO batches have no
+    rewards."""
     if not found.value:
         found.skip("there is none")
     elif found.result.values.get("run.algorithm") == "ppo":
@@ -806,8 +798,7 @@ def betas(found: Found) -> None:
 
 
 AHEAD = "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
-"""Both of NeMo-RL's backends begin a schedule one step later: Megatron and torch count the steps that are done, and
-`rl.schedule` the one that is being taken."""
+"""NeMo-RL's schedules start one step later: Megatron and torch count finished steps, `rl.schedule` the current one."""
 
 
 def warm_up(found: Found) -> None:
@@ -827,8 +818,8 @@ TORCH_ARGUMENTS = {
 
 
 def torch_schedulers(found: Found) -> None:
-    """Map torch's list of schedulers: a linear warm-up, then a constant rate, a line or a cosine. `milestones` says at
-    which step torch's SequentialLR goes from one to the next, wherever the first is by then."""
+    """Map torch's schedulers: linear warm-up, then constant, linear or cosine. `milestones` are SequentialLR's switch
+    steps."""
     if found.value is None:
         found.skip("the learning rate is constant")
         return
@@ -885,8 +876,7 @@ def engine_copies(found: Found) -> int:
 
 
 DATA = ("data.train.", "data.default.", "data.")
-"""Where a recipe describes its training data: in `data.train`, else in the defaults of all datasets, else in `data`
-itself (how older recipes have it)."""
+"""Places of training data in a recipe: `data.train`, the datasets' defaults, or `data` in older recipes."""
 VALIDATION = ("data.validation.", "data.default.", "data.")
 
 
@@ -899,8 +889,8 @@ def responses(found: Found, path: str | None, places: Iterable[str]) -> tuple[st
 
 
 def validation_set(found: Found) -> tuple[str, str | None, str | None, str | None] | None:
-    """Return name, fields and default split of the rows of validation; None where the recipe names none that rlctl
-    can read, such as a part of the training data."""
+    """Return name, fields and default split of validation rows; None if rlctl cannot read them, such as a split of
+    training data."""
     if environment_used(found.leaves) == PUZZLE:
         return None
     path = found.get("data.validation.data_path") or found.get("data.val_data_path")
@@ -1006,8 +996,8 @@ def dataset(found: Found) -> None:
 def pairs_of_path(
     found: Found, path: str | None, places: Iterable[str], prompt: str
 ) -> tuple[str, str, None, None] | None:
-    """Return name and prompt field, `prompt` unless named, of preferences; None where they have no path, or name their
-    completions otherwise than rlctl does."""
+    """Return name and prompt field (default `prompt`) of preferences; None without a path or with other completion
+    names."""
     subset = found.get("subset", *places)
     named = all(found.get(f"{name}_key", *places) in (None, name) for name in ("chosen", "rejected"))
     prompt = found.get("prompt_key", *places) or prompt
@@ -1020,8 +1010,8 @@ def folders_of(found: Found) -> tuple[Path, ...]:
 
 
 def text_file(found: Found, key: str) -> str | None:
-    """Return the text of a prompt file, which a recipe names relative to where NeMo-RL was started; None, with the
-    reason recorded, where there is none. `key` settles a file that is not there."""
+    """Return a prompt file's text, relative to NeMo-RL's start directory; None, with the reason recorded, if missing.
+    `key` replaces the file."""
     if found.name.startswith("data.default.") and found.name.replace("default", "train", 1) in found.leaves:
         found.skip("data.train has its own")
         return None
@@ -1061,8 +1051,8 @@ PUZZLE = "sliding_puzzle_game"
 
 
 def environment_used(leaves: Mapping[str, Any]) -> str | None:
-    """Return the environment that scores: the puzzle where there is one, else the one that the data names, else another
-    than math, else math (which is also what recipes with a section `dapo` score with)."""
+    """Return the scoring environment: the puzzle, else the data's, else one other than math, else math (also for
+    section `dapo`)."""
     if any(key.startswith(f"env.{PUZZLE}.") for key in leaves):
         return PUZZLE
     if leaves.get("env.should_use_nemo_gym") is True:
@@ -1195,8 +1185,8 @@ def dynamic_batching(found: Found) -> None:
 
 
 def kept_checkpoints(found: Found) -> None:
-    """Keep the newest where no metric is named, else the best by the mean reward of validation where each checkpoint
-    has one, and of training where not."""
+    """Keep the newest checkpoints without a metric, else the best by mean reward (validation if every checkpoint has
+    one)."""
     metric, highest = found.get("checkpointing.metric_name"), found.get("checkpointing.higher_is_better") is not False
     every, saves = found.get("val_period", *STEPS) or 0, found.get("checkpointing.save_period") or 0
     if found.get("checkpointing.enabled") is False:
@@ -1229,8 +1219,7 @@ def loggers(found: Found) -> None:
 
 
 def logged_as(key: str, logger: str) -> Rule:
-    """Return the rule of a name that one logger has for the run; rlctl has one name for all of them, that of the first
-    that is on."""
+    """Return the rule of a logger's run name; rlctl uses the first enabled logger's name for all."""
 
     def rule(found: Found) -> None:
         first = next((name for switch, name in LOGGERS.items() if name != "tensorboard" and found.get(switch)), None)
@@ -1253,8 +1242,7 @@ SAMPLERS = {
 
 
 def sampler(found: Found) -> None:
-    """Map the batches of NeMo-RL's single controller, and how old their rollouts may be. There, engines always go on
-    with what is under way when new weights come."""
+    """Map the single controller's batches and staleness. Its engines always continue under new weights."""
     name = found.get("async_rl.sampler.name") or "in_order"
     if name not in SAMPLERS:
         found.say("not yet", f"rlctl has rollouts.order, and knows {', '.join(SAMPLERS)}", "rollouts.order")

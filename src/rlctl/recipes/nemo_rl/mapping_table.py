@@ -647,8 +647,8 @@ RULES: dict[str, Rule] = (
 
 
 def finish(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Set what follows from several keys: rows without packing, the reward, and the weight decay by default of torch's
-    AdamW and Megatron."""
+    """Set values that follow from several keys: unpacked rows, the reward, and default weight decay of torch's AdamW
+    and Megatron."""
 
     def default(key: str, value: Any, source: str) -> None:
         if key not in result.values:

@@ -1,7 +1,7 @@
-"""Quantization of NeMo-RL's recipes (`quant_cfg`), which is ModelOpt's: a name of its own, or a file of rules.
+"""ModelOpt quantization in NeMo-RL recipes (`quant_cfg`): a name or a file of rules.
 
-A rule turns quantizers on or off by a pattern of their names, `<module>.weight_quantizer` and
-`<module>.input_quantizer`; later rules win. Here the patterns are those of published tensors, `<module>.weight`.
+A rule switches quantizers by a pattern of `<module>.weight_quantizer` and `<module>.input_quantizer`; later rules win.
+Here patterns match published tensors, `<module>.weight`.
 """
 
 from __future__ import annotations

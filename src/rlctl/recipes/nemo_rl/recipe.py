@@ -1,7 +1,7 @@
 """NeMo-RL recipes as rlctl configuration.
 
-A recipe is read as NeMo-RL reads it: OmegaConf merges its chain of `defaults` and resolves its references, and Hydra
-parses what the command line overrides. Then every key is mapped or reported with the reason.
+OmegaConf merges the `defaults` chain and resolves references, Hydra parses overrides, and every key is mapped or
+reported with the reason.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ def other_keys() -> frozenset[str]:
 
 
 def names_around(key: str) -> set[str]:
-    """Return the names that `key` may be one of: NeMo-RL's, and those of the fields that it hands on to Megatron-Core
-    and vLLM in the same section."""
+    """Return candidate names for `key`: NeMo-RL's, and fields passed to Megatron-Core and vLLM in its section."""
     names = {*other_keys(), *(rule.removesuffix(".*") for rule in RULES)}
     if scheduler := SCHEDULER.match(key):
         names |= {scheduler[0] + name for name in IN_SCHEDULER}
@@ -127,8 +126,7 @@ def knows(key: str) -> bool:
 
 
 def closest(key: str, cutoff: float, present: Sequence[str] = ()) -> str | None:
-    """Return the name that is most like `key` among NeMo-RL's and `present`: where one part of the key is unknown, the
-    most similar one in the same section, else the most similar key."""
+    """Return the most similar name among NeMo-RL's and `present`, in the same section if one part is unknown."""
     names = sorted({*names_around(key), *present})
     parts = key.split(".")
     for count, part in enumerate(parts):
@@ -146,10 +144,10 @@ def closest(key: str, cutoff: float, present: Sequence[str] = ()) -> str | None:
 
 
 def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Import:
-    """Read and map a recipe with overrides of the command line, or these alone.
+    """Read and map a recipe with overrides, or overrides alone.
 
-    Raises ConfigError for a file that cannot be read, and for an override of a key that neither the recipe nor rlctl
-    knows. A key of the file that nobody knows is an entry of the result.
+    Raises ConfigError for an unreadable file or an unknown override; unknown keys of the file are entries of the
+    result.
     """
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     before = read_recipe(path) if overrides else {}
@@ -321,8 +319,8 @@ def _paths(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(key: str, present: Sequence[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
-    """Return the error on an override of a key that nobody knows. Another trainer's key has one counterpart; otherwise
-    the more similar of NeMo-RL's name and rlctl's is meant."""
+    """Return the error of an unknown override, with another trainer's counterpart or the more similar name of NeMo-RL
+    and rlctl."""
     ours = nearest(key) if key in OTHER_TRAINERS or is_section(key.partition(".")[0]) else None
     names = [name for name in (closest(key, 0.6, present), ours) if name]
     close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
@@ -342,9 +340,8 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 def read_recipe(
     path: Path | None, overrides: Sequence[Override] = (), files: list[Path] | None = None
 ) -> dict[str, Any]:
-    """Return the recipe with its defaults merged, then overrides, then every reference resolved; a value whose
-    reference leads nowhere is `Unresolved`. Raises ConfigError for a missing default, a chain that closes on itself,
-    and an override of a key that does not exist. `files` gets the files that were read."""
+    """Merge a recipe's defaults and overrides and resolve references; dangling ones are `Unresolved`, and `files` gets
+    the read files. Raises ConfigError for missing or cyclic defaults and unknown overrides."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -387,8 +384,7 @@ def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
 
 
 def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> DictConfig:
-    """Return a recipe merged over its `defaults`; a section of the top level with `_override_: true` replaces the one
-    below."""
+    """Merge a recipe over its `defaults`; a top-level section with `_override_: true` replaces the one below."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -14,8 +14,8 @@ from rlctl.recipes.trl.mapping import DEFAULTS, METHODS, TABLES, trainer_of
 
 
 def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str | None = None) -> Import:
-    """Read and map a file with overrides of the command line, or these alone. `method`: what is trained, where the
-    command says so. Raises ConfigError for what cannot be read, and for an override that no trainer of TRL's has."""
+    """Read and map a file with overrides, or overrides alone. `method`: the command's method. Raises ConfigError for
+    unreadable files and unknown overrides."""
     result = Import(path or Path("recipe.yaml"), trainer="TRL")
     values: dict[str, Any] = {}
     if path is not None:

@@ -784,8 +784,7 @@ def left_out(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finish(result: Import) -> None:
-    """Name the reward where nothing does: verl scores by the column `data_source`. A group of one rollout has no
-    baseline in verl."""
+    """Set the default reward: verl scores by the column `data_source`. verl has no baseline for groups of one."""
     if result.values.get("batch.generations") == 1 and result.values.get("run.algorithm") not in (None, "ppo"):
         for key, value in {"advantage.baseline": "none", "advantage.normalize_std": False}.items():
             result.set(key, value, f"{ROLLOUT}.n")

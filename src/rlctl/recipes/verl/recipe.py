@@ -23,8 +23,7 @@ OF_TEXTS = (
 
 
 def import_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Import:
-    """Read and map a script or a YAML file with overrides of the command line, or these alone. Raises ConfigError for
-    what cannot be read."""
+    """Read and map a script or YAML file with overrides, or overrides alone. Raises ConfigError if unreadable."""
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     base, texts = {}, []
     if path is not None:

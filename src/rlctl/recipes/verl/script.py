@@ -1,7 +1,7 @@
-"""Shell scripts that start verl: what the command line of the trainer is.
+"""Shell scripts that start verl, read for the trainer's command line.
 
-A script is read by bash itself, as a restricted shell without programs: its variables, arrays and conditions have their
-values, nothing else runs, and no file is written.
+Bash reads them as a restricted shell without programs: variables, arrays and conditions work, nothing else runs, and no
+file is written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ command_not_found_handle() {
 source() { :; }; cd() { :; }; kill() { :; }; wait() { :; }; ulimit() { :; }; set() { :; }; exit() { :; }
 exec() { "$@"; }
 """
-"""Bash calls the first function with each command that is not there, which no program is. Whether a module can be
-imported (`python -c`) is answered with no."""
+"""Bash calls the first function for every command, because no program exists. Import checks (`python -c`) fail."""
 
 
 @dataclass(frozen=True)
