@@ -1,7 +1,5 @@
-"""The command line: the list of commands, and the mapping of errors to messages and exit codes.
-
-A command is a Typer app `app` in `commands/<name>.py`, imported only when used, so `rlctl --help` stays fast.
-"""
+"""The command line: the list of commands, and the mapping of errors to messages and exit codes. A command is a Typer
+app `app` in `commands/<name>.py`, imported only when used, so `rlctl --help` stays fast."""
 
 from __future__ import annotations
 

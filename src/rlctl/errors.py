@@ -1,8 +1,5 @@
-"""Errors of rlctl, with exit codes, and helpers for messages.
-
-Raise an error where the cause is known: `message` names the user's word (flag, file, tensor), `hint` the next step. The
-command line prints both without a traceback.
-"""
+"""Errors of rlctl, with exit codes, and helpers for messages. Raise an error where the cause is known: `message` names
+the user's word (flag, file, tensor), `hint` the next step. The command line prints both without a traceback."""
 
 from __future__ import annotations
 

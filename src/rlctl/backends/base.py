@@ -1,7 +1,5 @@
-"""The interface between the driver and the engines: specifications and worker protocols. Imports no torch.
-
-The driver calls workers by reference to these Protocols: `group.call(PolicyWorker.load_model, directory)`.
-"""
+"""The interface between the driver and the engines: specifications and worker protocols. Imports no torch. The driver
+calls workers by reference to these Protocols: `group.call(PolicyWorker.load_model, directory)`."""
 
 from __future__ import annotations
 
@@ -177,12 +175,10 @@ class EngineSpec:
 
     @property
     def dtype(self) -> str:
-        """The precision of the engine's weights."""
         return self.arguments["dtype"]
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a sequence, its prompt included."""
         return self.arguments["max_model_len"]
 
 
@@ -258,9 +254,7 @@ class PolicyWorker(WeightSource, Protocol):
         """Take one optimizer step on mini-batch `index` of the loaded batch. `weight_decay` None: the optimizer's."""
         ...
 
-    def evaluate_minibatch(self, index: int, loss: MicroBatchLoss) -> MinibatchResult | None:
-        """Compute the loss of mini-batch `index` of the loaded batch, and change nothing."""
-        ...
+    def evaluate_minibatch(self, index: int, loss: MicroBatchLoss) -> MinibatchResult | None: ...
 
     def sleep(self, keep_weights: bool = False) -> int:
         """Move weights, optimizer and reference to host memory until `wake`; return the freed device bytes. Collective.
@@ -369,9 +363,7 @@ class EngineWorker(WeightReceiver, Protocol):
     def label(self) -> str: ...
 
     @property
-    def version(self) -> int:
-        """The version of the weights that it took on last."""
-        ...
+    def version(self) -> int: ...
 
     @property
     def asleep(self) -> bool:

@@ -1,7 +1,5 @@
-"""The training batch of a policy, the inputs of a loss, and the results of a step. Torch-free.
-
-Suffix R: the response tokens (chosen by the policy) of one micro-batch, in rollout order.
-"""
+"""The training batch of a policy, the inputs of a loss, and the results of a step. Torch-free. Suffix R: the response
+tokens (chosen by the policy) of one micro-batch, in rollout order."""
 
 from __future__ import annotations
 
@@ -173,10 +171,8 @@ class LossOutput:
 
 
 class MicroBatchLoss(Protocol):
-    """The loss of a micro-batch, pickled to the workers. `RunLoss` builds it from an algorithm's `token_loss`.
-
-    It needs at least one token, and must return the same metric names for every micro-batch.
-    """
+    """The loss of a micro-batch, pickled to the workers. `RunLoss` builds it from an algorithm's `token_loss`. It needs
+    at least one token, and must return the same metric names for every micro-batch."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput: ...
 

@@ -127,7 +127,6 @@ class PolicyClient:
         ]
 
     def evaluate(self, minibatches: int, loss: MicroBatchLoss) -> list[MinibatchResult]:
-        """Compute the loss of each mini-batch of the loaded batch, and change nothing."""
         return [
             only_result(self.group.call(PolicyWorker.evaluate_minibatch, index, loss)) for index in range(minibatches)
         ]

@@ -1,7 +1,5 @@
-"""Context parallelism: a rank's tokens of a packed row, and collectives that join the parts.
-
-Suffixes: T tokens of the row, R response tokens, U positions that predict them.
-"""
+"""Context parallelism: a rank's tokens of a packed row, and collectives that join the parts. Suffixes: T tokens of the
+row, R response tokens, U positions that predict them."""
 
 from __future__ import annotations
 

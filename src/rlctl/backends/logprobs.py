@@ -352,10 +352,8 @@ def _sum_from(exp_UV: Tensor, lowest_U: Tensor, group: Any) -> Tensor:
 
 
 class ProjectedProbs(torch.autograd.Function):
-    """float32 [R, K]: softmax probabilities mapped by a sparse matrix M to other tokens, at rows `places_RK`.
-
-    d L / d logits = p (M^T g - <p, M^T g>) / temperature, where g is the gradient of M p.
-    """
+    """float32 [R, K]: softmax probabilities mapped by a sparse matrix M to other tokens, at rows `places_RK`. d L / d
+    logits = p (M^T g - <p, M^T g>) / temperature, where g is the gradient of M p."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,5 @@
-"""Backends by name. A record names the worker class and has what the driver needs before a process runs.
-
-Records are imported on demand. `register_backend` and entry points of installed packages add backends.
-"""
+"""Backends by name. A record names the worker class and has what the driver needs before a process runs. Records are
+imported on demand. `register_backend` and entry points of installed packages add backends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Requests to a generation engine and its answers: samples and groups of episodes. Imports neither torch nor vLLM.
-
-Suffix G: the episodes of one prompt.
-"""
+Suffix G: the episodes of one prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Bin packing of rollouts into rows (micro-batches), balanced over data-parallel ranks.
-
-Every rank gets the same number of rows, because collectives pair up. Cost is linear in tokens plus quadratic attention.
-"""
+"""Bin packing of rollouts into rows (micro-batches), balanced over data-parallel ranks. Every rank gets the same number
+of rows, because collectives pair up. Cost is linear in tokens plus quadratic attention."""
 
 from __future__ import annotations
 
@@ -102,7 +100,6 @@ def plan_batch(
 
 
 def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> int:
-    """Tokens of a row, padding not counted."""
     rollouts = list(micro_batch)
     total = sum(rollout.tokens for rollout in rollouts)
     if not share_prompts:

@@ -284,7 +284,6 @@ class PolicyRank(WeightSource, ABC):
         return size - left, size
 
     def host_memory(self) -> HostMemory:
-        """Where tensors wait during `sleep`."""
         self._host_memory = self._host_memory or HostMemory()
         return self._host_memory
 
@@ -383,7 +382,6 @@ class PolicyRank(WeightSource, ABC):
             self.critic._rows = self._rows
 
     def positions(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
-        """Return the positions of a rollout's tokens as the model takes them (`Positions`)."""
         return counted_positions(tokens_T, media)
 
     def add_logprobs(self, column: LogprobColumn) -> None:

@@ -58,10 +58,8 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
 
 
 def source_identity(directory: Path) -> str:
-    """Return a hexadecimal digest of a converted source: companion contents and weight file identity.
-
-    Hub cache files are named by content; others count by place, size and time.
-    """
+    """Return a hexadecimal digest of a converted source: companion contents and weight file identity. Hub cache files
+    are named by content; others count by place, size and time."""
     digest = hashlib.sha256()
     _add_small_files(digest, directory, COMPANIONS)
     for path in sorted(directory.glob("*.safetensors")):

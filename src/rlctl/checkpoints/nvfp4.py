@@ -1,8 +1,5 @@
-"""NVFP4's grid in a wider format.
-
-A value is E2M1 (sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6) x a float8 (E4M3) scale per block x a float32 scale per matrix,
-chosen so that the largest value is 6 times 448. Rounding is to nearest even.
-"""
+"""NVFP4's grid in a wider format. A value is E2M1 (sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6) x a float8 (E4M3) scale per
+block x a float32 scale per matrix, chosen so that the largest value is 6 times 448. Rounding is to nearest even."""
 
 from __future__ import annotations
 

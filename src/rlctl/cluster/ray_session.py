@@ -1,8 +1,5 @@
-"""A Ray session: start Ray on this machine or join a cluster, and clean up.
-
-A session started here is private: it listens on the loopback only, in folders of this user, and both go away at its
-end.
-"""
+"""A Ray session: start Ray on this machine or join a cluster, and clean up. A session started here is private: it
+listens on the loopback only, in folders of this user, and both go away at its end."""
 
 from __future__ import annotations
 
@@ -423,7 +420,6 @@ def keep_here(handles: Sequence[Any]) -> None:
 
 
 def put(value: Any) -> object:
-    """Put a value into the object store of this node; return its handle."""
     import ray
 
     return ray.put(value)

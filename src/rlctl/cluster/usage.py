@@ -99,7 +99,6 @@ class GpuSampler:
         return cls(pynvml, handles) if handles else None
 
     def look(self) -> None:
-        """Take one look at each GPU; one that cannot be asked is left out."""
         for name, handle in self._handles.items():
             with contextlib.suppress(self._nvml.NVMLError):
                 used = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
@@ -108,7 +107,6 @@ class GpuSampler:
                     self._seen[name].append(GpuUsage(used, busy))
 
     def sample(self) -> dict[str, GpuUsage]:
-        """Return what was seen since the sample before."""
         self.look()
         with self._lock:
             seen, self._seen = self._seen, {name: [] for name in self._handles}

@@ -181,7 +181,6 @@ def listen_at_node_address() -> None:
 
 
 def imported(path: str) -> Any:
-    """Import what `module:name` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -196,10 +195,8 @@ class PendingCall(Generic[R]):
     """Ray's handles of the results, in rank order."""
 
     def results(self, look: Callable[[], None] | None = None) -> list[R]:
-        """Return the results in rank order; the first failing rank, or an error of `look`, ends the wait.
-
-        Raises WorkerError (died or raised), WaitTimeoutError (names ranks), or a worker's RlctlError.
-        """
+        """Return the results in rank order; the first failing rank, or an error of `look`, ends the wait. Raises
+        WorkerError (died or raised), WaitTimeoutError (names ranks), or a worker's RlctlError."""
         return _wait_for_all([self], self.group.call_timeout_s, look)[0]
 
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
@@ -391,7 +388,6 @@ class WorkerGroup(Generic[W_co]):
         return group
 
     def log_path(self, rank: int) -> Path:
-        """The file that holds the output of `rank`."""
         return self._logs[rank]
 
     def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:

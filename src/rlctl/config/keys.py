@@ -57,7 +57,6 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def is_open(annotation: Any) -> bool:
-    """Return whether a field is a mapping with any keys (`data.params`)."""
     return typing.get_origin(annotation) is dict
 
 
@@ -156,14 +155,12 @@ def known_keys() -> tuple[str, ...]:
 
 
 def keys_of(config: type[Section]) -> tuple[str, ...]:
-    """Return every key of one configuration class, in order, as `section.key`."""
     return tuple(
         f"{name}.{key}" for name in config.model_fields for one in own_section(config, name) for key in one.model_fields
     )
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted key as nested sections."""
     nested: dict[str, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):
         *sections, name = key.split(".")

@@ -31,7 +31,6 @@ def defaults_of(method: str) -> dict[str, Any]:
 
 
 def command_of(method: str) -> str:
-    """Return the command that trains with a method, such as `train sft`."""
     return _registry().command_of(method)
 
 

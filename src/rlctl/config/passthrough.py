@@ -82,7 +82,6 @@ def passed_fields(section: str) -> dict[str, InstalledField] | None:
 
 
 def json_properties(section: str) -> dict[str, Any]:
-    """Return the fields that a section hands on as properties of a JSON Schema."""
     found = {}
     for name, field in (passed_fields(section) or {}).items():
         schema = _adapter(annotation(field)).json_schema()

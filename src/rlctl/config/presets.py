@@ -35,7 +35,6 @@ def presets_directory() -> Path:
 
 
 def preset_names() -> list[str]:
-    """Return the names of the shipped presets, the smallest machine first."""
     names = [path.stem for path in presets_directory().glob("*.yaml")]
     return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 

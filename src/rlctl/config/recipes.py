@@ -1,7 +1,5 @@
-"""Recipes: configurations of other trainers, and their importers.
-
-Importers are entry points of the group `rlctl.recipes`, imported when a file or an override has keys that rlctl lacks.
-"""
+"""Recipes: configurations of other trainers, and their importers. Importers are entry points of the group
+`rlctl.recipes`, imported when a file or an override has keys that rlctl lacks."""
 
 from __future__ import annotations
 
@@ -175,5 +173,4 @@ def claimed(texts: Iterable[str]) -> dict[str, tuple[Importer, list[str]]]:
 
 
 def override_key(text: str) -> str:
-    """Return the key of an override in Hydra's form."""
     return text.lstrip("+~").partition("=")[0].strip()

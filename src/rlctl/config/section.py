@@ -40,7 +40,6 @@ class PassThrough(Section):
 
     @property
     def passed(self) -> dict[str, Any]:
-        """Fields that are handed on, by their own names."""
         return dict(self.model_extra or {})
 
 

@@ -1,8 +1,5 @@
-"""Sources of the configuration. Each yields values by dotted key with their origin.
-
-A source reports all wrong keys before merging. pydantic-settings calls the sources of `Settings`, strongest first, then
-merges and validates.
-"""
+"""Sources of the configuration. Each yields values by dotted key with their origin. A source reports all wrong keys
+before merging. pydantic-settings calls the sources of `Settings`, strongest first, then merges and validates."""
 
 from __future__ import annotations
 
@@ -171,7 +168,6 @@ class Source(PydanticBaseSettingsSource):
         return self().get(field_name), field_name, False
 
     def exists(self, value: Value) -> bool:
-        """Return whether the chosen method has the key."""
         return self.config is None or field(value.key, self.config) is not None
 
     def foreign(self, config: type[Section], command: str) -> list[str]:
@@ -314,7 +310,6 @@ def environment_source(environment: Mapping[str, str]) -> Source:
 
 
 def set_source(text: str) -> Source:
-    """One `--set section.key=value`."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text}: there is no value.", "Write --set section.key=value.")

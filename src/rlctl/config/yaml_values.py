@@ -93,7 +93,6 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def explain(error: Exception) -> str:
-    """Return problem and place of a YAML error in one line."""
     problem = getattr(error, "problem", None) or str(error).partition("\n")[0] or "it does not parse"
     mark = getattr(error, "problem_mark", None)
     return problem if mark is None else f"line {mark.line + 1}: {problem}"

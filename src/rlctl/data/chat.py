@@ -132,7 +132,6 @@ class PromptEncoder:
         return replace(self, stop_token_ids=ends, control=ControlTokens.of(self.tokenizer, ends, self._skeletons()))
 
     def text(self, row: PromptRow) -> str:
-        """Return the whole prompt as the model reads it."""
         return self.control.shown(self.telling(row).render(self.messages(row), row.where))
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
@@ -147,7 +146,6 @@ class PromptEncoder:
         return tuple(tokens)
 
     def prompt(self, row: PromptRow) -> EncodedPrompt:
-        """Return token ids of the prompt with its images."""
         return self.telling(row).prompt_of(self.messages(row), row.where)
 
     def fitted(self, row: PromptRow, tokens: Sequence[int]) -> EncodedPrompt:
@@ -273,7 +271,6 @@ class PromptEncoder:
         return list(dict.fromkeys(self.control.in_strings(shown)))
 
     def notes_on(self, rows: Iterable[PromptRow], *, texts: bool = False) -> list[str]:
-        """Return notes on the rows with control tokens."""
         found: dict[str, list[str]] = {}
         for row in rows:
             whole = texts and row.answer == ()
@@ -287,7 +284,6 @@ class PromptEncoder:
         ]
 
     def notes_on_instructions(self, text: str) -> list[str]:
-        """Return a note on control tokens in the text that a configuration adds to prompts."""
         held = dict.fromkeys(self.control.in_strings(text))
         where = "data.system_prompt, data.prompt_template or data.prompt_suffix"
         return [f"control tokens in {where}, which {self._become}: {', '.join(held)}"] if held else []
@@ -375,7 +371,6 @@ def read_template(template: str) -> str:
 
 
 def template_digest(template: str) -> str:
-    """Return the SHA-256 of the text of a template, which is given or in the file that is named."""
     return hashlib.sha256(read_template(template).encode()).hexdigest()
 
 

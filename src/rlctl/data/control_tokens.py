@@ -1,8 +1,5 @@
-"""Control tokens delimit turns or end a text. Only a chat template writes them.
-
-Their texts in message contents are hidden during rendering and tokenized as ordinary text. Model tags such as `<think>`
-are not control tokens.
-"""
+"""Control tokens delimit turns or end a text. Only a chat template writes them. Their texts in message contents are
+hidden during rendering and tokenized as ordinary text. Model tags such as `<think>` are not control tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ class ControlTokens:
                 yield from self.in_strings(one)
 
     def inside(self, text: str) -> Iterator[str]:
-        """Yield the texts of control tokens in a text, except those that it begins and ends with."""
         found = [*self._texts.finditer(text)]
         found = found[1:] if found and not text[: found[0].start()].strip() else found
         found = found[:-1] if found and not text[found[-1].end() :].strip() else found

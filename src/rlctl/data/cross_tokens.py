@@ -1,7 +1,5 @@
-"""Texts in two tokenizations: chunks of equal characters, and a map between vocabularies.
-
-Suffixes: T tokens of a text, E entries of a sparse matrix.
-"""
+"""Texts in two tokenizations: chunks of equal characters, and a map between vocabularies. Suffixes: T tokens of a text,
+E entries of a sparse matrix."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ FOLLOWS = object()
 
 
 def part_image(part: Mapping[str, Any]) -> Any:
-    """Return what an image part of a message holds; `FOLLOWS`: the image is in a column."""
     names = ("image", "image_url", "url", "path", "base64", "bytes", "data")
     return next((part[name] for name in names if part.get(name)), FOLLOWS)
 

@@ -84,7 +84,6 @@ class ImageSource:
         return upright
 
     def rgb(self) -> Image:
-        """Return the image for functions of the user, upright and in RGB."""
         return self.decoded().convert("RGB")
 
     def _opened(self) -> Image:

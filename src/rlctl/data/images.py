@@ -52,7 +52,6 @@ class ImageProcessor:
 
     @cached_property
     def placeholder(self) -> str:
-        """The text that the chat template writes for an image."""
         return str(self.processor.image_token)
 
     @cached_property
@@ -131,7 +130,6 @@ class ImageProcessor:
         return expanded, tuple(MediaPart(IMAGE, one, at.start, at.tokens, at.written) for one, at in found)
 
     def pixels(self, images: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Return the inputs of the model for images of one sample, as the processor of transformers gives them."""
         made = self._processed(images, return_tensors="pt")
         return {name: made[name] for name in MODEL_INPUTS if name in made}
 

@@ -81,7 +81,6 @@ class Mixing:
         return owner, rounds * self.parts[owner] + int(self._turns[turn])
 
     def turns(self, positions: int) -> list[int]:
-        """Return how many of the first `positions` each source has."""
         rounds, rest = divmod(positions, len(self._owners))
         begun = np.bincount(self._owners[:rest], minlength=len(self.parts))
         return [rounds * part + int(more) for part, more in zip(self.parts, begun, strict=True)]

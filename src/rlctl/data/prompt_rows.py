@@ -334,7 +334,6 @@ def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
 
 
 def instructions(data: DataConfig) -> str:
-    """Return the text that is said to the model in addition to the rows."""
     return "\n".join(filter(None, (data.system_prompt, data.prompt_template, data.prompt_suffix)))
 
 

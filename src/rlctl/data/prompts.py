@@ -87,7 +87,6 @@ def open_episodes(environment: str, size: int | None) -> PromptSource:
 
 
 def of_file(path: Path, rows: list[PromptRow], data: DataConfig) -> PromptSource:
-    """Return the rows of one file, all in memory; they were checked as they were read."""
     if not rows:
         raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
     with path.open("rb") as file:

@@ -1,7 +1,5 @@
-"""Rollouts: token columns of a group of completions, and the driver's scalars for each.
-
-Suffixes: G rollouts of the group, T their packed tokens (prompt and completion of each).
-"""
+"""Rollouts: token columns of a group of completions, and the driver's scalars for each. Suffixes: G rollouts of the
+group, T their packed tokens (prompt and completion of each)."""
 
 from __future__ import annotations
 
@@ -76,7 +74,6 @@ class RolloutColumns:
         return len(self.offsets_G) - 1
 
     def slice(self, rollout: int) -> slice:
-        """Return the part of every `_T` column that belongs to `rollout`."""
         return slice(int(self.offsets_G[rollout]), int(self.offsets_G[rollout + 1]))
 
     def media(self, rollout: int) -> tuple[MediaPart, ...]:

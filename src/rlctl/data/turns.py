@@ -105,7 +105,6 @@ class TurnEncoder:
         return answer[end:]
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Return what the model wrote in a turn, without the token that ended it."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.encoder.stop_token_ids else tokens
         return str(self.encoder.tokenizer.decode(list(kept), skip_special_tokens=False))
 

@@ -159,7 +159,6 @@ def _member(processes: int, cuda: bool, store: str, rank: int) -> tuple[float, f
 
 
 def profile_text(profile: MachineProfile) -> str:
-    """Format the profile, one rate on each line."""
     unit = "cores" if profile.device == "cpu" else f"x {profile.device.upper()}"
     lines = [f"{profile.host}: {profile.devices} {unit}", f"  matmul          {profile.matmul / 1e12:9.3f} TFLOP/s"]
     rates = {

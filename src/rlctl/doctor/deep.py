@@ -1,8 +1,5 @@
-"""`rlctl doctor --deep`: probes from the lowest layer up, each in a process with a time limit.
-
-Probes of a stage run together. Engine runs have the GPU alone, because vLLM stops if others change memory while it
-measures or sleeps.
-"""
+"""`rlctl doctor --deep`: probes from the lowest layer up, each in a process with a time limit. Probes of a stage run
+together. Engine runs have the GPU alone, because vLLM stops if others change memory while it measures or sleeps."""
 
 from __future__ import annotations
 
@@ -205,7 +202,6 @@ class Runner:
         self.later += probe.later
 
     def phases(self, run: Path) -> list[dict[str, Any]]:
-        """Return what `rlctl plan --run` compares."""
         command = [sys.executable, "-P", "-m", "rlctl", "plan", "--run", str(run), "--json"]
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(command, capture_output=True, env=self.environment(), timeout=60, check=False)
@@ -235,7 +231,6 @@ class Process:
         return self.process.poll() is not None
 
     def stop(self) -> None:
-        """Interrupt the process, and kill its group if it does not end."""
         for number, wait_s in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.process.pid, number)
@@ -277,7 +272,6 @@ def error_of(answer: dict[str, Any]) -> str:
 
 
 def figures_of(answer: dict[str, Any], probe: Probe) -> dict[str, float | str]:
-    """Return the key figures of a probe's answer."""
     if not probe.run:
         return answer
     if probe.run[0] == "refit-test":

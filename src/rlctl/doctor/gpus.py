@@ -40,7 +40,6 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def rows_of(ask: Ask, query: str, fields: str) -> list[list[str]]:
-    """Return the rows that nvidia-smi answers a query with, each as a list of its cells."""
     text = ask(f"--query-{query}={fields}", "--format=csv,noheader,nounits") or ""
     return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
 

@@ -56,13 +56,11 @@ def check_python(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of all installed distributions by their normalized names."""
     found = ((dist.metadata["Name"], dist.version) for dist in metadata.distributions())
     return {name.lower().replace("_", "-"): version for name, version in found if name}
 
 
 def requirements_of(package: str) -> list[str]:
-    """Return the requirements in the metadata of a distribution; none where it is not installed."""
     try:
         return metadata.requires(package) or []
     except metadata.PackageNotFoundError:

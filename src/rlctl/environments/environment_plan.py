@@ -102,7 +102,6 @@ class LoadedEnvironment:
         self.note = str(prepare(**plan.params) or "") if prepare else ""
 
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each tool, by its name."""
         found = {name: MethodType(getattr(self._kind, name), self) for name in self._own} | self._functions
         return {name: schema_of(function, f"{name!r} of {self.plan.label}") for name, function in found.items()}
 
@@ -157,7 +156,6 @@ class RunningEpisode:
         return self._reply(_begun(found))
 
     async def step(self, message: Message) -> Reply:
-        """Answer a message of the model (`Environment.step`)."""
         text: str = message["content"]
         written = read_calls(text, self._loaded.plan.form) if self._tools else []
         if calls := [typed(call, self._schemas) for call in written]:
@@ -193,7 +191,6 @@ class RunningEpisode:
         return self._loaded.schemas(), self._loaded.note
 
     async def close(self) -> Reply:
-        """End the episode, and return what `get_reward` says of it."""
         reward = 0.0
         if hasattr(self._made, "get_reward"):
             reward = _number(await _called(self._made.get_reward), "what get_reward returned")

@@ -113,7 +113,6 @@ class Session:
         return b"".join(parts)
 
     def close(self) -> None:
-        """End the episode's process."""
         self._socket.close()
         self._host.end(self._number)
 

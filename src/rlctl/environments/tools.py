@@ -1,8 +1,5 @@
-"""Tools: functions for the model, call formats of templates, and call results.
-
-A call is broken if it cannot be parsed, names no tool, or violates the tool's schema. The model reads the error, as
-with a tool's exception.
-"""
+"""Tools: functions for the model, call formats of templates, and call results. A call is broken if it cannot be parsed,
+names no tool, or violates the tool's schema. The model reads the error, as with a tool's exception."""
 
 from __future__ import annotations
 
@@ -292,7 +289,6 @@ def _parted(text: str, form: str) -> tuple[str, str]:
 
 
 def read_calls(text: str, form: str) -> list[Call]:
-    """Return the calls in a text, those that cannot be read included; none where it is not meant as one."""
     _, answer = _parted(text, form)
     return [one for _, _, calls in _scanned(answer, form) for one in calls]
 
@@ -380,12 +376,10 @@ def refusal(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def listed(schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return schemas as a system prompt shows them, one a line."""
     return "\n".join(json.dumps(one["function"], ensure_ascii=False) for one in schemas.values())
 
 
 def as_text(result: Any) -> str:
-    """Return what a tool returned as the model reads it."""
     return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 

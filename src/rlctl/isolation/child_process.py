@@ -64,7 +64,6 @@ class ChildProcess:
         return ours
 
     def ending(self) -> str:
-        """Return how the process ended, for a message; cleans up after it."""
         process = self._process
         assert process is not None  # it has just ended
         with contextlib.suppress(subprocess.TimeoutExpired):

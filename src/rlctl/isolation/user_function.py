@@ -1,7 +1,5 @@
-"""Load and call user functions, `path/to/file.py:function`.
-
-A reward function scores one completion, or with a parameter `completions` all of a step, in TRL's form.
-"""
+"""Load and call user functions, `path/to/file.py:function`. A reward function scores one completion, or with a
+parameter `completions` all of a step, in TRL's form."""
 
 from __future__ import annotations
 
@@ -92,7 +90,6 @@ class UserCode:
 
 
 def is_reference(name: str) -> bool:
-    """Return whether a name is meant as `path/to/file.py:function`."""
     return (":" in name or name.endswith(".py")) and not name.startswith(MODEL)
 
 

@@ -1,7 +1,5 @@
-"""Facts of a model, independent of engines: sizes, variants and tensors.
-
-Suffixes: H hidden, V vocabulary, E experts.
-"""
+"""Facts of a model, independent of engines: sizes, variants and tensors. Suffixes: H hidden, V vocabulary, E
+experts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""gpt-oss 20B and 120B: attention sinks, biases, stacked experts with interleaved, transposed gate and up.
-
-Tensors are the bfloat16 form, as transformers saves it. Published MXFP4 experts (`*_blocks`, `*_scales`) are read as
-these.
-"""
+"""gpt-oss 20B and 120B: attention sinks, biases, stacked experts with interleaved, transposed gate and up. Tensors are
+the bfloat16 form, as transformers saves it. Published MXFP4 experts (`*_blocks`, `*_scales`) are read as these."""
 
 from __future__ import annotations
 

@@ -173,7 +173,6 @@ class ModelWeights:
 
     @cached_property
     def roles(self) -> frozenset[Role]:
-        """Every role that occurs: what engines must have a part for."""
         return frozenset(weight.role for weights in (self.once, *self.per_layer) for weight in weights)
 
     @cached_property
@@ -187,7 +186,6 @@ class ModelWeights:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of the published checkpoint."""
         return {matrix.tensor: matrix.tensor_shape for matrix in self.matrices}
 
     @cached_property
@@ -212,7 +210,6 @@ class ModelWeights:
 
     @property
     def parameters(self) -> int:
-        """Number of elements of all tensors."""
         return sum(map(prod, self.tensors.values()))
 
     def _fill(self, weight: Weight, layer: int | None, expert: int | None) -> Matrix:

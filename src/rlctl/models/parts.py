@@ -46,7 +46,6 @@ def dense_mlp() -> tuple[Weight, ...]:
 
 
 def router(block: str = LAYER + "mlp.") -> Weight:
-    """The matrix that scores experts."""
     return Weight(Role.ROUTER, block + "gate.weight", ("experts", "hidden"))
 
 

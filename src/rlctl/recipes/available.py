@@ -19,7 +19,6 @@ BUILT_IN = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all trainers whose recipes are read."""
     return tuple(dict.fromkeys((*BUILT_IN, *plugin_names(GROUP))))
 
 
@@ -30,7 +29,6 @@ def importers() -> Iterator[Importer]:
 
 @functools.cache
 def importer(name: str) -> Importer:
-    """Return the importer of a trainer's recipes."""
     found = load_named(GROUP, name, BUILT_IN)
     made = found() if isinstance(found, type) else found
     if missing := [one for one in ("recognizes", "sections", "has", "read") if not callable(getattr(made, one, None))]:

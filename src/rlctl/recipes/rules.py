@@ -30,11 +30,9 @@ class Found:
         return next((value for value in values if value is not None), None)
 
     def set(self, key: str, value: Any) -> None:
-        """Give rlctl's `key` a value that this key is the source of."""
         self.result.set(key, value, self.name)
 
     def say(self, status: Status, note: str, settled_by: str | None = None) -> None:
-        """Record the outcome of this key."""
         self.result.entries.append(Entry(self.name, self.value, status, note, settled_by))
 
     def skip(self, reason: str) -> None:

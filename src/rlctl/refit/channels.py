@@ -112,7 +112,6 @@ def paths_of(table: Sequence[TableRow], needs: Sequence[Need]) -> dict[str, tupl
 
 
 def shares_of(table: Sequence[TableRow], paths: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
-    """The tensors counted by path and reason."""
     rows: dict[tuple[str, str], list[TableRow]] = {}
     for row in table:
         for path in paths[row.name]:

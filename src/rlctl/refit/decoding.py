@@ -31,7 +31,6 @@ def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> Logpr
 
 
 def fixed_prompts(vocabulary: int, longest: int, count: int) -> list[tuple[int, ...]]:
-    """Prompts of fixed tokens, of different lengths up to `longest`."""
     lengths = (min(longest, PROMPT_TOKENS + 11 * i) for i in range(count))
     return [tuple((7 * i + 13 * j) % vocabulary for j in range(length)) for i, length in enumerate(lengths)]
 

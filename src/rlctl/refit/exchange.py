@@ -94,7 +94,6 @@ class Exchange:
             pending.wait(f"round {index + 1}")
 
     def put(self, channel: int, index: int, buffer: torch.Tensor) -> None:
-        """Put what other ranks have sent for round `index` into the staging buffer."""
         if channel in self._incoming:
             sources, images = self._incoming[channel]
             for sender in range(len(sources)):

@@ -72,7 +72,6 @@ class DeviceTurns:
         return freed
 
     def to_policy(self) -> None:
-        """Let the policy compute."""
         if self._engines_sleep:
             self._engines.sleep()
         if self._offload:
@@ -150,7 +149,6 @@ class WeightSync:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the engines pause while the policy computes."""
         return self.turns.taken
 
     def to_policy(self) -> None:
@@ -201,10 +199,8 @@ class WeightSync:
         return replace(report, decoding=found)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
-        """Replace engines lost with `error` and refit all to `version`; devices keep their owner.
-
-        Raises `error` if none is lost or replaceable, WorkerError for too many losses.
-        """
+        """Replace engines lost with `error` and refit all to `version`; devices keep their owner. Raises `error` if
+        none is lost or replaceable, WorkerError for too many losses."""
         generating = self.turns.turn is DeviceTurn.ENGINES
         while True:
             lost = self.engines.lost() if self._restarts else []

@@ -34,7 +34,6 @@ class TensorComparison:
 
 
 def source_sums(by_rank: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Fingerprint of each whole tensor from the shares of all ranks."""
     sums: dict[str, int] = {}
     for part in by_rank:
         for name, value in part.items():

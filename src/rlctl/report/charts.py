@@ -135,11 +135,8 @@ class Axes:
 
 
 def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "value") -> str:
-    """Return a line chart; nothing without points.
-
-    The axis is logarithmic for wide positive ranges. Long lines are smoothed over faint points; a band shows the spread
-    of runs.
-    """
+    """Return a line chart; nothing without points. The axis is logarithmic for wide positive ranges. Long lines are
+    smoothed over faint points; a band shows the spread of runs."""
     shown = [one for one in series if one.points]
     values = [value for one in shown for _, value in one.points]
     values += [end for one in shown for _, *ends in one.band for end in ends]

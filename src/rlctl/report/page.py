@@ -1,7 +1,5 @@
-"""The report: one self-contained HTML page with tiles, curves, times, samples and messages (`page.html.jinja`).
-
-It needs no network or script, follows light and dark mode, and stays small for long runs.
-"""
+"""The report: one self-contained HTML page with tiles, curves, times, samples and messages (`page.html.jinja`). It
+needs no network or script, follows light and dark mode, and stays small for long runs."""
 
 from __future__ import annotations
 

@@ -70,7 +70,6 @@ class ReportedRun:
         return findings(self.lines)
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """Return (step, value) of a metric, where it has one."""
         return self.columns.get(name, [])
 
     @cached_property
@@ -141,7 +140,6 @@ class Arm:
         )
 
     def values(self, key: str) -> str:
-        """Return the value of a key of the configuration: of several seeds, all that there are."""
         return ", ".join(dict.fromkeys(run.config.get(key, "-") for run in self.runs))
 
 

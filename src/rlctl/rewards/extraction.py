@@ -123,7 +123,6 @@ def _last_boxed(text: str) -> str | None:
 
 
 def opens_box(text: str) -> bool:
-    r"""Return whether there is a `\boxed{`, which need not close."""
     return any(brace[0] not in "{}" for brace in _BRACE.finditer(text))
 
 

@@ -1,8 +1,5 @@
-"""A reward model as a scorer: sequence classification with one label, as from `rlctl train rm`.
-
-In a run the training engine computes it, otherwise (`eval`) transformers in float32 on CPUs. All completions of a step
-are scored at once.
-"""
+"""A reward model as a scorer: sequence classification with one label, as from `rlctl train rm`. In a run the training
+engine computes it, otherwise (`eval`) transformers in float32 on CPUs. All completions of a step are scored at once."""
 
 from __future__ import annotations
 

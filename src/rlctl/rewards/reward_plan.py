@@ -91,7 +91,6 @@ def mixed_rewards(
 
 
 def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
-    """Return whether any of the sources has a scorer, named by the user or its own."""
     return any(reward.terms or source.task for _, reward, source in sources)
 
 

@@ -89,7 +89,6 @@ class RewardWorker:
             self._texts = ModelTexts(next(iter(self._models.values())))  # a run has one
 
     def write(self, requests: Sequence[ScoreRequest]) -> tuple[list[WrittenGroup], list[RolloutColumns]]:
-        """Write the texts of each group for the reward model; return them with their columns."""
         written, columns = [], []
         for one in requests:
             found: list[np.ndarray | str] = []
@@ -173,7 +172,6 @@ class RewardWorker:
         )
 
     def close(self) -> None:
-        """Ends the scoring processes."""
         for process in self._processes.values():
             process.close()
 
@@ -188,7 +186,6 @@ def _given(plan: RewardPlan, value: float | str) -> Score:
 
 
 def common_prefix(texts: Sequence[np.ndarray]) -> int:
-    """Return the number of tokens that all texts begin with."""
     if not texts:
         return 0
     shortest = min(map(len, texts))

@@ -259,7 +259,6 @@ class RewardPlan:
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """Names of all scorers to run on each completion."""
         return tuple(term.name for term in self.terms)
 
     @property
@@ -314,7 +313,6 @@ class RewardPlan:
         return [made[name]() if name in made else other(name) for name in self.scorers]
 
     def describe(self) -> list[str]:
-        """Return lines that say what is rewarded, how answers are found, and what to mind."""
         terms = " + ".join(term.name if term.weight == 1 else f"{term.weight:g} x {term.name}" for term in self.terms)
         reason = self.extraction_reason or "reward.extract"
         accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
@@ -329,14 +327,12 @@ class MixedRewards:
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """Names of the scorers of each source, source after source."""
         return tuple(name for plan in self.plans.values() for name in plan.scorers)
 
     def of(self, source: str) -> RewardPlan:
         return self.plans[source]
 
     def describe(self) -> list[str]:
-        """Return the lines of each source under its label."""
         return [f"{label}: {line}" for label, plan in self.plans.items() for line in plan.describe()]
 
 

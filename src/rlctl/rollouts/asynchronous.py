@@ -148,7 +148,6 @@ class AsynchronousSource:
             return {**self._groups.state(self._ledger), "admitted": admitted, "batches": self._batches}
 
     def write(self, directory: Path) -> None:
-        """Write the finished groups, with all their columns."""
         with self._changed:
             groups = list(self._finished.values())
         save_groups(directory / GROUPS_FILE, groups)

@@ -1,7 +1,5 @@
-"""Dataset texts as training batches, without sampling.
-
-A row is a group: one text, or a pair with the chosen one first. Texts have no rewards.
-"""
+"""Dataset texts as training batches, without sampling. A row is a group: one text, or a pair with the chosen one first.
+Texts have no rewards."""
 
 from __future__ import annotations
 
@@ -184,7 +182,6 @@ class TextStream(PromptStream):
         return whole_text(self._named[row.source].encoder, row)
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
-        """Return the token ids of the longest text of a row; none where it is dropped."""
         found = self.texts(row)
         return max((text.tokens_T.tolist() for text in found), key=len, default=[])
 
@@ -261,7 +258,6 @@ class HeldOutTexts:
         return requests, rows
 
     def groups(self) -> tuple[RolloutGroup, ...]:
-        """Return the texts with their columns in the object store."""
         return groups_of(self.stream, {FIRST_POSITION + place: row for place, row in enumerate(self.rows)})
 
 
@@ -320,7 +316,6 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[Rollou
 
 
 def reference_key(row: PromptRow) -> str:
-    """Return the name of a row among the rows of its stream."""
     return f"{row.source}:{row.index}"
 
 

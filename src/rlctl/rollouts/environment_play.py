@@ -159,7 +159,6 @@ class EnvironmentPlay:
         return told
 
     def manifest(self) -> dict[str, Any]:
-        """Return what tells this environment from another, for a run's manifest."""
         code = [one for one in (self.plan.code, *self.plan.tools) if one is not None]
         return {"name": self.plan.name, "params": self.plan.params, "code": [one.fingerprint for one in code]}
 
@@ -369,7 +368,6 @@ def form_of(encoder: PromptEncoder) -> str:
 
 
 def episode_seed(run_seed: int, position: int) -> int:
-    """Return the seed of the environments at a position: that of the whole group, which no sample has."""
     return sample_seed(run_seed, position, 2**32 - 1)
 
 

@@ -86,7 +86,6 @@ class Episode:
 
     @property
     def row(self) -> PromptRow:
-        """The row of the data, which a request for an environment has."""
         assert self.request.row is not None
         return self.request.row
 
@@ -95,7 +94,6 @@ class Episode:
         return sum(len(answer.tokens_R) for _, answer in self.answers)
 
     def rewarded(self, reward: float) -> None:
-        """Add to the reward of the last answer."""
         self.rewards += [0.0] * (len(self.answers) - len(self.rewards))
         self.rewards[-1] += reward
         for place in reversed(range(len(self.transcript))):
@@ -109,7 +107,6 @@ class Episode:
 
     @property
     def context(self) -> list[int]:
-        """The tokens that the model goes on from."""
         return self.tokens[self.starts[-1] :]
 
     def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = (), *, anew: bool = False) -> None:
@@ -145,7 +142,6 @@ class PlaySpec(Protocol):
 
 
 async def one_turn(episode: Episode) -> None:
-    """The shortest episode: one answer to the prompt."""
     await episode.answer()
 
 
@@ -297,7 +293,6 @@ class EpisodeRunner:
     # Samples
 
     async def sampled(self, request: SampleRequest) -> SampleResult:
-        """Return the engine's answer to a request."""
         if not self._asked:
             self._loop.call_soon(self._ask)
         self._asked.append(request)

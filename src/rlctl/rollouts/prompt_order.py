@@ -146,7 +146,6 @@ class PromptStream:
         return self._row(source, source.order.at(turn))
 
     def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
-        """Return what the engines are asked at `position`, where `row` stands."""
         if self.environment is None:
             prompt = self._fitting(row, self._named[row.source].encoder.prompt(row))
             return GroupRequest(position, prompt.tokens, tuple(seeds), media=prompt.media)

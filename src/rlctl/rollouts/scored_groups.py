@@ -104,7 +104,6 @@ class GroupMaker:
         return self._prompts.prompt_at(position)
 
     def request(self, position: int, row: PromptRow) -> GroupRequest:
-        """Return what the engines are asked at `position`, where `row` stands."""
         return self._prompts.request(position, row, self._seeds(position), self._config.run.seed)
 
     def _seeds(self, position: int) -> tuple[int, ...]:

@@ -1,8 +1,5 @@
-"""Faults of a turn: thoughts inside the answer, and invalid tool calls.
-
-`</think>` divides a turn into thought and answer. Without it, the turn is a thought if prompt or turn opens one, else
-an answer.
-"""
+"""Faults of a turn: thoughts inside the answer, and invalid tool calls. `</think>` divides a turn into thought and
+answer. Without it, the turn is a thought if prompt or turn opens one, else an answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Validation: the newest weights answer held-out prompts with the run's engines and a scorer.
-
-Seeds follow from the prompt, so validations differ only by weights. Engines forget the prompts, so training is
-unchanged.
-"""
+"""Validation: the newest weights answer held-out prompts with the run's engines and a scorer. Seeds follow from the
+prompt, so validations differ only by weights. Engines forget the prompts, so training is unchanged."""
 
 from __future__ import annotations
 

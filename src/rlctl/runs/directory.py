@@ -134,13 +134,11 @@ class RunDirectory:
             raise InputError(why, "Wait for it to end, or name another --run-dir.")
 
     def is_locked(self) -> bool:
-        """Return whether some process is writing to the run now."""
         with contextlib.suppress(OSError), (self.path / LOCK).open() as lock:
             return not lock_file(lock, shared=True)
         return False
 
     def release(self) -> None:
-        """Let other processes write to the run."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -213,7 +211,6 @@ class RunDirectory:
         return NewCheckpoint(self.path / CHECKPOINTS, step)
 
     def has_steps(self) -> bool:
-        """Return whether the run finished a step: there is something to look at or to go on from."""
         return bool(self.checkpoint_directories()) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -291,7 +288,6 @@ class Checkpoint:
 
     @property
     def policy(self) -> Path:
-        """Where the policy backend wrote its part."""
         return self.path / "policy"
 
     def state(self) -> dict[str, Any]:
@@ -379,5 +375,4 @@ class NewCheckpoint:
         return Checkpoint(self.step, self._final)
 
     def discard(self) -> None:
-        """Remove what was written so far."""
         shutil.rmtree(self._aside, ignore_errors=True)

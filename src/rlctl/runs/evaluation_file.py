@@ -1,7 +1,5 @@
-"""The file of an evaluation: one JSON line per sample, for continuing.
-
-A line without `sample` precedes a task's and model's samples with their settings, so settings are never mixed.
-"""
+"""The file of an evaluation: one JSON line per sample, for continuing. A line without `sample` precedes a task's and
+model's samples with their settings, so settings are never mixed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether the run is to end after this step."""
         return self._asked_at is not None or bool(self.trouble())
 
     def __exit__(self, *_: object) -> None:

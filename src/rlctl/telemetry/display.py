@@ -1,8 +1,5 @@
-"""A run's terminal output: phases, a clock, and a line per step.
-
-In a terminal the last line shows current work and steps form a table. In a log every line has its time, and long phases
-repeat.
-"""
+"""A run's terminal output: phases, a clock, and a line per step. In a terminal the last line shows current work and
+steps form a table. In a log every line has its time, and long phases repeat."""
 
 from __future__ import annotations
 
@@ -130,7 +127,6 @@ class Display:
         return self.console.width if self.in_terminal else LOG_WIDTH
 
     def say(self, text: str) -> None:
-        """Show a message that stays."""
         self.note(text)
         self._print(text)
 

@@ -77,12 +77,10 @@ def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> 
 
 
 def headline(lines: Sequence[Metrics]) -> Change | None:
-    """Return the change that a run is judged by: of its reward, or where it has none of its loss."""
     return next((found for metric in HEADLINES if (found := change(lines, metric))), None)
 
 
 def error_of(metric: str) -> str:
-    """Return the name of a validated metric's standard error."""
     return metric.removesuffix("_mean").removesuffix("_fraction") + "_stderr"
 
 

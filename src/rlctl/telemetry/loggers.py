@@ -1,7 +1,5 @@
-"""Loggers next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio, with common names.
-
-Each works in a thread, so a slow server slows no step. A failing one is reported once and switched off.
-"""
+"""Loggers next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio, with common names. Each works in a
+thread, so a slow server slows no step. A failing one is reported once and switched off."""
 
 from __future__ import annotations
 
@@ -86,7 +84,6 @@ class LoggedRun:
         return (path.read_text().strip() or None) if path.exists() else None
 
     def remember(self, logger: str, identity: str) -> str:
-        """Keep the id for a resume."""
         path = self.directory / "loggers" / logger
         path.parent.mkdir(exist_ok=True)
         path.write_text(identity + "\n")
@@ -257,7 +254,6 @@ class LoggerThread:
             self._steps.put((step, logged_values(metrics)))
 
     def close(self, limit_s: float = END_LIMIT_S) -> None:
-        """Wait until the logger has taken all steps, and at most `limit_s`."""
         self._steps.put(None)
         self._thread.join(limit_s)
         if self._thread.is_alive():

@@ -1,8 +1,5 @@
-"""The CUDA IPC mover: two buffers on a shared device.
-
-Policy ranks on other devices send boxes over the policy's process group. Memory is shared through
-torch.multiprocessing's reductions (torch/multiprocessing/reductions.py).
-"""
+"""The CUDA IPC mover: two buffers on a shared device. Policy ranks on other devices send boxes over the policy's
+process group. Memory is shared through torch.multiprocessing's reductions (torch/multiprocessing/reductions.py)."""
 
 from __future__ import annotations
 

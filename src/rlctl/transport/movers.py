@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 class Sender(Protocol):
     """The sending end of one channel on one policy rank: rounds in order, each written into a buffer that it lends."""
 
-    def begin(self, version: int, attempt: int) -> AbstractContextManager[None]:
-        """A context in which `version` is sent, as attempt number `attempt`; the other ends learn of what it raises."""
-        ...
+    def begin(self, version: int, attempt: int) -> AbstractContextManager[None]: ...
 
     def wait(self, index: int) -> torch.Tensor:
         """Wait for memory for this rank's part of round `index`, and return it."""
@@ -85,13 +83,11 @@ def make_staging(channel: Channel, device: torch.device) -> Staging | None:
 def open_sender(
     channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
 ) -> Sender:
-    """Open the sending end of policy rank `rank`, which made `staging` and has its weights on `device`."""
     mover = MOVERS[channel.connection.mover]
     return mover.load(f"{mover.name}Sender")(channel, rank, packer, staging=staging, device=device)
 
 
 def open_receiver(connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
-    """Open the receiving end of the engine worker called `name`."""
     mover = MOVERS[connection.mover]
     return mover.load(f"{mover.name}Receiver")(connection, rounds, name, device)
 

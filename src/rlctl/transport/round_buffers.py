@@ -1,8 +1,5 @@
-"""Copies of a round into a buffer (`Packer`), and messages assembled into rounds (`Images`).
-
-Targets are *images* (the receiver's staging buffer) or *messages* (a rank's boxes in sequence, placed by the other
-end).
-"""
+"""Copies of a round into a buffer (`Packer`), and messages assembled into rounds (`Images`). Targets are *images* (the
+receiver's staging buffer) or *messages* (a rank's boxes in sequence, placed by the other end)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from rlctl.weights.transforms import Cast
 
 
 def chunk_view(buffer: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """A chunk's values in its round's buffer."""
     return buffer[chunk.offset : chunk.offset + chunk.bytes].view(dtype_of(chunk.dtype)).view(chunk.shape)
 
 
@@ -85,7 +81,6 @@ class Packer:
         self._where: dict[str, int] = {}
 
     def look(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the live parameters for the refit that begins."""
         where = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         if where != self._where:
             self._where, self._bound = where, {}
@@ -123,7 +118,6 @@ class Packer:
 
 
 def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The live memory that a copy reads, with the dimensions of the tensor."""
     return strided(parameters[copy.source_param].detach(), copy.source_view)
 
 
@@ -156,7 +150,6 @@ class Images:
         self._views: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def message(self, sender: int, index: int) -> torch.Tensor:
-        """The memory in which the message of a round arrives; empty where the sender has nothing for it."""
         start = self._starts[index][sender]
         return self._arrived[index % 2][start : start + message_bytes(self.parts[sender][index])]
 

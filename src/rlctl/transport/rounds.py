@@ -220,7 +220,6 @@ def encode_parts(parts: Sequence[Sequence[MessagePart]]) -> bytes:
 
 
 def decode_parts(text: bytes) -> list[tuple[MessagePart, ...]]:
-    """Read what `encode_parts` wrote."""
     return [
         tuple(
             MessagePart(chunk, View(first, tuple(shape), tuple(strides)), offset, size)

@@ -119,7 +119,6 @@ class DTensorWorld:
 
     @cached_property
     def modules(self) -> Layout:
-        """Every parameter, whole."""
         found = module_layout(self.facts, self.dtype)
         if self.head:
             return found
@@ -132,7 +131,6 @@ class DTensorWorld:
 
     @cached_property
     def roles(self) -> dict[str, Role]:
-        """Param -> its role; one of them where experts are stacked."""
         roles = {matrix.tensor: matrix.role for matrix in weights_of(self.facts).matrices}
         return {piece.param: roles[piece.tensor] for piece in self.modules.pieces}
 

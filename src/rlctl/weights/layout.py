@@ -102,7 +102,6 @@ def share(total: int, parts: int, index: int, what: str, flag: str) -> Span:
 
 
 def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes of one array share an element."""
     return all(meet(x, y) is not None for x, y in zip(a, b, strict=True))
 
 
@@ -122,7 +121,6 @@ class ParamSpec:
         return self.size * ITEM_BYTES[self.dtype]
 
     def strides(self) -> Shape:
-        """Row-major strides in elements."""
         strides, step = [], 1
         for count in reversed(self.shape):
             strides.append(step)
@@ -243,7 +241,6 @@ def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
 
 
 def show(box: Box) -> str:
-    """A box as Python slices, for messages."""
     spans = (f"{s.start}:{s.last + 1}" + (f":{s.step}" if s.step > 1 and s.count > 1 else "") for s in box)
     return "[" + ", ".join(spans) + "]"
 

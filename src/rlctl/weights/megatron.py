@@ -99,7 +99,6 @@ class MegatronWorld:
         return {layer: stage for stage in range(self.parallel.pp) for layer in self.layers_of(stage)}
 
     def local_experts(self, ep_rank: int) -> range:
-        """Experts (global numbers) of an expert-parallel rank."""
         if self.facts.moe is None:
             return range(0)
         own = share(self.facts.moe.experts, self.parallel.ep, ep_rank, "Number of experts", "ep")

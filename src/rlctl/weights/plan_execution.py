@@ -19,12 +19,10 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of a layout's dtype name."""
     return getattr(torch, name)
 
 
 def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
-    """A plan's view of a contiguous param."""
     return torch.as_strided(memory, view.shape, view.strides, memory.storage_offset() + view.offset)
 
 
@@ -48,7 +46,6 @@ def execute(
     read: Read | None = None,
     rounding: Rounding = "nearest",
 ) -> None:
-    """One copy between two contiguous params of this process."""
     values = transformed(strided(source, copy.source_view), copy, read, rounding)
     narrow_into(strided(destination, copy.destination_view), values, rounding)
 

@@ -9,7 +9,6 @@ MASK = (1 << 64) - 1
 
 
 def combine(parts: Sequence[int]) -> int:
-    """Fingerprint of the union of disjoint boxes."""
     return sum(parts) & MASK
 
 

@@ -125,7 +125,6 @@ class TransferPlan:
 
     @property
     def sources(self) -> list[int]:
-        """Ranks that send, rising."""
         return sorted(self._by_source)
 
     def problems(self) -> list[str]:

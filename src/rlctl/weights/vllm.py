@@ -263,11 +263,9 @@ class VllmParallel:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which the experts of a layer are spread or divided."""
         return self.tp * self.dp
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """(replica, stage, rank of the stage) of `rank`."""
         replica, own = divmod(rank, self.tp * self.pp)
         return replica, *divmod(own, self.tp)
 

@@ -1,7 +1,5 @@
-"""Experts of transformers' models: expert parallelism and router replay.
-
-Suffixes: N tokens of a rank, H hidden, S token-expert pairs, K experts per token, L layers.
-"""
+"""Experts of transformers' models: expert parallelism and router replay. Suffixes: N tokens of a rank, H hidden, S
+token-expert pairs, K experts per token, L layers."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> T
 
 
 def experts_of(inner: Any, world: DTensorWorld) -> dict[str, nn.Module]:
-    """Return the modules that hold all experts of a layer, by name."""
     return {
         path: module
         for path, module in inner.named_modules()

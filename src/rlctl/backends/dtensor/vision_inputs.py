@@ -43,7 +43,6 @@ class RowImages:
         self._made: dict[int, tuple[np.ndarray, dict[str, Tensor]]] = {}
 
     def forget(self) -> None:
-        """Drop the pixels of earlier batches."""
         self._made.clear()
 
     def positions(self, tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:

@@ -19,7 +19,6 @@ AUXILIARY = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def auxiliary_losses(given: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the coefficients of the load-balance loss and of the z-loss."""
     values = (given.get(key) for key in AUXILIARY)
     balance, z = (float(value[0] if isinstance(value, list | tuple) else value or 0.0) for value in values)
     return balance, z
@@ -56,7 +55,6 @@ def transformer_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
 
 
 def ddp_values(spec: PolicySpec) -> dict[str, Any]:
-    """DistributedDataParallelConfig."""
     return {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
 
 

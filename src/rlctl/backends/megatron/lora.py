@@ -120,7 +120,6 @@ def _attach(module: Any, lora: LoraConfig, whole_rI: Tensor) -> None:
 
 
 def core_of(chunk: Any) -> Any:
-    """The GPTModel of a model chunk, inside its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

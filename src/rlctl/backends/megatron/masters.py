@@ -37,7 +37,6 @@ class RoundingOptimizer(DistributedOptimizer):
                 self.movement.after(id(master), master)
 
     def look(self) -> None:
-        """Have the float32 weights seen before a step."""
         if self.movement is not None:
             for _, master in self.masters():
                 self.movement.before(id(master), master)

@@ -264,11 +264,8 @@ def asleep(llm_engine: Any) -> frozenset[str]:
 
 
 def stream_of_engine(llm_engine: Any) -> Callable[[], None]:
-    """Return a function that moves its caller's thread to this thread's CUDA stream; no effect without a GPU.
-
-    vLLM uses one stream per thread (`current_stream` in vllm/utils/torch_utils.py), and streams do not wait for each
-    other.
-    """
+    """Return a function that moves its caller's thread to this thread's CUDA stream; no effect without a GPU. vLLM uses
+    one stream per thread (`current_stream` in vllm/utils/torch_utils.py), and streams do not wait for each other."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or llm_engine.vllm_config.parallel_config.world_size > 1:

@@ -56,11 +56,8 @@ def rotate_every_head() -> None:
 
 @cache
 def find_own_experts() -> None:
-    """Make the CPU expert kernel use local positions; call before loading.
-
-    It uses global expert numbers even with a part of the experts (0.32: it reads out of bounds and dies). Absent
-    experts add nothing.
-    """
+    """Make the CPU expert kernel use local positions; call before loading. It uses global expert numbers even with a
+    part of the experts (0.32: it reads out of bounds and dies). Absent experts add nothing."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:

@@ -411,11 +411,8 @@ def _as_image(pixels: np.ndarray) -> Any:
 
 
 class DeviceMemory:
-    """Moves an engine's memory off a shared device and back.
-
-    vLLM's sleep mode moves weights to host memory and drops the cache, and restores both at the same addresses. Its CPU
-    platform moves nothing.
-    """
+    """Moves an engine's memory off a shared device and back. vLLM's sleep mode moves weights to host memory and drops
+    the cache, and restores both at the same addresses. Its CPU platform moves nothing."""
 
     def __init__(self, engine: Any, *, shared: bool) -> None:
         """If not `shared`, the engine has its device to itself, and nothing ever moves."""

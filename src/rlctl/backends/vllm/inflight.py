@@ -1,8 +1,5 @@
-"""Samples in flight: their tokens, weight versions, and access to the engine.
-
-Decoding and refits run in different threads. A refit takes the engine between two decode steps, so no token is chosen
-while weights change.
-"""
+"""Samples in flight: their tokens, weight versions, and access to the engine. Decoding and refits run in different
+threads. A refit takes the engine between two decode steps, so no token is chosen while weights change."""
 
 from __future__ import annotations
 

@@ -115,7 +115,6 @@ class Replica:
         return self._engine.vllm_config.model_config.max_model_len
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
         return str(self._engine.get_tokenizer().decode(list(tokens), skip_special_tokens=False))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -127,7 +126,6 @@ class Replica:
         return done
 
     def step(self) -> list[Any]:
-        """Decode one token of every sample. Collective over the replicas."""
         return self._engine.step() if self._together is None else self._together.step()
 
     def sleep(self, level: int, mode: Literal["abort", "wait", "keep"]) -> None:
@@ -218,7 +216,6 @@ class VllmReplica:
         self._ended.wait()
 
     def step(self, asked: Sequence[Asked]) -> list[NewTokens]:
-        """Take requests in and decode some tokens of every sample."""
         for request in asked:
             self._replica.add_request(*request)
         return [one for _ in range(STEPS_A_CALL) for one in self._progress(self._replica.step())]

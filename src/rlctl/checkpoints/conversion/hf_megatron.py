@@ -133,9 +133,7 @@ def megatron_to_hf(
     source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
 ) -> Report:
     """Write the Hugging Face directory of a Megatron checkpoint (see `exported`). Raises like `hf_to_megatron`.
-
-    `config_from`: a directory with config.json and tokenizer, if the checkpoint has none.
-    """
+    `config_from`: a directory with config.json and tokenizer, if the checkpoint has none."""
     options = options or Options()
     found = find(source)
     if found is None:
@@ -199,9 +197,7 @@ def _copy_other_files(directory: Path, aside: Path) -> None:
 
 def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
     """Write the text part of a model that takes images or sound as well as a model of its own, in its own dtypes.
-
-    Raises as `hf_to_megatron`, and InputError where the text part cannot be trained alone.
-    """
+    Raises as `hf_to_megatron`, and InputError where the text part cannot be trained alone."""
     options, part = options or Options(), TextPart.open(source)
     stored, own = text_layouts(part)
 

@@ -27,11 +27,8 @@ PREFIX = "base_model.model."
 def megatron_to_peft(
     source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
 ) -> Report:
-    """Write the adapters of a run's checkpoint for PEFT.
-
-    `config_from`: the base model's directory, if it moved. Raises InputError without adapters, else like
-    `hf_to_megatron`.
-    """
+    """Write the adapters of a run's checkpoint for PEFT. `config_from`: the base model's directory, if it moved. Raises
+    InputError without adapters, else like `hf_to_megatron`."""
     from safetensors.torch import load_file, save_file
 
     options = options or Options()
@@ -67,7 +64,6 @@ def megatron_to_peft(
 
 
 def named_for_peft(pairs: Mapping[str, tuple[Any, Any]], dtype: str) -> dict[str, Any]:
-    """Return A and B of each adapter, by module, under PEFT's names."""
     return {
         f"{PREFIX}{module}.lora_{which}.weight": value.to(dtype_of(dtype)).contiguous()
         for module, pair in pairs.items()
@@ -84,8 +80,6 @@ def targets(modules: Collection[str], tensors: Collection[str]) -> list[str]:
 
 
 def adapter_config(base: Base, modules: list[str]) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
-
     def value(key: str) -> Any:
         return base.config.get(key, {}).get("value")
 

@@ -1,8 +1,5 @@
-"""Converted models, cached in the checkpoint directory.
-
-Every rank reads its part of plain, verified weights that all nodes see, even if published files are quantized, local,
-or gone.
-"""
+"""Converted models, cached in the checkpoint directory. Every rank reads its part of plain, verified weights that all
+nodes see, even if published files are quantized, local, or gone."""
 
 from __future__ import annotations
 

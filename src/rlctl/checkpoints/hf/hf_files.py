@@ -75,11 +75,8 @@ PACKED = (".qweight", ".weight_packed", ".absmax")
 
 
 def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
-    """Raise InputError for unsupported quantization, by `config.json` or tensor names.
-
-    GPTQ, AWQ and bitsandbytes pack weights; BitNet keeps names with other values. Without `tensors` this works before
-    weights are fetched.
-    """
+    """Raise InputError for unsupported quantization, by `config.json` or tensor names. GPTQ, AWQ and bitsandbytes pack
+    weights; BitNet keeps names with other values. Without `tensors` this works before weights are fetched."""
     quantized = read_config(directory).get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     packed = next((name for name in tensors if name.endswith(PACKED)), None)

@@ -65,10 +65,8 @@ class HuggingFaceModel:
 
 
 def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFaceModel:
-    """Open a model directory and check tensors against its configuration (`facts`, if known).
-
-    Raises InputError for an unknown architecture, missing or damaged files, and missing or different tensors.
-    """
+    """Open a model directory and check tensors against its configuration (`facts`, if known). Raises InputError for an
+    unknown architecture, missing or damaged files, and missing or different tensors."""
     config = read_config(directory)
     facts = facts or facts_in(directory)
     files = SafetensorsDirectory.open(directory)

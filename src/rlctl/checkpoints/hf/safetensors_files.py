@@ -1,8 +1,5 @@
-"""The safetensors files of a Hugging Face directory: index, values and writing. Headers need no torch.
-
-Files are closed regularly to limit mapped memory, and `SafetensorsWriter` appends blocks of rows; the library supports
-neither.
-"""
+"""The safetensors files of a Hugging Face directory: index, values and writing. Headers need no torch. Files are closed
+regularly to limit mapped memory, and `SafetensorsWriter` appends blocks of rows; the library supports neither."""
 
 from __future__ import annotations
 

@@ -76,7 +76,6 @@ class NemoGym(Program):
 
 
 def agents_of(servers: Mapping[str, Any], name: str) -> list[str]:
-    """Return the addresses of an agent among Gym's servers; none where there is no such agent."""
     own = servers.get(name)
     kinds = own.get("responses_api_agents") if isinstance(own, Mapping) else None
     return [f"http://{one['host']}:{one['port']}" for one in (kinds or {}).values()]

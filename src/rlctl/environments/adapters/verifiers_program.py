@@ -1,8 +1,5 @@
 """The program of the environment `verifiers`: one rollout that asks the policy. It runs in a Python with `verifiers`
-and without rlctl.
-
-python verifiers_program.py ENVIRONMENT '{"argument": value}'
-"""
+and without rlctl. python verifiers_program.py ENVIRONMENT '{"argument": value}'"""
 
 import asyncio
 import json

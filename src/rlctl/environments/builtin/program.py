@@ -217,7 +217,6 @@ class Program:
 async def serve(
     posts: Mapping[str, Handler], host: str, port: int, gets: Mapping[str, Handler] | None = None
 ) -> tuple[web.AppRunner, str]:
-    """Start a server, and return it with its address; port 0 takes a free one."""
     app = web.Application(client_max_size=1 << 30)
     app.add_routes([web.post(path, handler) for path, handler in posts.items()])
     app.add_routes([web.get(path, handler) for path, handler in (gets or {}).items()])

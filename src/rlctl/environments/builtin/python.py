@@ -101,7 +101,6 @@ class Python:
         return f"Input:\n{given}\nOutput:\n{outcome.output}\nExpected:\n{wanted}"
 
     def ended(self, outcome: sandbox.Outcome) -> str | None:
-        """Return how a program that failed has ended."""
         if outcome.code is None:
             return f"The program took longer than {self.limits.seconds:g} s."
         if outcome.code < 0:

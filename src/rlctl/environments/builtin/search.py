@@ -1,7 +1,5 @@
-"""Questions about a collection of texts, searched with BM25.
-
-The file has one passage per line: plain text, or JSON with `text` and optionally `title`.
-"""
+"""Questions about a collection of texts, searched with BM25. The file has one passage per line: plain text, or JSON
+with `text` and optionally `title`."""
 
 from __future__ import annotations
 

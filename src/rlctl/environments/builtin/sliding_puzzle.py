@@ -70,7 +70,6 @@ To see the board again, write <action>view</action>
         return Step(f"<environment>\n{text}\n</environment>\n", metrics=metrics)
 
     def place_of(self, action: str) -> int | str:
-        """Return the place of the tile that an action slides, or why it slides none."""
         if action in FROM:
             place = self.beside_gap(action)
             return f"No tile can slide {action}." if place is None else place

@@ -207,11 +207,8 @@ def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
 
 
 def generation_time(request: Request, choice: GenerationChoice, steps: int = 1) -> GenerationTime:
-    """Return seconds until the busiest replica finishes the rollouts of `steps` concurrent steps.
-
-    The replica runs full while sequences wait; then the batch drains along the tail of lengths, at least one step per
-    token.
-    """
+    """Return seconds until the busiest replica finishes the rollouts of `steps` concurrent steps. The replica runs full
+    while sequences wait; then the batch drains along the tail of lengths, at least one step per token."""
     load = _load(request, choice, steps)
     # steps run at the average batch size while the queue is not empty
     seconds = decoded = 0.0

@@ -1,8 +1,5 @@
-"""Memory of a device by phase and part.
-
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for SwiGLU layers without dropout, with flash
-attention: tensors kept for the backward pass in the training dtype.
-"""
+"""Memory of a device by phase and part. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for
+SwiGLU layers without dropout, with flash attention: tensors kept for the backward pass in the training dtype."""
 
 from __future__ import annotations
 
@@ -277,12 +274,10 @@ def exchange_bytes(request: Request, choice: TrainingChoice) -> float:
 
 
 def graph_bytes(facts: ModelFacts) -> float:
-    """Bytes of an engine's CUDA graphs on a GPU."""
     return (1.0 if facts.moe else 0.5) * GIB
 
 
 def engine_asleep_bytes(request: Request) -> float:
-    """Bytes that a sleeping engine keeps on a GPU."""
     without = 0.0 if request.engine.graphs else graph_bytes(request.facts)
     return request.constants.engine_asleep_bytes - without
 

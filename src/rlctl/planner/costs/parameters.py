@@ -27,7 +27,6 @@ class LayerParameters:
 
     @property
     def dense(self) -> int:
-        """Everything but the routed experts."""
         return self.split + self.whole
 
     @property
@@ -198,7 +197,6 @@ def _stages(facts: ModelFacts, pp: int, first: int | None, last: int | None) -> 
 
 @lru_cache(maxsize=1024)
 def layer_sizes(facts: ModelFacts) -> tuple[LayerParameters, LayerParameters | None]:
-    """(layer with a dense MLP, layer with experts)."""
     return layer_parameters(facts, False), layer_parameters(facts, True) if facts.moe else None
 
 

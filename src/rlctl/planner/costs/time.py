@@ -103,7 +103,6 @@ def micro_batches(request: Request, choice: TrainingChoice) -> tuple[int, float]
 
 
 def forward_time(request: Request, choice: TrainingChoice, tokens: float) -> MicroBatchTime:
-    """Forward pass of one micro-batch of `tokens` on the slowest pipeline stage."""
     times = [_stage_forward(request, stage, choice, tokens) for stage in distinct_stages(request.facts, choice)]
     return max(times, key=lambda time: time.total)
 

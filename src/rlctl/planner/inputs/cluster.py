@@ -87,11 +87,8 @@ DEVICES = _devices()
 
 
 def cpu_device(cores: int, memory: float, flops: float | None = None, bandwidth: float | None = None) -> Device:
-    """Return a node's processors as a device.
-
-    Rates for all cores: 80 GFLOP/s per core in float32 (AVX2 with FMA at 3 GHz: 96 in theory) and 10 GB/s per core up
-    to two memory channels, unless measured.
-    """
+    """Return a node's processors as a device. Rates for all cores: 80 GFLOP/s per core in float32 (AVX2 with FMA at 3
+    GHz: 96 in theory) and 10 GB/s per core up to two memory channels, unless measured."""
     return Device(
         "cpu", memory, flops or cores * 80e9, flops or cores * 80e9, bandwidth or min(10 * cores, 80) * GB,
         link=3 * GB, link_domain=1, network=1.2 * GB, host_link=8 * GB, gpus_per_node=0, host_memory=memory,

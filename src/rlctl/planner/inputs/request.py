@@ -236,7 +236,6 @@ class Request:
         return any(self.pins.get(f"training.{end}_stage_layers") for end in ("first", "last"))
 
     def values(self, key: str, options: list[int]) -> list[int]:
-        """The value of a key that is pinned, else `options`."""
         value = self.pins.get(key)
         return options if value is None else [value]
 

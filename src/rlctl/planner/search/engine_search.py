@@ -23,7 +23,6 @@ from rlctl.planner.search.policy_search import SIMPLICITY, Reject, powers
 
 
 def generation_choices(request: Request, devices: int) -> Iterator[GenerationChoice]:
-    """Engines over `devices` devices, before rules and memory."""
     facts, cluster, workload = request.facts, request.cluster, request.workload
     batched = request.pin("generation.max_batched_tokens", 8192)
     base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched, "numbers": request.engine}

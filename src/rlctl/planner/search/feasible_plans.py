@@ -249,10 +249,7 @@ def dimensions(plan: Plan) -> int:
 
 def believable(plans: list[Plan]) -> list[Plan]:
     """Put the plan first that engineers would choose among plans within prediction error: published sizes, then fewest
-    dimensions, then most free memory.
-
-    The goal `cheap` compares GPU seconds; measured CPUs compare seconds.
-    """
+    dimensions, then most free memory. The goal `cheap` compares GPU seconds; measured CPUs compare seconds."""
     first = plans[0]
     if first.cluster.is_cpu or first.workload.goal == "cheap":
         return plans

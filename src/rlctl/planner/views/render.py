@@ -188,12 +188,10 @@ def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
 
 
 def kept(text: str) -> str:
-    """Return `text` so that `wrapped` keeps it in one line."""
     return text.replace(" ", NO_BREAK)
 
 
 def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return pairs in two columns, the second wrapped."""
     listed = list(pairs)
     width = max((len(left) for left, _ in listed), default=0)
     return [

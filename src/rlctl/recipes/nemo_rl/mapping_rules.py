@@ -176,7 +176,6 @@ STEPS = ("grpo.", "distillation.", "sft.", "dpo.", "rm.")
 
 
 def of_texts(result: Import) -> bool:
-    """Return whether a recipe trains on texts or on preferences."""
     return result.values.get("run.algorithm") in (*OF_TEXTS, "distill")
 
 
@@ -436,11 +435,8 @@ def reward_scaling(found: Found) -> None:
 
 
 def reward_shaping(found: Found) -> None:
-    """Map DAPO's penalty with the same start and slope.
-
-    NeMo-RL: min(0, -(tokens - start) / buffer x penalty) with start = max_response_length - buffer; rlctl's buffer ends
-    at generation.max_new_tokens.
-    """
+    """Map DAPO's penalty with the same start and slope. NeMo-RL: min(0, -(tokens - start) / buffer x penalty) with
+    start = max_response_length - buffer; rlctl's buffer ends at generation.max_new_tokens."""
     section = "grpo.reward_shaping"
     buffer, longest = found.get(f"{section}.overlong_buffer_length"), found.get(f"{section}.max_response_length")
     if (factor := found.get(f"{section}.stop_properly_penalty_coef")) is not None:
@@ -474,7 +470,6 @@ def completion_length(found: Found) -> None:
 
 
 def megatron_on(leaves: Mapping[str, Any]) -> bool:
-    """Return whether Megatron trains; it does even when DTensor is also on."""
     return leaves.get(f"{MEGATRON}.enabled") is True
 
 
@@ -644,7 +639,6 @@ def math_scorer(leaves: Mapping[str, Any]) -> str:
 
 
 def steps_of_run(found: Found) -> None:
-    """Map the number of steps; -1 is as many as the epochs take."""
     if found.value == -1:
         found.skip("max_num_epochs says how long the run is")
     else:
@@ -760,7 +754,6 @@ def positive_nll(found: Found) -> None:
 
 
 def error_mask(found: Found) -> None:
-    """Map the limit of the error of a rollout."""
     if found.value is None:
         found.map("loss.error_mask", None)
     else:
@@ -870,7 +863,6 @@ def expert_engines(found: Found) -> None:
 
 
 def engine_copies(found: Found) -> int:
-    """Return the data parallel ranks of an engine."""
     ep, tp = (found.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
     return max(1, ep // tp)
 
@@ -1075,7 +1067,6 @@ def environment(found: Found) -> None:
 
 
 def gym(found: Found) -> None:
-    """Say once that Gym is started by the user."""
     if environment_used(found.leaves) != GYM:
         environment(found)
     elif found.name.removeprefix(f"env.{GYM}.") in MARKS:

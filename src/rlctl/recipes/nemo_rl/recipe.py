@@ -1,8 +1,5 @@
-"""NeMo-RL recipes as rlctl configuration.
-
-OmegaConf merges the `defaults` chain and resolves references, Hydra parses overrides, and every key is mapped or
-reported with the reason.
-"""
+"""NeMo-RL recipes as rlctl configuration. OmegaConf merges the `defaults` chain and resolves references, Hydra parses
+overrides, and every key is mapped or reported with the reason."""
 
 from __future__ import annotations
 
@@ -144,11 +141,8 @@ def closest(key: str, cutoff: float, present: Sequence[str] = ()) -> str | None:
 
 
 def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Import:
-    """Read and map a recipe with overrides, or overrides alone.
-
-    Raises ConfigError for an unreadable file or an unknown override; unknown keys of the file are entries of the
-    result.
-    """
+    """Read and map a recipe with overrides, or overrides alone. Raises ConfigError for an unreadable file or an unknown
+    override; unknown keys of the file are entries of the result."""
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     before = read_recipe(path) if overrides else {}
     result.before = {renamed(key): value for key, value in leaves_of(before)}

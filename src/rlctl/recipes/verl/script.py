@@ -1,8 +1,5 @@
-"""Shell scripts that start verl, read for the trainer's command line.
-
-Bash reads them as a restricted shell without programs: variables, arrays and conditions work, nothing else runs, and no
-file is written.
-"""
+"""Shell scripts that start verl, read for the trainer's command line. Bash reads them as a restricted shell without
+programs: variables, arrays and conditions work, nothing else runs, and no file is written."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ class CommandLine:
 
 
 def names_trainer(text: str) -> bool:
-    """Return whether a script names a module of verl's that trains."""
     return re.search(r"verl\.trainer\.\w+|main_ppo\.py", text) is not None
 
 

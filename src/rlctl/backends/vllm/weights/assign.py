@@ -47,7 +47,6 @@ class Assignment:
         return MIXED if self.direct else LOADER
 
     def routes(self) -> tuple[Route, ...]:
-        """The tensors by path and reason."""
         found: dict[tuple[str, str], list[str]] = {}
         for tensor, why in (_written(self.direct) | self.loaded).items():
             found.setdefault((LOADER if tensor in self.loaded else DIRECT, why), []).append(tensor)
@@ -55,7 +54,6 @@ class Assignment:
 
 
 def all_loaded(tensors: Collection[str], why: str) -> Assignment:
-    """The assignment that sends everything through the loader."""
     return Assignment((), dict.fromkeys(tensors, why), (MODEL,))
 
 

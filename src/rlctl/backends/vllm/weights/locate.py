@@ -1,7 +1,5 @@
-"""Find the published tensors in a running vLLM model, in the engine's worker.
-
-`weights/vllm.py` describes each kind of layer; this file finds kinds, sizes, storage, and unknown parameters.
-"""
+"""Find the published tensors in a running vLLM model, in the engine's worker. `weights/vllm.py` describes each kind of
+layer; this file finds kinds, sizes, storage, and unknown parameters."""
 
 from __future__ import annotations
 

@@ -122,7 +122,6 @@ class WorkerWeights(ReceivingEnd):
         return self._received
 
     def stored_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that refits fill; none before `open`."""
         return locate.stored_buffers(self.model, {name: tuple(shape) for name, _, shape in self.table})
 
     def readings(self, tensors: list[str] | None = None) -> list[Reading]:

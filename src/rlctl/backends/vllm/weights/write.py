@@ -1,7 +1,5 @@
-"""Write rounds of weights into a running vLLM model, directly or through its loader (see `assign.py`).
-
-Plain matrices are overwritten in place; repacked or reordered ones are packed again from staging memory.
-"""
+"""Write rounds of weights into a running vLLM model, directly or through its loader (see `assign.py`). Plain matrices
+are overwritten in place; repacked or reordered ones are packed again from staging memory."""
 
 from __future__ import annotations
 
@@ -136,7 +134,6 @@ class DirectWriter:
             receiver.done(index)
 
     def begin(self) -> None:
-        """Begin a refit: see where parameters are."""
         self._targets = self.look()
         where = {name: one.memory.data_ptr() for name, one in self._targets.items() if one.memory is not None}
         if where != self._where:  # parameters have moved: work everything out again
