@@ -23,7 +23,7 @@ T = TypeVar("T")
 PACKAGES = str(Path(__file__).parents[1])
 MAIN = "import sys; sys.path.append(sys.argv[1]); from rlctl.child import main; main(int(sys.argv[2]))"
 CLEARING_S = 30.0
-"""Most seconds that a child may take to remove what it wrote after it was interrupted."""
+"""Seconds for an interrupted child to remove its files."""
 
 
 def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | None = None, quiet: bool = False) -> T:
@@ -79,7 +79,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Have descendants whose own parents ended become children of this process."""
+    """Make orphaned descendants children of this process."""
     ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 

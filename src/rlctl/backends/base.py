@@ -81,12 +81,12 @@ class PolicySpec:
     device: Device = "cpu"
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig.model_validate({}))
     temperature: float = 1.0
-    """Log-probs are those of logits / temperature, the distribution that the rollouts were sampled from."""
+    """Log-probs are of logits / temperature, the sampling distribution."""
     truncation: Truncation | None = None
     """Truncated sampling of the rollouts (None: off). Training log-probs are renormalized over the kept tokens;
     log-probs that are compared with a reference or teacher are not."""
     never: tuple[int, ...] = ()
-    """Tokens that engines do not draw (`Sampling.never`): log-probs are those of the others."""
+    """Tokens that engines never draw (`Sampling.never`), excluded from log-probs."""
     logprob_chunk_tokens: int = 1024
     """Most tokens whose [tokens, vocabulary / tp] logits exist at once."""
     threads: int | None = None
@@ -112,7 +112,7 @@ class PolicySpec:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """The grid that weights are rounded to; the critic and a teacher have none."""
     critic: CriticSpec | None = None
-    """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
+    """The critic on the same ranks (`CriticWorker`); None: no critic."""
     valued: bool = False
     """The model ends in a value of each position in place of logits, as a critic and a reward model do."""
     teaches: Teaching | None = None
@@ -183,7 +183,7 @@ class EngineSpec:
 
 
 class WeightSource(Protocol):
-    """What a refit reads on one rank of a policy."""
+    """The source of a refit on one policy rank."""
 
     rank: int
     rounding: Rounding = "unbiased"
@@ -211,7 +211,7 @@ class PolicyWorker(WeightSource, Protocol):
     returned on `ParallelSpec.result_rank`, None elsewhere."""
 
     def open_store(self) -> int:
-        """On rank 0 alone: serve the store at which the ranks meet, and return its port."""
+        """On rank 0: serve the rendezvous store and return its port."""
         ...
 
     def setup(self, port: int) -> None:
@@ -224,7 +224,7 @@ class PolicyWorker(WeightSource, Protocol):
         """Keep a frozen copy of the current weights as the reference policy."""
 
     def hold_projection(self, projection: Projection) -> None:
-        """Keep what turns the policy's tokens into those of a teacher with another tokenizer."""
+        """Store the map from the policy's tokens to another tokenizer's."""
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         """Fetch and pack this rank's part of a batch; not collective. It replaces the batch loaded before."""
@@ -290,7 +290,7 @@ class PolicyWorker(WeightSource, Protocol):
         ...
 
     def load_saved(self, directory: Path | str) -> None:
-        """Read what a save wrote, under any parallelism."""
+        """Load a save under any parallelism."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -352,7 +352,7 @@ class WeightReceiver(Protocol):
         ...
 
     def poison(self) -> object:
-        """Make all weights not-a-number, so that what the next refit leaves out shows. For tests of a refit."""
+        """Fill all weights with NaN, so that omissions of the next refit show. For tests."""
 
 
 class EngineWorker(WeightReceiver, Protocol):
@@ -371,7 +371,7 @@ class EngineWorker(WeightReceiver, Protocol):
         ...
 
     def start(self) -> None:
-        """Load the model. Raises ConfigError or MachineError where the engine refuses what was asked for."""
+        """Load the model. Raises ConfigError or MachineError if the engine refuses."""
 
     def require_alive(self) -> None:
         """Raise WorkerError unless every process of the engine answers."""
@@ -393,7 +393,7 @@ class EngineWorker(WeightReceiver, Protocol):
         """End samples that nobody waits for any more."""
 
     def forget_prompts(self) -> None:
-        """Drop what is cached of earlier prompts, so that the next ones are computed as in a new engine."""
+        """Drop cached prompts, so that the next ones are computed as in a new engine."""
 
     def sleep(self) -> None:
         """Free shared device memory until `wake`, and pause submitted samples. A refit wakes only the weights."""
@@ -432,7 +432,7 @@ class EpisodeWorker(Protocol):
         ...
 
     def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
-        """Begin the episodes of some prompts, which go on by themselves."""
+        """Start the episodes of some prompts in the background."""
 
     def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
         """Wait for a submitted group and return it with columns by handle; nothing if the engine falls asleep. Raises

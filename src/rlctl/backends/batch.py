@@ -42,7 +42,7 @@ class RolloutLogprobs:
 
 
 GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
-"""Those of the rollouts of one group, or of some of them, by `WeightedRollout.key`."""
+"""Log-probs of a group's rollouts, or some of them, by `WeightedRollout.key`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class TrainBatch:
     skipped: tuple[WeightedRollout, ...] = ()
     """Rollouts without a gradient, which are in no mini-batch but were counted in the weights of the others."""
     for_teacher: tuple[tuple[WeightedRollout, ...], ...] = ()
-    """The texts as a teacher with a tokenizer of its own reads them; empty: it reads `minibatches`."""
+    """The texts in a teacher's own tokenization; empty: `minibatches`."""
 
 
 MicroBatch = tuple[WeightedRollout, ...]
@@ -108,7 +108,7 @@ class BatchShard:
     minibatches: tuple[tuple[MicroBatch, ...], ...]
     """For each optimizer step its micro-batches, as many on every data-parallel rank."""
     share_prompts: bool = False
-    """Rollouts of one group in one micro-batch stand behind a single copy of their prompt."""
+    """Rollouts of a group in one micro-batch share one copy of their prompt."""
     rectangular: bool = False
     """Rollouts of a micro-batch are padded to the longest of them."""
 

@@ -34,7 +34,7 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 class PolicyClient:
-    """Asks all ranks of a policy, as `PolicyWorker` says, and returns when all have answered."""
+    """Client of all ranks of a policy (`PolicyWorker`); calls return when all have answered."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PolicyClient:
         self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
         self._reads_others = spec.valued and spec.teaches is not None
-        """Its texts are those of a tokenizer of its own, and may be longer than the policy's."""
+        """It has its own tokenizer, so texts may be longer than the policy's."""
         self.teacher: Teacher | None = None
         self._loaded: TrainBatch | None = None
         self._shards: tuple[BatchShard, ...] = ()
@@ -90,7 +90,7 @@ class PolicyClient:
         return plan.stats
 
     def add_logprobs(self, column: LogprobColumn) -> None:
-        """Add log-probs to the loaded batch. Those of a teacher go from its ranks to the policy's."""
+        """Add log-probs to the loaded batch, directly from a teacher's ranks to the policy's."""
         if column != "teacher_logprobs":
             self.group.call(PolicyWorker.add_logprobs, column)
             return
@@ -173,7 +173,7 @@ class Teacher:
     policy: PolicyClient
     offload: bool
     _busy: Lock = field(default_factory=Lock)
-    """A validation and rollouts that are made meanwhile may ask at once."""
+    """Validation and concurrent rollouts may call at once."""
 
     def load_model(self, directory: Path) -> None:
         self.policy.load_model(directory)
@@ -221,7 +221,7 @@ class EngineClient:
     """Client of all generation engines. Engines are independent; calls that tolerate the loss of an engine say so."""
 
     def __init__(self, group: WorkerGroup[EpisodeWorker], *, keeps: bool = False) -> None:
-        """`keeps`: what engines have made is copied to this node, because theirs may be lost without the policy's."""
+        """`keeps`: copy results to this node, because the engines' nodes may be lost."""
         self.group, self._keeps = group, keeps
         self._aside: list[WorkerGroup[EpisodeWorker]] = []
         """Engines that are waiting for a host."""
@@ -279,7 +279,7 @@ class EngineClient:
         return self.group.part([self.group.hosts.index(engine)]).within(timeout_s + MARGIN_S)
 
     def forget_prompts(self) -> None:
-        """Let the engines drop what they cached of earlier prompts. One whose process is gone has no cache."""
+        """Make engines drop cached prompts; skip dead ones."""
         _require_of_the_living(self.receivers.submit(EngineWorker.forget_prompts))
 
     def sleep(self) -> None:
@@ -326,7 +326,7 @@ def _start_again(group: WorkerGroup[EpisodeWorker], ranks: Sequence[int]) -> Non
 
 
 def only_result(results: Sequence[R | None]) -> R:
-    """The one result among the answers of a policy's ranks."""
+    """Return the only result among the policy ranks' answers."""
     [found] = [result for result in results if result is not None]
     return found
 

@@ -59,7 +59,7 @@ class ShareOut(torch.autograd.Function):
 
 
 class GatherValues(torch.autograd.Function):
-    """`gathered`, where each rank computes the same from the whole, and keeps the gradient of its own part."""
+    """Return `gathered`; each rank computes the same and keeps its part's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, group: Any) -> Tensor:

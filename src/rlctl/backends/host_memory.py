@@ -13,7 +13,7 @@ SLAB_BYTES = 64 * 1024**2
 
 
 class HostMemory:
-    """Bytes of host memory, pinned where there is a GPU: slabs that are filled one after the other."""
+    """Host memory in slabs, pinned with a GPU, filled in sequence."""
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
@@ -60,7 +60,7 @@ class Offloaded:
     """Tensors that are off their device from construction until `restore`."""
 
     def __init__(self, kept: Iterable[Tensor], zeroed: Iterable[Tensor], memory: HostMemory) -> None:
-        """Copy the bytes of `kept` into `memory`, and forget those of `zeroed`, which come back as zeros."""
+        """Copy the bytes of `kept` into `memory`; `zeroed` come back as zeros."""
         self.device_bytes = 0
         """The bytes that the device's allocator gave back; without one, the size of the storages."""
         cuda = torch.cuda.is_available()

@@ -329,7 +329,7 @@ def _kept_among(
 
 
 def _largest(exp_UV: Tensor, count: int, group: Any) -> Tensor:
-    """The largest values of each position over all ranks, [U, count], falling; -1 where there are no more."""
+    """Return the largest values per position over all ranks, [U, count], falling; -1 pads."""
     found_UK = exp_UV.topk(min(count, exp_UV.shape[1])).values
     found_UK = F.pad(found_UK, (0, count - found_UK.shape[1]), value=-1.0)
     if group.size() > 1:

@@ -41,9 +41,9 @@ class PolicyBackend:
     layouts: Callable[[PolicySpec], World]
     """The layouts of all ranks of a policy."""
     arguments: Callable[[PolicySpec], Sequence[SectionArguments]]
-    """The arguments of its own classes, for a dry run to show."""
+    """Arguments of its classes, for dry runs."""
     refuse: Callable[[PolicySpec], None]
-    """Raise ConfigError for what it would compute wrongly or not at all."""
+    """Raise ConfigError for combinations that it does not support."""
     has_critic: bool = False
     """Whether its worker is a `CriticWorker` too, which can train a value model next to the policy."""
     takes_conversion: bool = False
@@ -51,7 +51,7 @@ class PolicyBackend:
 
 
 class MakeEngineSpec(Protocol):
-    """From configuration and plan to the engine that they ask for. Raises ConfigError for what it cannot run."""
+    """From configuration and plan to an engine specification. Raises ConfigError for unsupported settings."""
 
     def __call__(
         self,
@@ -78,7 +78,7 @@ class EngineBackend:
     """Its `EngineWorker`, as `module:Class`; built from `spec` and `index`."""
     spec: MakeEngineSpec
     arguments: Callable[[EngineSpec], Sequence[SectionArguments]]
-    """The arguments of its own classes, for a dry run to show."""
+    """Arguments of its classes, for dry runs."""
     refuse: Callable[[EngineConfig, ModelFacts, Device], None]
     """Raise ConfigError for a combination that the engine cannot run; `spec` does too."""
     without_graphs: str = ""
@@ -93,7 +93,7 @@ ENGINES: dict[str, EngineBackend | str] = {"vllm": "rlctl.backends.vllm.backend"
 
 
 def register_backend(backend: PolicyBackend | EngineBackend) -> None:
-    """Add a backend, or replace the one of the same name."""
+    """Add or replace a backend by name."""
     if isinstance(backend, PolicyBackend):
         POLICIES[backend.name] = backend
     else:
@@ -101,7 +101,7 @@ def register_backend(backend: PolicyBackend | EngineBackend) -> None:
 
 
 def policy_backend(name: str) -> PolicyBackend:
-    """The backend called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
+    """Return the backend `name`, or the default for `auto`. Raises ConfigError for an unknown name."""
     return _found(POLICIES, POLICY if name == "auto" else name, "training.backend")
 
 
@@ -130,7 +130,7 @@ def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], k
 
 
 def engine_backend(name: str = "auto") -> EngineBackend:
-    """The generation engine called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
+    """Return the generation engine `name`, or the default for `auto`. Raises ConfigError for an unknown name."""
     return _found(ENGINES, ENGINE if name == "auto" else name, "generation.backend")
 
 

@@ -39,7 +39,7 @@ class Adapted:
     scale: float
 
     def with_gradients(self, out: Tensor, inner_Tr: Tensor) -> Tensor:
-        """Return `out`, of the merged weight; its gradient is B's, and that of A x (`inner_Tr`), too."""
+        """Return `out` of the merged weight, with gradients for B and A x (`inner_Tr`)."""
         return _WithGradients.apply(out, inner_Tr, self.lora_b, self.scale)
 
 

@@ -35,7 +35,7 @@ class Truncation:
 
 
 NEVER = -100.0
-"""What is added to the logit of a token that is not drawn, the lowest that vLLM takes."""
+"""Logit bias of tokens that are never drawn, the lowest that vLLM accepts."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sampling:
     never: tuple[int, ...] = ()
     """Tokens that are not drawn, as those that stand for images: `NEVER` is added to their logits."""
     timeout_s: float | None = None
-    """Longest time from the first token of a sample to its last; it then ends with what it has. None: no limit."""
+    """Longest time from the first to the last token of a sample, which then ends; None: no limit."""
 
     @classmethod
     def from_config(
@@ -85,13 +85,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample that an engine is asked for: what it goes on from, and how its tokens are drawn."""
+    """A requested sample: its context and sampling settings."""
 
     key: str
     """Name by which the caller knows the answer. Keys that are equal up to their last dot belong to one prompt."""
     tokens: tuple[int, ...]
     seed: int
-    """A sample depends on its own seed alone, not on its neighbors in the batch."""
+    """Seed of the sample, independent of its batch."""
     sampling: Sampling
     media: tuple[MediaPart, ...] = ()
     """The parts of them that are not text, in order."""
@@ -106,13 +106,13 @@ class SampleResult:
     logprobs_R: np.ndarray  # float32
     versions_R: np.ndarray  # int32: version of the weights that chose the token
     text: str
-    """What the model wrote, special tokens included, without the end of the turn (`Sampling.turn_ends`)."""
+    """The model's text with special tokens, without the turn's end (`Sampling.turn_ends`)."""
     stop_reason: str
     """As `Rollout.stop_reason`."""
     routed_T: np.ndarray | None = None
     """int16 [T, layers, experts a token] of the request's tokens and those that were sampled, where it is recorded."""
     cached_tokens: int = 0
-    """Tokens of the request that the engine did not compute again, as far as it tells."""
+    """Request tokens found in the cache, if the engine reports them."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class GroupRequest:
     seeds: tuple[int, ...]
     """One episode a seed."""
     row: PromptRow | None = None
-    """The row of the data, for an environment; the prompt is then made of `messages` and of what `reset` says."""
+    """The dataset row for an environment; the prompt is then built from `messages` and `reset`."""
     messages: tuple[dict[str, Any], ...] = ()
     seed: int = 0
     """The seed of the environments, which begin alike."""
@@ -135,7 +135,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The finished episodes of one prompt: what is token-sized, or handles of it, and scalars by episode."""
+    """Finished episodes of one prompt: columns (or handles), and scalars by episode."""
 
     group: int
     """The number that the request has."""
@@ -156,9 +156,9 @@ class GroupResult:
     rewards: tuple[float | None, ...]
     """The rewards that the episodes gave themselves; None: its completion is to be scored."""
     episodes: tuple[EpisodeFacts, ...] = ()
-    """The counts of each episode, where there is an environment."""
+    """Counts of each episode with an environment."""
     transcripts: Any = None
-    """The episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
+    """Episodes by turn, `list[list[Turn]]` of length G; None without an environment."""
     images: tuple[int, ...] = ()
     """Images of each episode; empty: none has any."""
     image_tokens: tuple[int, ...] = ()

@@ -33,7 +33,7 @@ class Movement:
 
     @torch.no_grad()
     def after(self, name: Hashable, master: Tensor) -> None:
-        """See it behind the step."""
+        """Measure the movement after a step."""
         if not master.numel() or name not in self._before:
             return
         now, first = _sample(master), self._first[name]

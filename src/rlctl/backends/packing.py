@@ -49,7 +49,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Rollouts that must share a row: those behind one copy of a prompt, or a single one."""
+    """Rollouts that share a row: one, or several with one prompt copy."""
 
     rollouts: tuple[WeightedRollout, ...]
     tokens: int

@@ -61,7 +61,7 @@ from rlctl.weights.plan_execution import with_adapter
 from rlctl.weights.rounding import narrow_into, narrowed
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
-"""(row, output of the model) -> (loss, what is collected of the row)."""
+"""(row, output) -> (loss, collected values)."""
 CRITIC = "critic"
 """The critic's part of a checkpoint, a directory inside of the policy's."""
 
@@ -348,7 +348,7 @@ class PolicyRank(WeightSource, ABC):
 
     @torch.no_grad()
     def merge_adapters(self) -> None:
-        """Have the model compute with W' of each adapted layer; to be called when adapters have changed."""
+        """Use W' in each adapted layer; call after adapters change."""
         for name, layer in self.adapters() if self.spec.lora.rank else ():
             if name not in self._base:
                 self._base[name] = _on_host(narrowed(layer.weight, self.dtype, self.rounding))
@@ -500,7 +500,7 @@ class PolicyRank(WeightSource, ABC):
         return damaged_files(Path(directory), {name: digests[name] for name in names})
 
     def load_saved(self, directory: Path | str) -> None:
-        """The weights alone are read of a checkpoint that the other backend saved; the optimizer starts afresh."""
+        """Load only the weights of the other backend's checkpoint; the optimizer starts anew."""
         directory = require_policy(Path(directory))
         if names_modules(directory) == self.saves_modules:
             self.load_checkpoint(directory)

@@ -60,7 +60,7 @@ class WeightGrid:
 
     @torch.no_grad()
     def round(self, param: str, values: Tensor) -> None:
-        """Round the values of a param in place. `values` has its elements in order, and may have more behind them."""
+        """Round a param's values in place, in element order; `values` may be longer."""
         for view, group in () if self._lifted else self.parts.get(param, ()):
             part = strided(values, view)
             part.copy_(rounded(part, self._largest[group], self._block))

@@ -104,11 +104,11 @@ class PackedRow:
     extra_R: dict[str, torch.Tensor] = field(default_factory=dict)
     """float32: further columns of the rollouts."""
     further_RK: torch.Tensor | None = None
-    """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
+    """int64: further tokens at each position whose log-probs the loss needs."""
     projection: VocabProjection | None = None
     """Not None: the further tokens are of a teacher's vocabulary, into which this turns the policy's distribution."""
     filler_T: torch.Tensor | None = None
-    """bool: the tokens of padding. None: there is none."""
+    """bool: padding tokens; None: no padding."""
     media: tuple[MediaPart, ...] = ()
     """The parts of the row that are not text, in order."""
     media_T: torch.Tensor | None = None

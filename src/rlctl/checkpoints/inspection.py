@@ -41,7 +41,7 @@ class Inspection:
     """Loads under any parallel sizes."""
     optimizer: bool = False
     adapters: bool = False
-    """Adapters alone (`training.lora`): `parameters` are theirs."""
+    """Only adapters (`training.lora`); `parameters` counts them."""
     text_part: str | None = None
     """The architecture of the text part, where the model takes images or sound as well."""
     problems: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlctl.config.files import lock_file, user_path
 
 NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
-"""Variables by which users say where converted models belong."""
+"""Variables that name the directory of converted models."""
 
 
 def named_directory() -> Path | None:

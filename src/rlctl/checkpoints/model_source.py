@@ -27,7 +27,7 @@ IGNORED_FILES = [
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's directory, how to call it, and what a reader of the results must know about it (or None)."""
+    """A model's directory, name, and notes for readers of results."""
 
     directory: Path
     """Holds configuration and tokenizer, and the weights as safetensors unless `megatron` is set."""
@@ -44,7 +44,7 @@ class ModelSource:
         return self.megatron or self.directory
 
     def fingerprint(self) -> str:
-        """Digest of the model, or of what it was made of, since a dry run does not make it."""
+        """Digest of the model, or of its source, because a dry run does not convert."""
         return model_fingerprint(self.origin) if self.origin else model_fingerprint(self.directory, self.weights)
 
 
@@ -112,7 +112,7 @@ def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
 
 
 def from_cache(name: str, revision: str | None, patterns: list[str], weights: bool) -> Path | None:
-    """The cached snapshot of a hub name, or None where there is none or it lacks files."""
+    """Return a hub name's cached snapshot, or None if missing or incomplete."""
     directory = _snapshot(name, revision, patterns)
     if directory is None:
         return None
@@ -127,7 +127,7 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """The cached snapshot of a hub name, whatever it holds; None: there is none."""
+    """Return a hub name's cached snapshot in any state, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -193,7 +193,7 @@ def check_directory(directory: Path, *, weights: bool = True) -> None:
 
 
 def require_name_or_directory(name: str) -> None:
-    """Raise InputError where a model's name is that of a place on this machine, and no directory is there."""
+    """Raise InputError if a model's name is a local path without a directory."""
     local = user_path(name)
     meant = local.exists() or local.is_symlink() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if meant and not local.is_dir():
@@ -201,6 +201,6 @@ def require_name_or_directory(name: str) -> None:
 
 
 def stored_parameters(directory: Path) -> int:
-    """Elements of all tensors in a directory's safetensors files, read from their headers; 0 where there are none."""
+    """Return the number of elements in a directory's safetensors files, from headers; 0 without files."""
     headers = (read_header(path) for path in (shard_files(directory) if any(directory.glob("*.safetensors")) else ()))
     return sum(prod(tensor.shape) for header in headers for tensor in header.values())

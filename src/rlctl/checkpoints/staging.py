@@ -105,7 +105,7 @@ def is_full(directory: Path, error: BaseException) -> bool:
 
 
 def require_absent(destination: Path) -> None:
-    """Raise InputError where there is something at `destination` already."""
+    """Raise InputError if `destination` exists."""
     try:
         taken = destination.exists() and any_content(destination)
     except OSError as error:  # a name that is too long, a directory that may not be looked into

@@ -13,7 +13,7 @@ from rlctl.cluster.ray_session import control_answers, dead_process, require_con
 from rlctl.errors import MachineError
 
 NODE_LABEL = "ray.io/node-id"
-"""The label with which Ray marks each node by itself."""
+"""Ray's own label of each node."""
 LOOK_S = 0.02
 """Seconds between two looks at whether bundles are reserved."""
 
@@ -118,7 +118,7 @@ class Placement:
         return self.stands(bundles) and any(now.get(bundle.index) != bundle.node_id for bundle in bundles)
 
     def renewed(self, bundles: Sequence[Bundle], timeout_s: float) -> tuple[Bundle, ...]:
-        """Return `bundles` with the node and the device that they are on now; Ray places those of a lost node again."""
+        """Return `bundles` with their current node and device, after Ray placed lost ones again."""
         nodes = self._nodes()
         if all(nodes.get(bundle.index) == bundle.node_id for bundle in bundles):
             return tuple(bundles)

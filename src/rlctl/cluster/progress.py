@@ -20,7 +20,7 @@ NAMESPACE = b"rlctl-progress"
 
 
 class _Shown:
-    """The worker in this process, and what it has shown."""
+    """This process's worker and its published progress."""
 
     key: bytes | None = None
     at = 0.0
@@ -57,7 +57,7 @@ def report(done: int, total: int) -> None:
 
 
 def look(workers: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return what each of `workers` has told of the call under way, as (done, total), where it has."""
+    """Return the progress of `workers` as (done, total), if any."""
     if dead_process() is not None:  # its store would be waited for without end
         return {}
     keys = {_key(worker): worker for worker in list(workers)[:MOST_WORKERS]}

@@ -236,7 +236,7 @@ def _copy_logs(session: Path, logs: Path) -> None:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of one of Ray's modules other values within the block: for what it has no option for."""
+    """Temporarily replace attributes of a Ray module that has no option for them."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

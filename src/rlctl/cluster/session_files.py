@@ -26,7 +26,7 @@ def lasting_folder(base: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def note_shared_memory(paths: Iterable[Path]) -> None:
-    """Have files of shared memory removed with the folder that is this process's TMPDIR, if one is."""
+    """Register shared memory files for removal with this process's TMPDIR folder, if any."""
     folder = Path(tempfile.gettempdir())
     if (folder / LOCK).exists():
         with (folder / f"{NOTES}{os.getpid()}").open("a") as notes:
@@ -34,7 +34,7 @@ def note_shared_memory(paths: Iterable[Path]) -> None:
 
 
 def family_shared_memory(process: psutil.Process | None = None) -> list[Path]:
-    """Return the files of shared memory that a process (None: this one) and its descendants have mapped."""
+    """Return shared memory files mapped by a process (None: this one) and its descendants."""
     process, mapped = process or psutil.Process(), set[int]()
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(OSError):

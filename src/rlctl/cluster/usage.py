@@ -23,7 +23,7 @@ class GpuUsage:
     """One GPU since the sample before."""
 
     memory_bytes: int
-    """The most that was in use, by whatever process."""
+    """Most bytes in use by any process."""
     busy_percent: float
     """Share of the time in which some kernel ran."""
 
@@ -56,7 +56,7 @@ class UsageSampler:
         self._gpus = GpuSampler.start()
 
     def sample(self) -> Usage:
-        """Return what is used now, and how busy the processors and GPUs were since the sample before."""
+        """Return current memory use, and CPU and GPU use since the last sample."""
         memory = psutil.virtual_memory()
         return Usage(
             node=os.uname().nodename,

@@ -85,7 +85,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerPlaces:
-    """Where, and under what name, a worker starts workers of its own. They end with it."""
+    """Places and names for a worker's own workers, which end with it."""
 
     name: str
     bundles: tuple[Bundle, ...]
@@ -135,7 +135,7 @@ class _Host:
         return self._logged(lambda: getattr(target, path[-1])(*args, **kwargs))
 
     def call_by_handle(self, path: tuple[str, ...], args: tuple) -> Any:
-        """Call a method that returns (result, values); each of the values becomes an object of its own."""
+        """Call a method that returns (result, values), and store each value as an object."""
         result, values = self.call(path, args, {})
         return (result, *values) if values else result
 
@@ -187,7 +187,7 @@ def imported(path: str) -> Any:
 
 @dataclass(frozen=True)
 class PendingCall(Generic[R]):
-    """A method that was begun on every rank of a group."""
+    """A pending call of a method on every rank."""
 
     group: WorkerGroup[Any]
     method: str
@@ -343,7 +343,7 @@ class WorkerGroup(Generic[W_co]):
         self.specs = (*self.specs[:rank], renewed, *self.specs[rank + 1 :])
 
     def placed(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of `ranks` whose devices are there; the others are on a lost host."""
+        """Return those of `ranks` that have a place; the others' host is lost."""
         return [rank for rank in ranks if self._placement.stands(self.specs[rank].all_bundles)]
 
     def moved(self) -> bool:
@@ -379,7 +379,7 @@ class WorkerGroup(Generic[W_co]):
         return group
 
     def part(self, ranks: Sequence[int], name: str | None = None) -> WorkerGroup[W_co]:
-        """The workers `ranks` of a group that is ready, as a group of their own, numbered from 0 in that order."""
+        """Return workers `ranks` of a ready group as a group, renumbered from 0."""
         group = copy.copy(self)
         group.name = name or self.name
         for field_ in ("hosts", "pids", "_logs"):
@@ -433,7 +433,7 @@ class WorkerGroup(Generic[W_co]):
         return PendingCall(self, name, submitted), handles
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """How far each rank has come in its call, as (done, total), where it has told that (`progress.report`)."""
+        """Return each rank's progress as (done, total), if reported (`progress.report`)."""
         told = progress.look(log.stem for log in self._logs)
         return {rank: told[log.stem] for rank, log in enumerate(self._logs) if log.stem in told}
 
@@ -447,7 +447,7 @@ class WorkerGroup(Generic[W_co]):
         return [found for found in calls.outcomes() if isinstance(found, Usage)]
 
     def result(self, ref: Any, rank: int, method: str) -> Any:
-        """The result behind one of Ray's handles, its errors in rlctl's words."""
+        """Return the result of a Ray handle, translating errors."""
         import ray
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
@@ -490,7 +490,7 @@ class WorkerGroup(Generic[W_co]):
         return f" Its last lines ({path}):\n" + "\n".join(f"  | {line}" for line in lines) + "\n"
 
     def stop(self) -> None:
-        """Let the workers close what they hold, then end their processes."""
+        """Let workers close, then end their processes."""
         import ray
         from ray.exceptions import RayError
 
@@ -559,7 +559,7 @@ def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
 def _next_done(
     calls: Sequence[PendingCall[Any]], pending: list[Any], deadline: float, look: Callable[[], None] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Wait for the first of `pending`, handles of `calls`, until `deadline`; return what is done, and what is not."""
+    """Wait for the first of `pending` handles until `deadline`; return finished and pending ones."""
     import ray
 
     told = list[dict[int, tuple[int, int]]]()

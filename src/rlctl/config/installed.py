@@ -78,7 +78,7 @@ class InstalledField:
     name: str
     type: Any
     default: str | None
-    """Text of the default in the source; None if there is none."""
+    """Source text of the default; None: no default."""
     description: str = ""
 
 
@@ -121,7 +121,7 @@ def commit_of(path: Path) -> str | None:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an importable package, whatever its distribution is called; None if it is not installed."""
+    """Return an importable package's version, under any distribution name; None if not installed."""
     if importlib.util.find_spec(package) is None:
         return None
     for name in (package, f"{package}-core", f"{package}-cpu"):
@@ -248,7 +248,7 @@ def _class(module: Module, name: str) -> tuple[Module, ast.ClassDef] | None:
 
 @functools.cache
 def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.ClassDef | ast.expr] | None:
-    """Return the class or the expression that a name stands for, in this module or the one it is imported from."""
+    """Return the class or expression of a name, in this or the imported module."""
     for statement in _statements(module.tree.body):
         match statement:
             case ast.ClassDef(name=found) if found == name:

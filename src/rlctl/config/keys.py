@@ -1,4 +1,4 @@
-"""Keys of the schema by their dotted names: whether a key exists, what it takes, and which one was probably meant."""
+"""Schema keys by dotted name: existence, types, and nearest matches."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def takes_number(key: str) -> bool:
 
 
 def plain_kinds(key: str) -> set[Any]:
-    """Return the types that a key takes, without their bounds; none of a key that is unknown, or in an open mapping."""
+    """Return a key's types without bounds; empty for an unknown key or one in an open mapping."""
     found, passed = field(key), installed_field(key)
     if found is None or is_open(found.annotation):
         return set()

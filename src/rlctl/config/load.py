@@ -46,16 +46,16 @@ class Resolved:
     """An instance of the method's configuration class."""
     origin: dict[str, str]
     optional: frozenset[str] = frozenset()
-    """Keys that are accepted even where the model, or this machine, lacks what they are for."""
+    """Keys accepted even if the model or machine lacks their feature."""
     notes: tuple[str, ...] = ()
     """Lines on what runs differently from how a source has it."""
     refusals: tuple[str, ...] = ()
-    """Lines on what a source asks for and rlctl cannot run yet."""
+    """Lines on unsupported settings of the sources."""
     final: tuple[str, ...] = ()
-    """Those of `refusals` that no permission to go on with differences removes: recipes of another kind."""
+    """Those of `refusals` that `--allow-differences` cannot remove: other kinds of recipe."""
 
     def with_values(self, values: Mapping[str, Any], origin: str = PLANNER) -> Resolved:
-        """Return the configuration with `values` (by dotted key) for what nobody else has set, from `origin`."""
+        """Return the configuration with `values` (by dotted key) from `origin` for unset keys."""
 
         def stays(value: Value) -> bool:
             return value.key not in values or (value.value not in UNDECIDED and value.origin != origin)
@@ -184,7 +184,7 @@ def merged(sources: Sequence[Source]) -> dict[str, Value]:
 
 
 def mixed_values(sources: Sequence[Source]) -> list[str]:
-    """Say where a field that is passed through is given a plain value by one source and keys of its own by another."""
+    """Report passed-through fields with a plain value in one source and subkeys in another."""
     values = {value.key: value for source in sources for value in source.values}
     return [
         f"`{key}` = {value.value!r} ({value.origin}): `{whole(key)}` is set to a value, which has no keys."

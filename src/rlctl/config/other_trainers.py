@@ -8,4 +8,4 @@ from typing import Any
 
 NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 KEYS: dict[str, str] = NAMES["keys"]
-"""Keys of other trainers, and rlctl's own key for each: what is suggested to a user who types one of theirs."""
+"""Other trainers' keys and rlctl's counterparts, for suggestions."""

@@ -1,4 +1,4 @@
-"""How a policy is divided over ranks: its parallel sizes, and what follows from them alone."""
+"""Parallel sizes of a policy, and values that follow from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ParallelSpec:
     sequence_parallel: bool | None = None
     """None, or left out, stands for `tp > 1`, and reads as that."""
     first_stage_layers: int | None = None
-    """Layers of the first pipeline stage; None: as many as the stages that are not named."""
+    """Layers of the first pipeline stage; None: like unnamed stages."""
     last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:

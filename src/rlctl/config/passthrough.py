@@ -113,19 +113,19 @@ def canonical(key: str, value: Any) -> tuple[str, Any]:
 
 
 def installed_field(key: str) -> InstalledField | None:
-    """Return the field of the installed version that a key names; None if there is none or it cannot be looked up."""
+    """Return the installed version's field for a key; None if unknown."""
     found = target_of(key)
     fields = found[0].fields() if found else None
     return fields.get(found[1]) if found and fields else None
 
 
 def annotation(field: InstalledField) -> Any:
-    """Return the type of a field for pydantic; a field whose default is None takes None whatever its annotation is."""
+    """Return a field's type for pydantic; a default of None allows None."""
     return field.type | None if field.default == "None" and field.type is not Open else field.type
 
 
 def checked(key: str, value: Any) -> tuple[Any, str | None]:
-    """Return the value as the field takes it, and what is wrong with it (None if nothing is known to be)."""
+    """Return the field's value, and an error (None if no error is known)."""
     if key in MANAGED:
         return value, f"rlctl sets this itself: {MANAGED[key]}."
     found = target_of(key)

@@ -49,7 +49,7 @@ def load_named(group: EntryPointGroup, name: str, built_in: Mapping[str, str]) -
 
 
 def load_plugin(entry: metadata.EntryPoint) -> Any:
-    """Import what the entry point names. Raises InputError, naming package and reason, where that fails."""
+    """Import an entry point. Raises InputError naming package and reason."""
     try:
         return entry.load()
     except Exception as error:

@@ -77,11 +77,11 @@ class Import:
     overridden: frozenset[str] = frozenset()
     """Keys that the command line gives a value."""
     before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values of the recipe without what the command line gives."""
+    """The recipe's values before overrides."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Lines on which of two values that the recipe has for the same thing holds."""
     optional: set[str] = dataclasses.field(default_factory=set)
-    """rlctl's keys that are accepted even where the model, or this machine, lacks what they are for."""
+    """Keys accepted even if the model or machine lacks their feature."""
 
     @property
     def refusals(self) -> list[tuple[str, str | None]]:
@@ -108,7 +108,7 @@ class Import:
 
 
 class Importer(Protocol):
-    """What an entry point of the group `rlctl.recipes` names: an object that reads one trainer's recipes."""
+    """An entry point of `rlctl.recipes`: reads one trainer's recipes."""
 
     trainer: str
     """The trainer's name in messages."""
@@ -132,7 +132,7 @@ class Importer(Protocol):
 
 
 def importers() -> Iterable[Importer]:
-    """Return the importers, in the order in which they are asked."""
+    """Return the importers in query order."""
     return importlib.import_module(REGISTRY).importers()
 
 
@@ -142,7 +142,7 @@ def trainers() -> tuple[str, ...]:
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
-    """Return whether the top level of a YAML file has rlctl's sections alone."""
+    """Return whether a YAML file has only rlctl's top-level sections."""
     own = {*section_names(), *PRESET_KEYS}
     return all(str(key).partition(".")[0] in own for key in values)
 

@@ -44,7 +44,7 @@ class PassThrough(Section):
 
 
 def changed(section: Section, plain: Section, prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield each key of `section` whose value is not that of `plain`, with the value of `plain`."""
+    """Yield keys of `section` that differ from `plain`, with its values."""
     for name in type(section).model_fields:
         value, usual = getattr(section, name), getattr(plain, name)
         if isinstance(value, Section):

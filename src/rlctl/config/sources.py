@@ -67,10 +67,10 @@ TASK_KEYS = (
     "data.name", "data.sources", "data.system_prompt", "data.order", *DATA_KEYS, "reward.terms", "validation.data",
     "validation.reward",
 )  # fmt: skip
-"""Keys of a preset that describe a task of prompts and rewards. An environment brings a task of its own."""
+"""Preset keys of a prompt and reward task, which an environment replaces."""
 
 OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
-"""Keys that say the same thing in two ways: the one that a stronger source gives replaces the other."""
+"""Alternative keys for one setting; the stronger source's key replaces the other."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GivenFlag:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A line on what a source asks for and rlctl cannot run yet."""
+    """An unsupported setting of a source."""
 
     line: str
     settled_by: str | None = None
@@ -101,7 +101,7 @@ class Value:
     origin: str
     """Where the value came from, in the user's words."""
     optional: bool = False
-    """The value is accepted even where the model lacks what it is for."""
+    """Accept the value even if the model lacks its feature."""
 
 
 class FromSources(BaseSettings):
@@ -128,7 +128,7 @@ def settings_class(config: type[Section]) -> type[Any]:
 
 
 class Source(PydanticBaseSettingsSource):
-    """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
+    """A source of rlctl keys; `problems` has one line per error."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Source(PydanticBaseSettingsSource):
         self.notes = tuple(notes)
         """Lines on what runs differently from how the source has it."""
         self.refusals = tuple(refusals)
-        """Lines on what the source asks for and rlctl cannot run yet."""
+        """Lines on unsupported settings of the source."""
         self.problems = list(problems)
         self.unknown: dict[str, str] = {}
         """A line for each key that no method has."""
@@ -251,7 +251,7 @@ class PresetSource(Source):
         self.named = named_after(named, self.values)
 
     def __call__(self) -> dict[str, Any]:
-        """Return the kept values, with a note on what an environment replaces in a preset of the user's own."""
+        """Return kept values, with a note on user preset values that an environment replaces."""
         nested = super().__call__()
         dropped = [value.key for value in self.values if self._other_task(value)]
         if self._own_file and dropped:
@@ -368,7 +368,7 @@ def sources_in_order(
 
 
 def recipe_sources(recipe: Import) -> tuple[Source, Source]:
-    """Return the source of a recipe, and the stronger one of what the command line overrides in it."""
+    """Return a recipe's source, and the stronger source of its overrides."""
     given = recipe.overridden
     values: dict[bool, list[Value]] = {True: [], False: []}
     refusals: dict[bool, list[Refusal]] = {True: [], False: []}
@@ -413,7 +413,7 @@ def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterato
 
 
 def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
-    """Yield what a text of the command line or the environment spells; for a key that takes a text, the text."""
+    """Yield the value of a command-line or environment text; text keys keep the text."""
     value = parse_value(text)
     if takes_text(key) and not isinstance(value, str) and (value is not None or names_variable(key)):
         value = text

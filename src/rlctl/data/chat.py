@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PLAIN_STOP = "\nQuestion:"
-"""A base model that goes on after its answer asks itself the next question."""
+"""Stop for base models, which otherwise ask themselves the next question."""
 PLAIN_NOTE = (
     "The tokenizer has no chat template: prompts are written as `Question: ...` and `Answer:`, and a completion ends "
     "at the next `Question:`. Give another with --chat-template."
@@ -69,19 +69,19 @@ class PromptEncoder:
     prompt_template: PromptTemplate | None
     """Text of a prompt, with places for the columns of its row."""
     prompt_field: str
-    """Column whose place in the template the prompt takes, as it takes that of `{prompt}`."""
+    """Column that the prompt replaces in the template, like `{prompt}`."""
     stop: tuple[str, ...]
     """Texts that end a completion, in addition to `generation.stop`."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion, the model's own included."""
     vocab: int | None
-    """Number of tokens that the model has; None: its configuration does not say so at its top."""
+    """The model's vocabulary size; None if not at the top of its configuration."""
     note: str | None
     """Note about the format for the user, if there is one."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as enable_thinking."""
     in_parts: bool = False
-    """Whether the template takes the content of a message as a list of parts, as those of models with images do."""
+    """Whether the template takes content as a list of parts, as multimodal models do."""
     control: ControlTokens = field(default_factory=ControlTokens)
     """The tokens that delimit turns or end a text."""
     keeps_tokens: bool = False
@@ -297,7 +297,7 @@ class PromptEncoder:
         return completion.removesuffix(str(self.tokenizer.eos_token)) if self.tokenizer.eos_token else completion
 
     def closing_token(self) -> int | None:
-        """Return the special token that the template writes right behind an answer; None: it writes none there."""
+        """Return the special token directly after an answer in the template; None: none."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
         _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
         ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
@@ -318,7 +318,7 @@ class PromptEncoder:
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.special))]
 
     def _skeletons(self) -> list[str]:
-        """Return what the template writes around messages: of a conversation, and of the result of a tool."""
+        """Return the template's text around messages: of a conversation and a tool result."""
         if self.template is None:
             return []
         user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}
@@ -375,7 +375,7 @@ def template_digest(template: str) -> str:
 
 
 def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model.tokenizer`, or else of the model's directory; InputError where there is none."""
+    """Return the tokenizer of `model.tokenizer` or the model's directory. Raises InputError if missing."""
     # transformers takes seconds to import, and only runs need it
     if Process.reads_tokenizers_alone and "torch" not in sys.modules and not reads_images(model_directory):
         _import_without_torch()

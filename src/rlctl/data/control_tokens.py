@@ -126,7 +126,7 @@ class _Apart:
     marks: Mapping[str, str]
     """The text of each control token in the copy."""
     ids: Mapping[int, int]
-    """Token of the tokenizer, by that of the copy."""
+    """Original token by copy token."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, controls: Mapping[str, int]) -> _Apart:
@@ -166,6 +166,6 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[int]:
-    """Return the tokens of a text behind those that the tokenizer puts in front, unless it begins with them."""
+    """Return a text's tokens after the tokenizer's prefix, unless present."""
     front = beginning(tokenizer)
     return [*tokens] if [*tokens[: len(front)]] == front else [*front, *tokens]

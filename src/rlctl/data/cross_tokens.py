@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 PIECES = 4
 """Tokens of the other vocabulary that a token is divided between, at most."""
 DECAY = 0.1
-"""The weight of each of them as a part of the weight of the one before it."""
+"""Weight of each further token relative to the one before."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A matrix that turns probabilities of a student's tokens into those of a teacher's: its entries that are not 0."""
+    """A sparse matrix from a student's token probabilities to a teacher's."""
 
     students_E: np.ndarray  # int64
     teachers_E: np.ndarray  # int64
@@ -70,7 +70,7 @@ def _decaying(count: int) -> np.ndarray:
 
 
 def require_aligning(tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
-    """Raise InputError for a tokenizer that does not say where in a text its tokens stand, or has no end token."""
+    """Raise InputError for a tokenizer without character offsets or an end token."""
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer of {whose} has no end token to put behind a text.", "Take another model.")
     if not tokenizer.is_fast:

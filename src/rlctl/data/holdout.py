@@ -28,7 +28,7 @@ def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource,
 
 
 def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
-    """Return how the prompts of validation are read and written: as those of training, where nothing else is set."""
+    """Return validation data settings, by default training's."""
     own = {name: value for name, value in validation.model_dump().items() if value is not None and name != "params"}
     names = ((name or "").split(":") for name in (data.name, validation.name or data.name))
     task, wanted = (name[1:2] if name[0] + ":" == GYM_PREFIX else None for name in names)

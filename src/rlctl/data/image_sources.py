@@ -36,7 +36,7 @@ _TURNED = range(5, 9)
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What an image may hold at most, before it is decoded."""
+    """Limits of an image, checked before decoding."""
 
     pixels: int = MOST_PIXELS
     bytes: int = MOST_BYTES
@@ -117,7 +117,7 @@ class ImageSource:
         return data
 
     def _fetched(self) -> bytes:
-        """Return what is at the URL, which is kept on disk."""
+        """Return the URL's content, cached on disk."""
         kept = cache_directory() / IMAGES / hashlib.sha256(self.place.encode()).hexdigest()
         if kept.is_file():
             return self._within(kept.read_bytes())

@@ -39,7 +39,7 @@ class ImageProcessor:
     """The processor of a model's directory. Make it with `open`."""
 
     processor: Any
-    """The one of transformers. vLLM opens the same directory in the same way, so that both have one backend."""
+    """transformers' processor. vLLM opens the same directory, so both use one backend."""
     _expansions: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """Tokens of an image by its (height, width): nothing else of it matters."""
     _read: OrderedDict[ImageSource, np.ndarray] = field(default_factory=OrderedDict)

@@ -33,7 +33,7 @@ class SourceSettings:
 
 
 def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
-    """Return the settings of each source: its own keys, and those of `data` and `reward` for the others."""
+    """Return each source's settings: its keys over `data` and `reward`."""
     shared_reward = config.reward if isinstance(config, RolloutConfig) else RewardConfig()
     if not config.data.sources:
         return (SourceSettings("", 1.0, config.data, shared_reward),)

@@ -1,4 +1,4 @@
-"""Rows of prompts: one question each, with its reference answer and whatever else its source knows of it."""
+"""Rows of prompts: a question with its reference answer and other fields."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MOST_CHARACTERS = 1_000_000
 MESSAGES = "messages"
 """Field of chat messages, by the name that most published datasets give it."""
 GYM = "responses_create_params"
-"""Field of a row of NeMo Gym that has what the model is asked."""
+"""NeMo Gym's field of the model's input."""
 TOOLS = "tools"
 """Field of the tools that a conversation may call, and the template's name for them."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold a thought, for templates that write it in front of the content."""
+"""Message fields of thoughts, for templates that write these before the content."""
 USUAL_NAMES = {
     "--prompt-field": ("question", "problem", "query", "instruction", "input"),
     "--answer-field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
 }
-"""Names that prompts and answers have in published datasets, to suggest."""
+"""Common field names of prompts and answers, for suggestions."""
 _LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 _NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
 OTHER_MEDIA = {"video": "a video", "videos": "videos", "audio": "sound"}
@@ -145,7 +145,7 @@ class PromptSource:
         return rows
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the manifest keeps, to tell on resume whether the data is still the same."""
+        """Return the manifest's digest, to detect changed data on resume."""
         return {"rows": self.size, **self.identity}
 
 
@@ -169,7 +169,7 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
 
 
 GRADED = "reward_model.ground_truth"
-"""Where rows that say how they are graded have their reference answer, next to `data_source` and `extra_info`."""
+"""Reference answer fields of rows with grading information, next to `data_source` and `extra_info`."""
 
 
 def _answer_in(record: Mapping[str, Any], named: str) -> Any:

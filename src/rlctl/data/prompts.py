@@ -144,7 +144,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def shows_images(data: DataConfig) -> bool:
-    """Return whether the first rows of a source have images. What cannot be read is told when the source is opened."""
+    """Return whether a source's first rows have images. Unreadable rows are reported on opening."""
     name, path = data.name or "", Path(data.name or "")
     kind = FILE_SUFFIXES.get(path.suffix.lower())
     if not name or name.startswith(GYM_PREFIX) or (kind is not None and not path.is_file()):

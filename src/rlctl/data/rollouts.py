@@ -31,7 +31,7 @@ TIMEOUT = "timeout"
 LIMIT_REASONS = (
     LENGTH, "abort", TIMEOUT, "turns", "context", "sampled_tokens", "tool_calls", "broken_calls", "episode_timeout"
 )  # fmt: skip
-"""Stop reasons of a rollout that did not end by itself."""
+"""Stop reasons set by a limit."""
 
 
 TokensByVersion = tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class MediaPart:
     tokens: int
     """Number of tokens that the model reads it as."""
     written: tuple[int, ...]
-    """Tokens that stand for it in what an engine is asked, as a chat template writes them; the engine replaces them."""
+    """The tokens written by a chat template, which the engine replaces."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Rollout:
     prompt_tokens: int
     """Tokens before the first response token."""
     tokens: int
-    """All its tokens: the prompt, the response and whatever else stands between."""
+    """All tokens: prompt, responses and everything between."""
     response_tokens: int
     """Tokens that the policy chose, counted by the loss mask."""
     reward: float | None
@@ -143,9 +143,9 @@ class Rollout:
     terms: Mapping[str, float | None]
     """Score of each reward term before its weight, by its label; None where it does not apply."""
     accuracy: float | None
-    """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
+    """1 if the reference scorer accepts the answer, else 0; None without such a scorer."""
     answered: bool | None = None
-    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
+    """Whether the reference scorer can read an answer; None without such a scorer."""
     episode: EpisodeFacts | None = None
     """None: it has one turn and no environment."""
     images: int = 0
@@ -175,7 +175,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The finished rollouts of one prompt, with handles (Ray object references) of what is token-sized."""
+    """Finished rollouts of one prompt, with handles (Ray object references) of columns."""
 
     position: int
     prompt: PromptRow
@@ -183,9 +183,9 @@ class RolloutGroup:
     columns: object
     """Handle of the group's `RolloutColumns`."""
     texts: object | None
-    """Handle of the group's completion texts, `list[str]` of length G; None: they are those of a dataset."""
+    """Handle of completion texts, `list[str]` of length G; None: dataset texts."""
     transcripts: object | None = None
-    """Handle of the group's episodes turn by turn, `list[list[Turn]]` of length G; None: there is no environment."""
+    """Handle of episodes by turn, `list[list[Turn]]` of length G; None without an environment."""
     dropped: tuple[str, ...] = ()
     """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
     for_teacher: Rollout | None = None
@@ -193,5 +193,5 @@ class RolloutGroup:
 
     @property
     def rewards_G(self) -> np.ndarray:
-        """The rewards in the order of the rollouts, float64 [G]; 0 where there are none."""
+        """Return the rewards, float64 [G]; 0 without rewards."""
         return np.array([rollout.reward or 0.0 for rollout in self.rollouts], dtype=np.float64)

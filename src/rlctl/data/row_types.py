@@ -35,11 +35,11 @@ class RowType(ABC):
     """Rows with a `prompt` and a completion, as the base of row types; a subclass gives at least `read`."""
 
     needs_another: bool = False
-    """Whether the completion of another row stands next to that of each row."""
+    """Whether each row also uses another row's completion."""
 
     @abstractmethod
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-        """Return the row of a record. Raises InputError naming row and field for what is wrong with it."""
+        """Return a record's row. Raises InputError naming row and field."""
 
     def template_columns(self, record: Mapping[str, Any], data: DataConfig) -> Collection[str]:
         """Return the columns that the chat template reads."""

@@ -12,7 +12,7 @@ from rlctl.errors import InputError, first_line, suggest
 from rlctl.settings.data import DataConfig
 
 PROMPT = "prompt"
-"""Name under which a template has the prompt itself, whatever the field with it is called."""
+"""A template's name for the prompt, whatever its field."""
 ANSWER = "answer"
 # After a command of LaTeX braces are text: \boxed{answer} names no column.
 _PLACE = re.compile(r"\\[A-Za-z]+\{\w*\}|\{([A-Za-z_]\w*)\}")

@@ -22,13 +22,13 @@ MARK = "rlctl-answer-ends"
 HISTORIES = ("Hello.", "What is 2 + 2?\nSay it in one word.")
 """Texts of the user in the made-up histories, of which nothing may depend."""
 THOUGHT = "</think>"
-"""The end of a thought, and with it of what a template may take out."""
+"""The end of a thought, which delimits text that a template may remove."""
 ToolRole = Literal["tool", "user"]
 
 
 @dataclass(frozen=True)
 class TurnEncoder:
-    """How this run writes what comes behind a turn. Make it with `build`."""
+    """Renders text between a run's turns. Create it with `build`."""
 
     encoder: PromptEncoder
     raw: bool = False
@@ -38,11 +38,11 @@ class TurnEncoder:
     note: str | None = None
     """Note about the template for the user, if there is one."""
     closes: bool = False
-    """Whether the template closes an answer with a token of its own; else the next message says that it is over."""
+    """Whether the template ends an answer with a token; otherwise the next message ends it."""
     drops: tuple[str, ...] = ()
-    """Roles of messages behind which the thoughts of earlier answers go (`environment.thinking=template`)."""
+    """Roles whose messages remove earlier thoughts (`environment.thinking=template`)."""
     opening: tuple[int, ...] = ()
-    """Ids that the template writes where an answer begins, and not in front of one that is over: `<think>`."""
+    """Ids that the template writes only at the start of the current answer, such as `<think>`."""
     _cache: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Checks of the machine. Each check is one function, and takes what it looks at as parameters."""
+"""Checks of the machine: one function each, with its inputs as parameters."""

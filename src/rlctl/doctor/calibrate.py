@@ -26,7 +26,7 @@ REPEATS = 10
 
 
 def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> MachineProfile:
-    """Measure this machine. The disk is the one that holds `directory`; `tell` is called before each part."""
+    """Measure this machine and the disk of `directory`; `tell` is called before each part."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = device_reported(torch.cuda.get_device_name(0)).name if gpus else "cpu"
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")

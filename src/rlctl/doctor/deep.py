@@ -98,7 +98,7 @@ class Outcome:
 
 
 def chosen(only: Sequence[str]) -> list[list[Probe]]:
-    """Return the probes of each stage; `only` these, and what they need. Raises InputError for an unknown name."""
+    """Return the probes by stage, limited to `only` and their dependencies. Raises InputError for an unknown name."""
     for name in only:
         if name not in PROBES:
             raise InputError(f"--only {name}: no such probe.", suggest(name, PROBES) or f"Choose {', '.join(PROBES)}.")
@@ -135,7 +135,7 @@ class Runner:
         self.failed: set[str] = set()
 
     def run(self, stage: Sequence[Probe]) -> Iterator[Outcome]:
-        """Yield the outcome of each probe when it ends. Several run at the same time where there are cores for them."""
+        """Yield each probe's outcome when it ends, running several if cores allow."""
         waiting, live = list(stage), list[Process]()
         at_once = max(1, len(os.sched_getaffinity(0)) // 2)
         try:
@@ -197,7 +197,7 @@ class Runner:
         return outcome
 
     def note_failure(self, probe: Probe) -> None:
-        """Have later runs do without what the probe tests."""
+        """Make later runs avoid the probe's feature."""
         self.failed.add(probe.name)
         self.later += probe.later
 
@@ -253,7 +253,7 @@ class Process:
         return Outcome(probe.name, probe.layer, "fail", why[:LINE_CHARACTERS], probe.advice, seconds)
 
     def last_line(self) -> str:
-        """Return what the log ends with, rlctl's own error where it has one."""
+        """Return rlctl's error from the log, else its last line."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         line = next((line for line in lines if line.startswith("rlctl: ")), lines[-1] if lines else "")
         return f"; the log says: {line}" if line else ""

@@ -13,14 +13,14 @@ from rlctl.doctor.finding import Check
 
 @dataclass(frozen=True)
 class Wanted:
-    """The run that the machine is checked for; the defaults are those of the laptop preset."""
+    """The run to check the machine for; by default the laptop preset's."""
 
     gpus_per_node: int = 0
     gpu: str = "auto"
     parameters: int = 0
     """Parameters of the model; 0 if unknown."""
     host_memory: float = 0.0
-    """Bytes of a node's memory that the plan needs; 0 if there is none."""
+    """Planned bytes of a node's memory; 0 without a plan."""
     no_plan: str = ""
     """The reason why no plan fits this machine."""
     run_directory: Path = Path("runs")

@@ -18,7 +18,7 @@ class Check:
     detail: str
     fix: str | None = None
     repair: Callable[[], str] | None = field(default=None, compare=False)
-    """The repair of `--fix`, where one is safe. It returns a description of what it did, and may raise OSError."""
+    """The safe repair of `--fix`, if any; returns a description and may raise OSError."""
 
     def to_json(self) -> dict[str, str | None]:
         return {"name": self.name, "status": self.status, "detail": self.detail, "fix": self.fix}

@@ -103,7 +103,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def check_locked_memory(gpus: int, limit: int | None = None, rdma: bool | None = None) -> Check:
-    """Check the limit of memory that RDMA between nodes locks, where there is a network card for it."""
+    """Check the locked memory limit for RDMA, if there is such a network card."""
     rdma = any(RDMA_DEVICES.glob("*")) if rdma is None else rdma
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] if limit is None else limit
     if limit == resource.RLIM_INFINITY:

@@ -68,7 +68,7 @@ def check_hub(url: str = HUB) -> Check:
 
 
 def check_token(model: str | None) -> Check:
-    """Check that there is a token for the hub if the model's terms have to be accepted."""
+    """Check for a hub token if the model is gated."""
     from huggingface_hub import get_token
 
     try:

@@ -271,7 +271,7 @@ def megatron(device: str, models: Path) -> Figures:
     advice="Train on Megatron's own layers: `--set megatron.transformer_impl=local`, or uninstall TransformerEngine.",
 )  # fmt: skip
 def transformer_engine(device: str, models: Path) -> Figures:
-    """Train two of Megatron's layers made of TransformerEngine, after one layer in float8 where the GPU has it."""
+    """Train two of Megatron's TransformerEngine layers, after a float8 layer if supported."""
     import torch
     import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
 

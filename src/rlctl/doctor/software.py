@@ -122,7 +122,7 @@ def check_transformer_engine(
     which: Callable[[str], str | None] = shutil.which,
     python: tuple[int, int] = sys.version_info[:2],
 ) -> Check:
-    """Check that TransformerEngine is there where there are GPUs, and by `why_not` that it can be imported."""
+    """Check TransformerEngine on machines with GPUs; `why_not` tests the import."""
     name = "transformer-engine"
     if gpus == 0:
         return Check(name, "ok", "TransformerEngine is not used without a GPU")
@@ -140,7 +140,7 @@ def check_transformer_engine(
 
 
 def why_not_imported(module: str) -> str:
-    """Return the error that an import of `module` fails with, in a process of its own; empty: it does not fail."""
+    """Return the import error of `module` in a separate process; empty: none."""
     program = [sys.executable, "-P", "-c", f"import {module}"]
     try:
         done = subprocess.run(program, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)

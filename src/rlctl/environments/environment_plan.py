@@ -74,7 +74,7 @@ class EnvironmentPlan:
 
 
 class LoadedEnvironment:
-    """A class whose episodes can be begun, and the tools that are offered with it."""
+    """A class that starts episodes, with its tools."""
 
     def __init__(self, plan: EnvironmentPlan, kind: type, functions: dict[str, Callable[..., Any]]) -> None:
         self.plan, self._kind, self._functions = plan, kind, functions
@@ -140,7 +140,7 @@ class RunningEpisode:
         self._stop = _stops(getattr(self._made, "stop", ()))
 
     async def reset(self, row: PromptRow, seed: int) -> Reply:
-        """Begin. The messages are those behind the row's prompt."""
+        """Begin, and return the messages after the row's prompt."""
         random.seed(seed)
         self._begin()
         columns = {**row.fields, "prompt": shown_prompt(row.prompt), "answer": row.answer}

@@ -80,7 +80,7 @@ class Step:
     done: bool = False
     """Whether the episode is over."""
     stop: tuple[str, ...] | None = None
-    """Texts that end the next turn, in addition to the run's own; None: those of the class attribute `stop`."""
+    """Texts that end the next turn, in addition to the run's; None: the class attribute `stop`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the turn; the episode's are their sums, and a run shows their means."""
     ask: Ask | None = None
@@ -96,8 +96,8 @@ class Environment:
     """Texts that end a turn, such as the closing tag of a call."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str | None:
-        """Begin an episode for a row of the data, with the columns of the row, `prompt` and `answer` among them. Return
-        the messages behind the row's prompt."""
+        """Begin an episode for a row's columns, including `prompt` and `answer`. Return the messages after the row's
+        prompt."""
 
     def step(self, message: Message) -> Step:
         """Answer a message of the model. Without this method the first message that calls no tool ends the episode.

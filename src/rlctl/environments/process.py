@@ -31,18 +31,18 @@ from rlctl.isolation.child_process import ChildProcess, begun
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 LOOK_S = 0.5
-"""Seconds between two looks for processes that have ended."""
+"""Seconds between checks for ended processes."""
 LENGTH = struct.Struct("!Q")
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 """Variables of the processes: they have no device."""
 
 
 class EpisodeFailedError(Exception):
-    """An environment failed: what it raised, or that it hung or died."""
+    """An environment raised, hung or died."""
 
 
 class EnvironmentHost:
-    """The engine's side: begins episodes, each in a process of its own."""
+    """The engine's side: starts each episode in a process."""
 
     def __init__(self, plan: EnvironmentPlan) -> None:
         self.plan, self._begun = plan, 0
@@ -153,7 +153,7 @@ class EpisodeProcesses:
             _kill_tree(pid)
 
     def clear_up(self) -> None:
-        """Reap what has ended, and end what episodes have left behind, which comes to this process when they end."""
+        """Reap ended processes, and end orphans of episodes."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._pids = {number: pid for number, pid in self._pids.items() if pid != ended[0]}

@@ -78,7 +78,7 @@ class Limits:
     """Longest time by the clock; its processor time has the same limit in whole seconds."""
     memory_mib: int = 512
     file_mib: int = 1
-    """Size of one file, and of what it prints."""
+    """Size limit of a file and of output."""
     processes: int = 64
     """For root that is no other user, 301 by namespaces from Linux 6.14 on, else any number."""
 
@@ -95,7 +95,7 @@ class Outcome:
 
 @functools.cache
 def layers() -> tuple[str, ...]:
-    """Return the layers that this machine has, each tried with a program behind it."""
+    """Return this machine's protection layers, each tested."""
     found = ["limits"]
     for layer in LAYERS[1:]:
         if layer == "user" and os.geteuid() != 0:
@@ -107,7 +107,7 @@ def layers() -> tuple[str, ...]:
 
 
 def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequence[str] | None = None) -> Outcome:
-    """Run a program in a folder of its own. `behind`: the layers, by default all that the machine has."""
+    """Run a program in a fresh folder. `behind`: layers, by default all."""
     behind = layers() if behind is None else behind
     with (
         tempfile.TemporaryDirectory(prefix="rlctl-program-", ignore_cleanup_errors=True) as folder,
@@ -144,7 +144,7 @@ def _text(file: IO[bytes], limits: Limits) -> str:
 
 
 def main() -> None:
-    """The script: go behind the layers and become the program in this folder."""
+    """The script: apply the layers and become the program."""
     behind, packages, seconds, *rest = sys.argv[1:]
     source = Path("program.py").read_text(encoding="utf-8")
     sys.path.append(packages)

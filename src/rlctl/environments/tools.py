@@ -42,7 +42,7 @@ class Unquoted(str):
 
 
 Reader = Callable[[str, re.Match[str]], tuple[list[Call], int]]
-"""Reads the calls behind an opening. Returns them and the position behind them; raises one of UNREADABLE."""
+"""Read the calls after an opening; return them and the end position. Raises one of UNREADABLE."""
 UNREADABLE = (
     BrokenCallError, ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError,
 )  # fmt: skip
@@ -153,7 +153,7 @@ def _llama_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Takes `null`, `true` and `false` for what they are in JSON."""
+    """Maps `null`, `true` and `false` as in JSON."""
 
     NAMES: ClassVar = {"null": None, "true": True, "false": False}
 

@@ -1,4 +1,4 @@
-"""A child process for code of others: started with a plan, under supervisors that end what it starts."""
+"""A child process for untrusted code, started with a plan under supervisors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ChildProcess:
         return "still running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """Ends the child and whatever it has started; may be called twice."""
+        """End the child and everything it started; may be repeated."""
         if self.connection is not None:
             self.connection.close()  # its supervisors end everything then
         if self._process is not None:

@@ -52,7 +52,7 @@ def _supervise(child: int, connection: int) -> NoReturn:
         told_to_end = True
 
     def reap() -> int | None:
-        """Collect children that have ended; return the status of the supervised one if that is among them."""
+        """Collect ended children; return the supervised one's status if among them."""
         found = None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -28,7 +28,7 @@ from rlctl.settings.rewards import MODEL
 
 T = TypeVar("T")
 CLASSES = ("Algorithm", "Environment")
-"""What a file names as `path/to/file.py:Class`; all else is a function."""
+"""User names that mean classes (`path/to/file.py:Class`); others are functions."""
 TURNS = "turns"
 """Argument of a reward function that takes all turns of an episode."""
 LARGEST_REWARD = 1e30
@@ -37,7 +37,7 @@ SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
 SOLUTION = "solution_str"
 """Argument of a reward function in the form (data_source, solution_str, ground_truth, extra_info)."""
 SCORE = "score"
-"""Key of a result that is a mapping of several numbers: the one that counts."""
+"""Key of the score in a result with several numbers."""
 BATCHED_SIGNATURE = "(prompts: list, completions: list, **columns) -> list[float | None]"
 ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainer gives to reward functions and that rlctl does not have."""
@@ -110,7 +110,7 @@ def turns_of(row: PromptRow, completion: str) -> list[dict[str, Any]]:
 
 
 class NoListError(InputError):
-    """A function of many completions returned something else than a value for each, whatever the completions are."""
+    """A batch function did not return a value for each completion."""
 
 
 class UserFunction:
@@ -128,7 +128,7 @@ class UserFunction:
         self._runner: asyncio.Runner | None = None
 
     def _call(self, given: dict[str, Any], rows: str) -> Any:
-        """Return what the function returns for the arguments of `given` that it takes; `rows` names what is scored."""
+        """Call the function with its arguments from `given`; `rows` names the scored rows."""
         taken = self._taken(given, rows)
         with self._naming(rows):
             value = self._function(**taken)

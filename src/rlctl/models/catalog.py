@@ -26,9 +26,9 @@ class CatalogEntry:
     names: tuple[str, ...]
     facts: ModelFacts | None = None
     text_part: bool = False
-    """The models take images as well, and the facts are those of the part that rlctl trains."""
+    """The models are multimodal; the facts describe the trained part."""
     config: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Where there are no facts: what the published `config.json` says of the model's shape."""
+    """Shape values of the published `config.json`, if there are no facts."""
 
 
 def lookup(name: str) -> ModelFacts | None:

@@ -54,7 +54,7 @@ def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
 
 
 def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
-    """Return the rules that relate single sizes to the model, whatever the number of ranks."""
+    """Return violations of single sizes by the model, for any number of ranks."""
     rules = (_tensor_problems, _pipeline_problems, _expert_problems)
     found = [problem for rule in rules for problem in rule(facts, parallel)]
     known = facts.moe is not None and parallel.etp > 1 and facts.family in FAMILIES
@@ -103,7 +103,7 @@ def _divides(facts: ModelFacts) -> bool:
 
 
 def unpacked_rule(facts: ModelFacts) -> str:
-    """Say why rollouts of this model are computed one by one, as a clause that can stand after a colon."""
+    """Return why rollouts cannot be packed, as a clause after a colon."""
     return f"transformers computes each rollout of {facts.family} as a sequence of its own, because {facts.unpacked}"
 
 
@@ -147,7 +147,7 @@ def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Probl
 
 
 def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
-    """Return why `backend` (None: engines alone) cannot work with a model of this family; None: it can."""
+    """Return why `backend` (None: engines) cannot use the family; None: it can."""
     if facts.family in FAMILIES or (facts.listed and backend in (None, "dtensor")):
         return None
     if facts.vision is not None:

@@ -26,7 +26,7 @@ ATTENTION = parts.LAYER + "self_attn."
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
-    """Facts of a `DeepseekV3ForCausalLM` configuration. `head_dim` is that of queries and keys."""
+    """Facts of a `DeepseekV3ForCausalLM` configuration. `head_dim` belongs to queries and keys."""
     refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published DeepSeek-V3 has biases.")
     refuse(config.get("moe_layer_freq", 1) != 1, "a moe_layer_freq other than 1", "rlctl knows DeepSeek's own pattern.")
     refuse(not config["rope_interleave"], "rope_interleave: false", "Megatron-Core and vLLM rotate pairs of neighbors.")

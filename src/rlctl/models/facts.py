@@ -22,7 +22,7 @@ class RopeFacts:
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cosines and sines: of yarn alone, as `_compute_yarn_parameters` of transformers has it."""
+        """Factor of cosines and sines, only for yarn (transformers' `_compute_yarn_parameters`)."""
         given = self.scaling
         if self.kind != "yarn" or "attention_factor" in given:
             return given.get("attention_factor", 1.0) if self.kind == "yarn" else 1.0
@@ -82,13 +82,13 @@ class ListedTensor:
     role: str = ""
     """Its `Role` of `models/matrices.py`, where transformers tells it."""
     dtype: str = ""
-    """The dtype in which it is published, where it is stored and not trained. Empty: that of the model."""
+    """Published dtype of a stored, untrained tensor; empty: the model's."""
     tensor_shape: tuple[int, ...] = ()
     """The shape of the whole tensor, where that is more than the box."""
     tensor_start: tuple[int, ...] = ()
     """Where the box begins in the tensor; empty: at its beginning."""
     module_shape: tuple[int, ...] = ()
-    """The shape of the parameter, where that holds more than the box. Experts have an axis of their own in front."""
+    """Shape of the parameter if larger than the box; experts have a leading axis."""
     module_start: tuple[int, ...] = ()
     """Where the box begins in the parameter, but for the axis of experts; empty: at its beginning."""
 
@@ -117,7 +117,7 @@ class ModelFacts:
     """Sizes and variants of a decoder-only language model, as its published configuration states them."""
 
     family: str
-    """The `models/` file that describes it, for example `llama`; the architecture's name where there is none."""
+    """Its `models/` file, such as `llama`; without one the architecture."""
     layers: int
     hidden: int
     heads: int
@@ -143,7 +143,7 @@ class ModelFacts:
     """Embeddings are multiplied by the root of the hidden size (Gemma)."""
     rope: RopeFacts = RopeFacts()
     window_rope: RopeFacts | None = None
-    """Rotary embedding of the layers with the window; None: that of all."""
+    """Rotary embedding of windowed layers; None: that of all layers."""
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     sliding_window: int | None = None
@@ -151,21 +151,21 @@ class ModelFacts:
     full_attention_layers: tuple[int, ...] | None = None
     """Layers (from 0) without the window; None: all."""
     mtp_layers: int = 0
-    """Multi-token-prediction layers behind the last one."""
+    """Multi-token-prediction layers after the last one."""
     listed: tuple[ListedTensor, ...] = ()
-    """Every tensor, where no file in `models/` says which there are."""
+    """Every tensor, for models without a `models/` file."""
     unpacked: str = ""
     """Why rollouts cannot be packed, as a clause about the model; each then is a padded row. Empty: they can."""
     takes_adapters: bool = True
     """Whether its layers hold linear layers of torch (GPT-2's hold none)."""
     vision: VisionFacts | None = None
-    """The model takes images, and all of it is trained; None: it reads text alone."""
+    """The model takes images, and all of it is trained; None: text only."""
     left_out: tuple[str, ...] = ()
     """Patterns of the names of stored tensors that are no part of the model, such as masks."""
 
     @property
     def text_vocab(self) -> int:
-        """Tokens with a lower number are of text alone; those that stand for images have higher ones."""
+        """Smallest image token; lower numbers are text."""
         return self.vocab if self.vision is None else self.vision.image_token // 2
 
     @property

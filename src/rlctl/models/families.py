@@ -27,7 +27,7 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     defaults: dict[str, Any]
-    """Values of keys that config.json leaves out, those of transformers' class of the model type."""
+    """Defaults for missing config.json keys, from transformers' class."""
     facts: Callable[[dict[str, Any]], ModelFacts]
     weights: Callable[[ModelFacts], ModelWeights]
 
@@ -39,7 +39,7 @@ def families() -> tuple[Family, ...]:
 
 
 def family(name: str) -> Family:
-    """The family called `name`; InputError where there is no such file."""
+    """Return the family `name`. Raises InputError without such a file."""
     found = next((f for f in families() if f.name == name), None)
     if found is None:
         raise InputError(f"No model family `{name}`.", f"Known: {', '.join(FAMILIES)}.")
@@ -95,7 +95,7 @@ OTHER_HEADS = re.compile(
     r"For(Sequence|Token|Multi\w*|Audio|Image)Classification$|For(QuestionAnswering|MaskedLM|MultipleChoice|PreTraining)$"
     r"|For(\w*)Reward(Model)?$|(?<!LMHead)Model$|Encoder$"
 )
-"""Architectures whose output is a class, a score, a masked token or the hidden states alone."""
+"""Architectures that output a class, score, masked token or hidden states."""
 
 
 def writes_nothing(config: dict[str, Any]) -> bool:
@@ -126,5 +126,5 @@ def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
 
 @cache
 def weights_of(facts: ModelFacts) -> ModelWeights:
-    """The weight map of a model (made once: that of a large model has 46,000 matrices)."""
+    """Return a model's weight map, cached, because large models have 46,000 matrices."""
     return other_families.weights(facts) if facts.listed else family(facts.family).weights(facts)

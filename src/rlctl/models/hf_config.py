@@ -117,7 +117,7 @@ def _with_original(config: dict[str, Any], given: dict[str, Any]) -> dict[str, A
 
 
 def most_positions(most: int | None, scaling: dict[str, Any]) -> int | None:
-    """Return the positions that are asked for: those of yarn follow from its factor. None: the model's own."""
+    """Return the requested positions; yarn's follow from its factor. None: the model's."""
     original = scaling.get("original_max_position_embeddings")
     if most is None and scaling.get("rope_type") == "yarn" and original and scaling.get("factor"):
         return round(scaling["factor"] * original)

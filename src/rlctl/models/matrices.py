@@ -71,7 +71,7 @@ class Role(StrEnum):
 
 
 FLOAT32_ROLES = frozenset({Role.EXPERT_BIAS})
-"""Kept in float32 whatever the model's dtype: it is compared, not multiplied."""
+"""Always float32, because it is compared, not multiplied."""
 BUFFER_ROLES = frozenset({Role.EXPERT_BIAS, Role.STORED})
 """Held by buffers of transformers' modules, which no optimizer sees."""
 
@@ -98,7 +98,7 @@ class Weight:
     offset: float = 0.0
     """The tensor holds the gain minus this number (Gemma's norms: 1)."""
     dtype: str = ""
-    """The tensor's own dtype, where it is not that of the model."""
+    """The tensor's dtype if not the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class ModelWeights:
     once: tuple[Weight, ...]
     """Weights outside of the layers."""
     per_layer: tuple[tuple[Weight, ...], ...]
-    """Weights of each layer; multi-token-prediction layers come behind the last."""
+    """Weights of each layer; multi-token-prediction layers last."""
     copies: dict[str, str] = field(default_factory=dict)
     """Published tensors that repeat another one -> that one."""
 

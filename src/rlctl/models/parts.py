@@ -17,7 +17,7 @@ def outer(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def attention(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Grouped-query attention: separate q, k, v and o, with biases and q/k norms where the facts say so."""
+    """Grouped-query attention: q, k, v and o, with optional biases and q/k norms."""
     prefix = LAYER + "self_attn."
     rows = ((Role.Q, Role.Q_BIAS, "q"), (Role.K, Role.K_BIAS, "kv"), (Role.V, Role.V_BIAS, "kv"))
     weights = [Weight(role, f"{prefix}{role.value}_proj.weight", (dim, "hidden")) for role, _, dim in rows]

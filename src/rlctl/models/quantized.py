@@ -51,7 +51,7 @@ def _is_linear(matrix: Matrix) -> bool:
 
 
 def scale_groups(matrices: dict[str, Matrix]) -> dict[str, int]:
-    """Tensor -> the number of the scale that its matrix has, alone or with others."""
+    """Tensor -> number of its matrix's scale, possibly shared."""
     numbers: dict[object, int] = {}
     return {
         tensor: numbers.setdefault(

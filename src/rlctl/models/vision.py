@@ -22,7 +22,7 @@ class VisionFamily:
     image_token: str
     """Key of the configuration with the token in whose places the embeddings of images stand."""
     published: tuple[tuple[str, str], ...] = ()
-    """How names of tensors begin in transformers' own files and in those of the hub, where these differ."""
+    """Differing name prefixes in transformers' and the hub's files."""
 
     def part_of(self, module: str) -> VisionPart:
         if re.match(rf"(?:{self.projector})(?:\.|$)", module):

@@ -1,4 +1,4 @@
-"""Reads what a plan depends on out of the configuration: cluster, workload and pins."""
+"""Reads cluster, workload and pins of a plan from the configuration."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from rlctl.planner.views.reasons import reasons_for
 from rlctl.telemetry.phases import Phase
 
 OTHER = "dtensor"
-"""The backend that trains where the usual one cannot, and none is asked for."""
+"""The fallback backend, if none is requested."""
 PUBLISHED = (
     "Where both were published for one model and machine, Megatron-Core trained faster (one trainer on H100s: 8B on 8 "
     "of them 28 s a step against 38 s, 70B on 64 of them 28 s against 97 s)."
@@ -35,7 +35,7 @@ PUBLISHED = (
 ON_CPUS = "On a CPU, one rank of either backend takes about as long."
 
 Refusal = Callable[[Plan], str | None]
-"""Says why the backend of a plan cannot do what the configuration asks for; None: it can."""
+"""Returns why a plan's backend does not support the configuration; None: it does."""
 
 
 def make_plan(
@@ -82,7 +82,7 @@ class _Found:
     rejected: list[Rejected]
 
     def obstacle(self, refusal: Refusal) -> str | None:
-        """Return why the best plan cannot be run, or why there is none; None: it can."""
+        """Return why the best plan cannot run or does not exist; None: it runs."""
         if not self.plans:
             return why_none(self.request, self.rejected)
         return next(iter(self.plans[0].not_runnable_because), None) or refusal(self.plans[0])
@@ -103,7 +103,7 @@ def _found(request: Request, prefer_runnable: bool) -> _Found:
 
 
 def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tuple[_Found, str]:
-    """Return what the usual backend finds, or the other one where that alone can run a plan; and why."""
+    """Return the default backend's result, or the other's if only that can run, and the reason."""
     usual = _found(request, prefer_runnable)
     if (why := usual.obstacle(refusal)) is None:
         return usual, _against_the_other(request, usual.plans[0], refusal)

@@ -65,9 +65,9 @@ class Plan:
     workload: Workload
     backend: str
     training: TrainingChoice | None
-    """None: completions alone."""
+    """None: generation only."""
     generation: GenerationChoice | None
-    """None: training alone."""
+    """None: training only."""
     colocated: bool
     micro_batches: int
     """Micro-batches of one optimizer step on one data-parallel rank; 0 without training."""
@@ -78,9 +78,9 @@ class Plan:
     seconds: dict[Phase, float]
     mfu: float
     mover: str | None
-    """The mover of a refit; None: there is no refit."""
+    """The refit's mover; None: no refit."""
     request: Request = field(repr=False, compare=False)
-    """What the plan depends on."""
+    """The plan's inputs."""
     reasons: tuple[Reason, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
@@ -90,11 +90,11 @@ class Plan:
     teacher: TeacherPlan | None = None
     """The teacher or the reward model; None: there is neither."""
     blocked: tuple[str, ...] = ()
-    """Further reasons why it cannot run: what each backend refuses, keys of an imported recipe."""
+    """Further obstacles: refusals of backends, keys of a recipe."""
     engine_devices: int = 0
-    """Devices that the engines have to themselves: GPUs, or cores of a CPU; 0: they share those of the policy."""
+    """Devices reserved for engines (GPUs or CPU cores); 0: shared with the policy."""
     rollouts_s: float = 0.0
-    """Seconds in which engines and scorers work at a step's rollouts, also where the policy trains meanwhile."""
+    """Seconds of engines and scorers for a step's rollouts, also during training."""
     beside: Plan | None = field(default=None, repr=False)
     """The best plan with the engines on the policy's devices, where this one has them apart; None: none fits."""
 
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def engines_have_nodes(self) -> bool:
-        """Whether the engines are on nodes of their own: a split over several nodes divides between two of them."""
+        """Whether engines have separate nodes: a split over several nodes falls between two of them."""
         if self.colocated or self.training is None or self.cluster.nodes == 1:
             return False
         return self.cluster.is_cpu or self.training.parallel.world_size % self.cluster.gpus_per_node == 0

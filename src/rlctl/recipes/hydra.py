@@ -28,7 +28,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Raise ConfigError for what is not of the form, and for several values to try, which are no override."""
+        """Raise ConfigError for malformed overrides and for sweeps."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 

@@ -73,7 +73,7 @@ def to(key: str, convert: Mapping[Any, Any] | None = None, *, null: Any = None) 
 
 
 def logs(reason: str) -> Rule:
-    """Return the rule of a key that concerns logs or validation alone, which rlctl does otherwise for `reason`."""
+    """Return the rule of a log or validation key that rlctl replaces, for `reason`."""
     return lambda found: found.say("logging", reason)
 
 
@@ -133,7 +133,7 @@ def hand_on(found: Found, key: str, otherwise: Rule | None = None) -> None:
 
 
 def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule of a key: its own, else that of the nearest section written with `.*`."""
+    """Return a key's rule: its own, else the nearest section's (`.*`)."""
     parts = key.split(".")
     sections = (".".join(parts[:count]) + ".*" for count in range(len(parts) - 1, 0, -1))
     return next((table[name] for name in (key, *sections) if name in table), None)

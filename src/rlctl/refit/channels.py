@@ -93,12 +93,12 @@ def plan_channels(
 
 
 def shared_place(mover: str, party: Need | SenderPlace) -> str | None:
-    """The place that two parties must share to use the same staging memory; None: there is none to share."""
+    """Return the place that two parties must share for staging memory; None: none."""
     return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
 
 
 def meeting_host(needs: Sequence[Need], places: Sequence[SenderPlace]) -> str:
-    """The address at which the members of a collective group meet, which is that of policy rank 0."""
+    """Return the rendezvous address of a collective group: policy rank 0's."""
     return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
 
 

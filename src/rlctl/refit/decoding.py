@@ -13,7 +13,7 @@ from rlctl.errors import RlctlError, VerificationError
 
 PROMPTS, NEW_TOKENS = 2, 8
 PROMPT_TOKENS = 40
-"""More than the tokens of a block of any engine's cache, so that what it keeps of a prompt is looked at too."""
+"""More than one cache block's tokens, to also test cached prompts."""
 
 
 def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> LogprobStats:
@@ -47,7 +47,7 @@ class DecodeCheck:
     sampling: Sampling
     """The policy's own temperature and truncation, and the most tokens of a completion."""
     without_graphs: str = ""
-    """The flag with which the engine decodes without graphs; empty: there is none."""
+    """Flag for decoding without graphs; empty: none."""
 
     def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
         """Return each engine's completions; the last one is one token after a new prompt. Raises an engine's error."""

@@ -24,7 +24,7 @@ CHANNELS = 1 << 10  # most channels whose messages are told apart
 
 
 def relay(senders: Sequence[int], rank: int) -> int:
-    """The one of `senders`, who reach the staging memory, that takes what `rank` sends, who does not."""
+    """Return the one of `senders` with staging memory that relays `rank`'s boxes."""
     return senders[rank % len(senders)]
 
 

@@ -36,7 +36,7 @@ class SenderPlace:
 
 @dataclass(frozen=True)
 class SenderSetup:
-    """Everything that a policy rank is told once."""
+    """One-time setup of a policy rank."""
 
     table: tuple[TableRow, ...]
     places: tuple[SenderPlace, ...] = ()

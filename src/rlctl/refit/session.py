@@ -150,7 +150,7 @@ class RefitSession:
     def _prepared(
         self, channels: tuple[Channel, ...], needs: list[Need], places: tuple[SenderPlace, ...]
     ) -> tuple[Channel, ...]:
-        """Complete the channels with what the two sides need to find each other."""
+        """Complete the channels with both sides' connection data."""
         host = meeting_host(needs, places)
         made = self._wait("open", self.policy, WeightSender.refit_make, channels, places, host)
         addresses = {index: address for one in made for index, address in one.addresses.items()}

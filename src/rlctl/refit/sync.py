@@ -83,7 +83,7 @@ class DeviceTurns:
         self.turn = DeviceTurn.POLICY
 
     def to_weights(self) -> None:
-        """Let weights move: gradients and optimizer wait, and the engines wake for their weights alone."""
+        """Prepare a refit: gradients and optimizer wait, and engines wake only their weights."""
         if self.turn is DeviceTurn.ENGINES:
             self.to_policy()
         if self._engines_sleep and self._offload:

@@ -26,7 +26,7 @@ class TensorComparison:
     unread: tuple[tuple[str, str], ...] = ()
     """(tensor of the policy, why the engine's copy cannot be read back). Such tensors are not compared."""
     buffers: int = 0
-    """Buffers of the engine that were compared with what they must hold."""
+    """Engine buffers compared with expected values."""
 
     @property
     def equal(self) -> bool:
@@ -69,7 +69,7 @@ def compare(
 
 
 def _why_unread(tensor: str, unreadable: dict[str, str]) -> str:
-    """The reason given for `tensor`, or for a parameter that may hold it by its name; empty: there is none."""
+    """Return why `tensor`, or a parameter with it, is unreadable; empty: it is readable."""
     if tensor in unreadable:
         return unreadable[tensor]
     for parameter, why in unreadable.items():
@@ -125,7 +125,7 @@ def require_equal(comparison: TensorComparison, version: int, where: str) -> Non
 
 
 def assemble(shape: Sequence[int], boxes: Sequence[tuple[list[tuple[int, int, int]], np.ndarray]]) -> np.ndarray:
-    """Put a tensor together from boxes given as (start, count, step) of each dimension; NaN where there is no box."""
+    """Assemble a tensor from boxes (start, count, step per dimension); NaN elsewhere."""
     whole = np.full(shape, np.nan, np.float32)
     for box, values in boxes:
         whole[tuple(slice(first, first + count * step, step) for first, count, step in box)] = values

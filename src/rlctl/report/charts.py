@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines over steps, and stacked bars. Colors are those of the page's style, `c0` to `c9`."""
+"""SVG charts: lines over steps and stacked bars, with page colors `c0` to `c9`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers between two values, `about` as many as asked for."""
+    """Return about `about` round numbers between two values."""
     if not high > low:
         return [low]
     raw = (high - low) / about
@@ -107,12 +107,12 @@ class Axes:
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     def path(self, points: Iterable[tuple[float, ...]]) -> str:
-        """Return the points, whatever comes after their x and y, as an SVG path."""
+        """Return points as an SVG path, ignoring values after x and y."""
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y, *_ in points]
         return "M" + "L".join(places)
 
     def frame(self, unit: str) -> str:
-        """Return the lines and labels of both scales: `unit` above that of the values, `step` below the other."""
+        """Return lines and labels of both axes: `unit` above the y axis, `step` below the x axis."""
         unit += " (logarithmic)" * self.log
         parts = [
             f"<text x=4 y=11>{html.escape(unit)}</text>",

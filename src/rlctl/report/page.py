@@ -145,7 +145,7 @@ def _changes(found: Sequence[Arm]) -> dict[str, list[Change | None]]:
 
 
 def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
-    """Return label, value and small print of how far the run is and what it takes."""
+    """Return label, value and small print of progress and time."""
     totals = [value for _, value in run.points("seconds/total")]
     done = int(run.lines[-1]["step"])
     found = [("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else ""))]
@@ -177,7 +177,7 @@ def duration(seconds: float) -> str:
 
 
 def _curves(found: Sequence[Arm]) -> dict[str, Any]:
-    """Return the panels of all metrics, each once: open those of `MAIN` and of the method, folded all others."""
+    """Return all metrics' panels, each once: `MAIN` and the method's open, others folded."""
     names = list(dict.fromkeys(name for arm in found for name in arm.columns if not name.startswith(ELSEWHERE)))
     validation = [name for name in names if name.startswith(VALIDATION) and not name.endswith(NO_SCORE)]
     main = [one for name in MAIN for one in (validation if name == "validation" else [name]) if one in names]
@@ -215,7 +215,7 @@ def _title(name: str, titles: Mapping[str, str]) -> str:
 
 
 def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a panel of each metric; runs that measured it in another way have a panel of their own."""
+    """Return a panel per metric; differently measured runs get another."""
     panels = []
     counted = [points[end][0] for arm in found for points in arm.columns.values() for end in (0, -1)]
     steps = (float(min(counted)), float(max(counted)))

@@ -13,7 +13,7 @@ from rlctl.telemetry.metrics import Metrics
 
 SEED = "run.seed"
 OWN = ("run.dir", "run.name", "run.goal")
-"""Keys that every run has a value of its own for."""
+"""Keys that differ in every run."""
 SAMPLED = (
     "data.", "reward.", "environment.", "model.chat_template", "generation.max_new_tokens", "generation.temperature",
     "generation.top_p", "generation.top_k", "generation.min_p", "generation.stop", "generation.stop_token_ids",
@@ -25,7 +25,7 @@ SCHEDULE = ("validation.every", "validation.at_start", "validation.at_end", "val
 
 @dataclass(frozen=True)
 class Forecast:
-    """A value that the planner predicted, and what was measured."""
+    """A predicted and a measured value."""
 
     name: str
     unit: str
@@ -48,15 +48,15 @@ class ReportedRun:
     titles: Mapping[str, str] = field(default_factory=dict)
     """Titles of the algorithm's own curves, by their names in metrics.jsonl."""
     identity: Sequence[tuple[str, str]] = ()
-    """Label and text of what the run is: model, data, algorithm, command, commit, versions."""
+    """Label and text of the run's identity: model, data, algorithm, command, commit, versions."""
     facts: Sequence[tuple[str, str]] = ()
     """Label and text of how and where it ran."""
     settings: Sequence[tuple[str, str, str]] = ()
     """Key, value and origin of what somebody set."""
     config: Mapping[str, str] = field(default_factory=dict)
-    """Every key of the configuration with its value as text, apart from what the planner chose."""
+    """All configuration values as text, without the planner's."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the data and the reward functions, by what they are of."""
+    """Digests of data and reward functions, by name."""
     forecasts: Sequence[Forecast] = ()
     samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
     """Rollouts of some steps."""
@@ -78,7 +78,7 @@ class ReportedRun:
         return columns(self.lines)
 
     def way(self, metric: str) -> dict[str, str]:
-        """Return what the values of a metric follow from, apart from weights and seed; empty: the same in every run."""
+        """Return how a metric was measured, besides weights and seed; empty: always alike."""
         validated = metric.startswith(VALIDATION)
         if not (validated or metric in ("reward_mean", "accuracy") or metric.startswith("reward_")):
             return {"run.algorithm": self.config.get("run.algorithm", "")} if metric == "loss" else {}
@@ -90,7 +90,7 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in their seed alone, taken together; usually one run."""
+    """Runs that differ only by seed; usually one run."""
 
     runs: tuple[ReportedRun, ...]
 
@@ -113,7 +113,7 @@ class Arm:
         }
 
     def band(self, name: str) -> list[tuple[float, float, float]]:
-        """Return (step, lowest, highest) of the seeds; nothing where there is one."""
+        """Return (step, lowest, highest) over seeds; empty with one seed."""
         if len(self.runs) == 1:
             return []
         return [(step, min(values), max(values)) for step, values in self._values(name)]
@@ -144,7 +144,7 @@ class Arm:
 
 
 def arms(runs: Sequence[ReportedRun]) -> list[Arm]:
-    """Return the runs, those that differ in their seed alone together, in the order of the first of each."""
+    """Group runs that differ only by seed, in order of appearance."""
     found: dict[Any, list[ReportedRun]] = {}
     for place, run in enumerate(runs):
         own = {key: value for key, value in run.config.items() if key != SEED and key not in OWN}
@@ -164,7 +164,7 @@ def differences(found: Sequence[Arm]) -> list[tuple[str, list[str]]]:
 
 
 def alike(found: Sequence[Arm], metric: str) -> list[list[int]]:
-    """Return the places of the arms that have a metric, in groups that measured it in the same way."""
+    """Group the arms with a metric by how they measured it."""
     groups: dict[str, list[int]] = {}
     for place, arm in enumerate(found):
         if metric in arm.columns:
@@ -173,7 +173,7 @@ def alike(found: Sequence[Arm], metric: str) -> list[list[int]]:
 
 
 def unlike(found: Sequence[Arm], metric: str) -> list[str]:
-    """Return what the values of a metric follow from and is not the same in all arms that have it."""
+    """Return how a metric's measurement differs between arms."""
     ways = [arm.runs[0].way(metric) for arm in found if metric in arm.columns]
     keys = dict.fromkeys(key for way in ways for key in way)
     return [key for key in keys if len({way.get(key) for way in ways}) > 1]

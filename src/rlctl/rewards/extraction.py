@@ -22,9 +22,9 @@ DESCRIPTION: dict[Extraction, str] = {
 SAMPLED_ROWS, GENERATED_ROWS = 2000, 32
 """Rows for choosing the extraction, and for scoring reference answers before a run (dataset, generated task)."""
 LONGEST_NUMBER = 100
-"""Digits before or behind the point from which on a number is written with an exponent, as `1E+9999999`."""
+"""Digits around the point beyond which numbers use an exponent, such as `1E+9999999`."""
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
-"""Arithmetic that rounds nothing, whatever number a model writes."""
+"""Exact arithmetic for any number."""
 
 # A minus is a sign only where no operand stands right before it: `5-3` ends in 3, `= -3` in -3.
 # Groups of three digits, or as in India two (`1,00,000`). A point begins a number only where no word or number ends.
@@ -210,7 +210,7 @@ def _share(count: int, answers: Sequence[object]) -> str:
 
 
 def written_as(answer: str, how: str, *, opened: bool = False) -> str:
-    """Return a completion from which `extract`, or a scorer that looks for it by itself, takes `answer`."""
+    """Return a completion whose extracted answer is `answer`."""
     tagged = f"<answer>{answer}</answer>"
     forms = {"boxed": rf"\boxed{{{answer}}}", "answer-tag": tagged, "tagged-answer": f"<think></think>\n{tagged}"}
     written = (forms | {"dapo-math": f"Answer: {answer}"}).get(how, answer)

@@ -25,7 +25,7 @@ BATCH_TOKENS = 8192
 
 
 def reward_model(name: str) -> Path:
-    """Return the directory of a reward model `model:PATH`. Raises InputError where there is none."""
+    """Return the directory of a reward model `model:PATH`. Raises InputError if missing."""
     found = resolve_model(name.removeprefix(MODEL))
     if found.megatron is not None:
         raise InputError(

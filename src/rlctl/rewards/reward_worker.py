@@ -41,7 +41,7 @@ class GroupScores:
     rewards: tuple[float | None, ...]
     """None where a function of the user's failed and the rollout is to be dropped."""
     accuracies: tuple[float, ...] | None
-    """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
+    """1 if the reference scorer accepts the completion, else 0; None without such a scorer."""
     terms: dict[str, tuple[float | None, ...]]
     """Score of each reward term before its weight, by its label; None where it does not apply."""
     failures: int = 0
@@ -49,7 +49,7 @@ class GroupScores:
     dropped: tuple[str, ...] = ()
     """Why the user's function failed on each rollout that is to be dropped."""
     answered: tuple[bool, ...] | None = None
-    """Whether there is an answer that the reference scorer can read; None where there is no such scorer."""
+    """Whether the reference scorer can read an answer; None without such a scorer."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class RewardWorker:
         return [found[i] for i in range(len(requests))]
 
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
-        """Return the row of each rollout: the group's, with the turns of its own episode where there are several."""
+        """Return each rollout's row, with its episode's turns if it has several."""
         if request.turns is None:
             return [request.row] * rollouts
         episodes = [[asdict(turn) for turn in turns] for turns in self._fetch(request.turns)]

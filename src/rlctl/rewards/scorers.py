@@ -34,9 +34,9 @@ from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 OF_FORM = ("tagged-integer", "tagged-format")
 """Scorers that look at how a completion is written, and at no reference answer."""
 BY_THEMSELVES = ("dapo-math", "tagged-answer")
-"""Scorers that look for the answer in a form of their own, whatever `reward.extract` is."""
+"""Scorers with their own answer form, independent of `reward.extract`."""
 BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval", "tagged-answer", *OF_FORM)
-"""Scorers of which rlctl knows what a failure means (0), rather than the user."""
+"""Scorers whose failures count as 0; users decide for others."""
 CALL_SHARE = 0.75
 """Share of the time that a step has left which one call of a user's function may take, where others wait for it."""
 TAGGED = re.compile(r"<think>.*</think>\n<answer>.*</answer>\n?", re.DOTALL)
@@ -168,7 +168,7 @@ def _expressions(parsed: list[Any]) -> list[Any]:
 
 
 class DapoMath:
-    """1 where the last `Answer: ...` is the reference, written alike (`envs/minerva.py`). It looks by itself."""
+    """1 if the last `Answer: ...` equals the reference in the same normalized spelling."""
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         return float(answers_alike(completion, str(row.answer)))
@@ -255,7 +255,7 @@ class RewardPlan:
     on_error: OnError = "drop"
     """Reaction to a function of the user's that fails on a completion."""
     opened: bool = False
-    """Whether prompts end inside of a thought, so that an answer comes behind its end."""
+    """Whether prompts open a thought, so answers follow its end."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -294,7 +294,7 @@ class RewardPlan:
         return written_as(str(answer), how, opened=self.opened)
 
     def build(self) -> list[Scorer | BatchScorer]:
-        """Return the scorers, in the order of `scorers`; imports what they need."""
+        """Return the scorers in the order of `scorers`, importing their libraries."""
         chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
         made: dict[str, Callable[[], Scorer]] = {
             "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),

@@ -34,7 +34,7 @@ MOST_PROCESSES = 8
 WORK_A_PROCESS, WORK_A_MESSAGE = 64, 16
 """Completions for which a further process is started, and those that a process is sent at once."""
 LATE = "not scored within reward.timeout_s"
-"""Beginning of what is said of a completion for which a step had no time left."""
+"""Start of the message for a completion without time left in its step."""
 SHOWN_CHARACTERS = 300
 """Characters of a completion in an error message."""
 SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
@@ -82,7 +82,7 @@ class Lane:
         self._numbers = {number: place for place, number in enumerate(scorers)}
         self._child = ChildProcess(__name__, f"the scorers ({', '.join(self._plan.scorers)})")
         self.starting_s = 0.0
-        """Seconds that its starts have taken, which are not those of a step."""
+        """Seconds of starts, which do not count for a step."""
         self.together: frozenset[int] = frozenset()
         """Scorers that take all completions in one call."""
 
@@ -98,7 +98,7 @@ class Lane:
         return connection
 
     def ask(self, work: Sequence[Work], limit_s: float | None) -> None:
-        """Have work scored, each in at most that much CPU time; `next` returns the outcomes in order."""
+        """Submit work with a CPU time limit each; `next` returns outcomes in order."""
         asked = [replace(one, scorer=self._numbers[one.scorer]) for one in work]
         with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
             self.start().send((asked, limit_s))
@@ -115,7 +115,7 @@ class Lane:
             raise _EndedError(self._child.ending()) from error
 
     def close(self) -> None:
-        """End the child and whatever it has started; may be called twice."""
+        """End the child and everything it started; may be repeated."""
         self._child.close()
 
 
@@ -177,7 +177,7 @@ class ScoringProcess:
     def _empty(
         self, lane: Lane, todo: deque[int], work: list[Work], scores: dict[int, Score], limit_s: float, deadline: float
     ) -> None:
-        """Score what is in `todo` with one process, as others do with theirs, up to the deadline."""
+        """Score items of `todo` with one process, like others, until the deadline."""
         before_s, died_at = lane.starting_s, -1
         most = WORK_A_MESSAGE if limit_s == QUICK_S else 1
         while True:
@@ -269,13 +269,13 @@ class ScoringProcess:
         )
 
     def close(self) -> None:
-        """End the children and whatever they have started; may be called twice."""
+        """End the children and everything they started; may be repeated."""
         for lane in self.lanes:
             lane.close()
 
 
 def at_once(calls: Sequence[Callable[[], object]]) -> None:
-    """Make all calls at the same time. Raises what the first of them that failed raised, once all have ended."""
+    """Make all calls concurrently. Raises the first failure after all have ended."""
     if len(calls) == 1:
         calls[0]()
     elif calls:

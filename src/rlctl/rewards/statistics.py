@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SIGNIFICANCE = 0.05
-"""A difference is called more than noise where chance alone makes one as large less often than this."""
+"""Probability by chance below which a difference is significant."""
 PERMUTATIONS = 10_000
 EXACT_PROMPTS = 14
 """Prompts up to which all sign changes are counted (16,384), rather than drawn."""
@@ -30,7 +30,7 @@ class Sampled:
     score: float
     """The value that the scorer gave it: 1 where it is right, and perhaps part of the credit where it is not."""
     answer: str | None = None
-    """The answer in the completion, in the form in which answers are counted; None: there is none."""
+    """The completion's answer in normalized form; None: no answer."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Estimate:
 
     value: float
     stderr: float | None
-    """None: one prompt does not say how far prompts differ."""
+    """None with one prompt, which shows no spread."""
     values_P: tuple[float, ...]
     """The value of each prompt."""
 
@@ -58,7 +58,7 @@ class Difference:
     value: float
     stderr: float | None
     p: float
-    """Probability that chance alone makes a difference as large, if the models are alike on each prompt."""
+    """Probability of such a difference by chance if the models are equal on each prompt."""
 
     @property
     def beyond_noise(self) -> bool:

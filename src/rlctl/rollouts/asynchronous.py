@@ -61,7 +61,7 @@ class AsynchronousSource:
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`trains_on` says which groups fill the batch, where others are replaced; `tell` says who waits for whom."""
+        """`trains_on` tells which groups fill a batch with replacement; `tell` reports who waits for whom."""
         self._config, self._prompts, self._timer, self._tell = config, prompts, timer, tell
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)
@@ -86,7 +86,7 @@ class AsynchronousSource:
         self._finished: dict[int, RolloutGroup] = {}
         """Position -> scored group, in the order in which they finished."""
         self._unfit: set[int] = set()
-        """Those of the finished that fill no place of a batch."""
+        """Finished groups that fill no place of a batch."""
         self._failures = 0
         """Completions on which a scorer failed, since the last batch."""
         self._lost: list[tuple[object, RlctlError]] = []
@@ -112,7 +112,7 @@ class AsynchronousSource:
             thread.join(timeout=2 * LOOK_S)
 
     def next(self, version: int) -> RolloutBatch:
-        """Return the next batch, once all of it is there; begin what may be begun under `version`."""
+        """Return the next batch when complete, and begin groups admitted under `version`."""
         with self._timer(Phase.WAITING), self._sync.generating() as freed_bytes:
             self._wait(lambda: self._may_admit() or None, "the policy", version)
             self._admit(version)
@@ -138,7 +138,7 @@ class AsynchronousSource:
         return RolloutBatch(tuple(groups), measured)
 
     def state(self) -> dict[str, Any]:
-        """Return the ledger and what else `restore` needs; groups under way are begun again by it."""
+        """Return the ledger and other state for `restore`, which restarts groups under way."""
         if self._waits:
             # Nothing is sampled between two steps. Leave nothing unscored either: a resumed run then has the same
             # rollouts as this one.
@@ -184,7 +184,7 @@ class AsynchronousSource:
         return not (self._replaces and self._waits and self._ledger.under_way)
 
     def _room(self) -> int:
-        """Return how many groups may be begun; `filter.max_rounds` bounds those that fill no place."""
+        """Return how many groups may begin; `filter.max_rounds` limits replaced ones."""
         size, left = self._config.batch.prompts, self._config.run.steps - self._batches - 1
         ahead = max(0, min(self._config.rollouts.max_staleness, left))  # what no step trains on is not begun
         begun = len(self._finished) + len(self._ledger.under_way)
@@ -351,7 +351,7 @@ class AsynchronousSource:
             self._lose(pending.engine, pending.late())
 
     def _take(self, pending: PendingGroups) -> None:
-        """Take what a call has returned, which is nothing where the engine fell asleep."""
+        """Take a call's result; nothing if the engine fell asleep."""
         try:
             results = pending.results()
         except (WorkerError, WaitTimeoutError) as error:

@@ -52,13 +52,13 @@ class TextStream(PromptStream):
     scored = False
     """Whether a reward model is trained, which has a score of each text."""
     teacher: PreTrainedTokenizerBase | None = None
-    """The tokenizer of a teacher that reads with its own; None: it has the policy's, or there is none."""
+    """A teacher's own tokenizer; None: the policy's, or no teacher."""
     reference: ReferenceLogps | None = None
-    """The log-probs that were computed before the first step; None: the reference is held, or there is none."""
+    """Precomputed reference log-probs; None: the reference is in memory, or none."""
     precomputes: bool = False
     """Whether they are computed before the first step, for the rows that do not bring them."""
     others: PromptSource | None = None
-    """With labels, the rows that completions next to the only row of a source are from; None: there are none."""
+    """With labels, rows whose completions accompany a source's only row; None: none."""
 
     @property
     def used(self) -> list[PromptRow]:
@@ -79,7 +79,7 @@ class TextStream(PromptStream):
             raise InputError("Every text is longer than --max-length.", "Raise it, or name other texts.")
 
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
-        """Return what is trained on of a row: nothing where it is too long and `data.too_long` drops it."""
+        """Return a row's training texts; empty if too long with `data.too_long=drop`."""
         source = self._named[row.source]
         if self.teacher is not None and row.answer != ():
             raise InputError(

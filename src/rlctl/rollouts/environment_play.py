@@ -333,7 +333,7 @@ class Player:
 
 @dataclass
 class _Story:
-    """The parts of an episode's context: a prompt, and each answer of the model with what came behind it."""
+    """An episode's context in parts: a prompt, and each answer with the reply after it."""
 
     prompt: list[int]
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)

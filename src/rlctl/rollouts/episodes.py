@@ -69,9 +69,9 @@ class Episode:
         self.media = list(self.request.media)
         """The parts of them that are not text, in order."""
         self.answers: list[tuple[int, SampleResult]] = []
-        """The model's answers, each behind the number of tokens that it goes on from."""
+        """The model's answers with their token positions."""
         self.rewards: list[float] = []
-        """The reward of each answer, where there is an environment; else its completion is to be scored."""
+        """Reward of each answer from the environment; else the completion is scored."""
         self.faults: dict[int, int] = {}
         """The bits of the faults of those answers that have any."""
         self.said: list[Any] = []
@@ -80,7 +80,7 @@ class Episode:
         """Sums over the turns of what there is to count."""
         self.transcript: list[Turn] = []
         self.stop_reason: str | None = None
-        """None: that of the last answer."""
+        """None: the last answer's."""
         self.failure: str | None = None
         """Why its environment failed; None: it did not."""
 
@@ -152,7 +152,7 @@ class EpisodeRunner:
         self._engine, self._made, self._loop = engine, play, asyncio.new_event_loop()
         self._calls = count(1)
         self._begun = self._over = 0
-        """Episodes that were begun since none was under way, and those of them that have ended."""
+        """Begun and ended episodes since the last idle moment."""
         self._asked: list[SampleRequest] = []
         """Samples to ask the engine for in this turn of the event loop."""
         self._awaited: dict[str, asyncio.Future[SampleResult]] = {}
@@ -160,7 +160,7 @@ class EpisodeRunner:
         self._submitted = 0
         """Groups that were submitted and not collected."""
         self._finished: list[GroupResult | BaseException] = []
-        """Those that have ended, the first to end first."""
+        """Ended groups, in order."""
         self._threads: list[threading.Thread] = []
 
     def engine(self) -> EngineWorker:
@@ -422,7 +422,7 @@ def _of_turns(episodes: Sequence[Episode], offsets: np.ndarray) -> dict[str, np.
 
 
 def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
-    """Return the column of the experts, where they are recorded; -1 for tokens behind the last answer of a context."""
+    """Return the column of recorded experts; -1 after a context's last answer."""
     of_contexts: list[tuple[int, np.ndarray | None]] = []
     for episode in episodes:
         for start, end in zip(episode.starts, (*episode.starts[1:], len(episode.tokens)), strict=True):

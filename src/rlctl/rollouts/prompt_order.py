@@ -33,7 +33,7 @@ SAMPLED_ROWS = 16
 # What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
-"""Epochs whose order is kept in memory: the one under way and the one before it."""
+"""Epochs with cached orders: the current and the previous one."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PromptStream:
 
     @classmethod
     def open(cls, config: RlctlConfig, model_dir: Path, rows: RowType = PROMPTS) -> Self:
-        """Open data and tokenizer. Raises InputError for what is wrong with either."""
+        """Open data and tokenizer. Raises InputError."""
         opened = [open_prompts(one.data, config.run.seed, rows) for one in source_settings(config)]
         found = cls._of(config, model_dir, opened)
         found.rows = rows
@@ -84,7 +84,7 @@ class PromptStream:
 
     @classmethod
     def open_rollouts(cls, config: RolloutConfig, model_dir: Path) -> Self:
-        """Open data, tokenizer and environment. Raises InputError for what is wrong with one of them."""
+        """Open data, tokenizer and environment. Raises InputError."""
         alone = config.environment.name
         if alone and not (config.data.name or config.data.sources):
             opened = [open_episodes(alone, config.data.size)]
@@ -133,11 +133,11 @@ class PromptStream:
         return stream
 
     rows: RowType = PROMPTS
-    """What a row of the data holds."""
+    """Contents of a dataset row."""
 
     @property
     def encoder(self) -> PromptEncoder:
-        """How prompts of the first source are written. Tokens and texts that end a completion are those of them all."""
+        """Return the first source's prompt encoder, with all sources' end tokens and texts."""
         return self.sources[0].encoder
 
     def prompt_at(self, position: int) -> PromptRow:
@@ -153,7 +153,7 @@ class PromptStream:
         return episode_request(position, row, encoder, seeds, episode_seed(run_seed, position))
 
     def text(self, row: PromptRow) -> str:
-        """Return a prompt as the model sees it, with what the environment said behind the first of them."""
+        """Return a prompt as the model reads it, with the environment's first messages."""
         encoder = self._named[row.source].encoder
         if self.environment is not None:
             return str(encoder.tokenizer.decode(self.environment.measured(row, encoder)))
@@ -269,7 +269,7 @@ class PromptStream:
             self._named[group.prompt.source].order.observe(group)
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return what the prompts from position `since` on follow from, as JSON, by source."""
+        """Return the state of prompts from position `since` on, as JSON, by source."""
         turns = self._mixing.turns(since)
         states = ((one.label, one.order.state(turn)) for one, turn in zip(self.sources, turns, strict=True))
         return {label: state for label, state in states if state}
@@ -280,7 +280,7 @@ class PromptStream:
             self._named[label].order.restore(saved)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the manifest keeps, to tell on resume whether the data is still the same."""
+        """Return the manifest's digest, to detect changed data on resume."""
         prints = {source.label: source.prompts.fingerprint() for source in self.sources}
         return prints if len(prints) > 1 else prints[self.sources[0].label]
 
@@ -334,7 +334,7 @@ class PromptOrder:
         """Take note of a finished group; this order follows from none."""
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return what the rows at the turn `since` and later follow from: nothing."""
+        """Return the state from turn `since` on: none."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

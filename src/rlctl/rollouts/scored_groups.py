@@ -46,7 +46,7 @@ class Scorers:
 
     workers: WorkerGroup[RewardWorker]
     model: Teacher | None = None
-    """None: there is no reward model."""
+    """None without a reward model."""
 
     def score(self, asked: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores]:
         """Return the scores of each group. Raises as `RewardWorker.score`."""
@@ -61,7 +61,7 @@ class Scorers:
     def _of_model(
         self, model: Teacher, workers: WorkerGroup[RewardWorker], asked: Sequence[ScoreRequest]
     ) -> list[list[float | str]]:
-        """Return what the reward model gives the texts of each group, or why a text cannot be read."""
+        """Return the reward model's values of each group's texts, or why a text is unreadable."""
         call, (columns,) = workers.submit_by_handle(RewardWorker.write, [(asked,)], [len(asked)])
         (written,) = call.results()
         texts = tuple(
@@ -111,7 +111,7 @@ class GroupMaker:
         return tuple(sample_seed(self._config.run.seed, position, sample) for sample in samples)
 
     def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
-        """Have completions scored. Raises InputError where a reward function fails in the first batch."""
+        """Score completions. Raises InputError for a failing function in the first batch."""
         seeds = {result.group: self._seeds(result.group) for result in results}
         groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward)
         for group in groups:

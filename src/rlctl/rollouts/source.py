@@ -38,11 +38,11 @@ class RolloutSource(Protocol):
     """
 
     def next(self, version: int) -> RolloutBatch:
-        """Return the next batch. `version` is that of the weights which the policy holds now."""
+        """Return the next batch for a policy with weights `version`."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on, as JSON. All batches returned so far count as trained on."""
+        """Return the state of a resume as JSON. Returned batches count as trained."""
         ...
 
     def write(self, directory: Path) -> None:

@@ -36,7 +36,7 @@ class SynchronousSource:
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
     ) -> None:
-        """`trains_on` says which groups fill the batch, where others are replaced."""
+        """`trains_on` tells which groups fill a batch with replacement."""
         self._config, self._prompts, self._timer = config, prompts, timer
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)
@@ -77,7 +77,7 @@ class SynchronousSource:
         return RolloutBatch(tuple(groups), measured)
 
     def state(self) -> dict[str, Any]:
-        """Return what the next batches follow from. Between two calls of `next` nothing is under way or finished."""
+        """Return the state of the next batches. Nothing is in progress between calls of `next`."""
         return self._groups.state(self._ledger)
 
     def write(self, directory: Path) -> None:

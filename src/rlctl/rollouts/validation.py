@@ -37,7 +37,7 @@ from rlctl.telemetry.headline import error_of
 from rlctl.telemetry.metrics import LOSS
 
 FIRST_POSITION = 2**48
-"""Positions of validation, which no training reaches: its samples have seeds of their own."""
+"""First validation position, beyond training's, for separate seeds."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class ValidationSet:
     tokens: tuple[tuple[int, ...], ...]
     sampling: Sampling
     rewards: RewardPlan | None
-    """None: the environment alone gives rewards."""
+    """None: the environment gives all rewards."""
     fingerprint: dict[str, Any]
     writer: PromptEncoder | None = None
     """How prompts with images are written; None: no row has any."""
     encoder: PromptEncoder | None = None
-    """How prompts are written for an environment; None: there is none."""
+    """The environment's prompt encoder; None without an environment."""
     too_long: str = "refuse"
     """Treatment of a prompt that is too long (`data.too_long`)."""
     changed: str = ""
@@ -62,7 +62,7 @@ class ValidationSet:
 
     @classmethod
     def open(cls, config: RolloutConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
-        """Open what a run validates on; None where it does not. Raises ConfigError or InputError."""
+        """Open the validation set; None without validation. Raises ConfigError or InputError."""
         wanted = config.validation
         if not wanted.wanted:
             return None
@@ -159,7 +159,7 @@ class Validation(ABC):
     """Validates a run, and knows whether it still gets better."""
 
     def __init__(self, config: RlctlConfig, metric: str, of: tuple[object, ...]) -> None:
-        """`metric` says which validation is better, and `of` what its values follow from, apart from the weights."""
+        """`metric` ranks validations; `of` identifies its inputs besides weights."""
         self._config, self.metric = config, metric
         self._best, self._since = -math.inf, 0
         self._of = sha256(json.dumps((metric, *of), sort_keys=True, default=str).encode()).hexdigest()
@@ -193,7 +193,7 @@ class Validation(ABC):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the best value so far, the validations since then, and what they measure, as JSON."""
+        """Return the best value, validations since then, and inputs, as JSON."""
         return {"best": self._best if math.isfinite(self._best) else None, "since": self._since, "of": self._of}
 
     def restore(self, state: Mapping[str, Any]) -> None:

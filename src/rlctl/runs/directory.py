@@ -47,10 +47,10 @@ class RunDirectory:
         self.memory = self.path / "memory.json"
         """Most bytes that each process held."""
         self.damaged: set[int] = set()
-        """Steps of checkpoints whose files were found not to be what was written: none of these counts any more."""
+        """Steps of damaged checkpoints, which no longer count."""
         self._lock: int | None = None
         self._lasting: Path | None = self.path
-        """It is there as long as nobody removes the run, whose directory may be made again by what is written later."""
+        """Exists unless somebody removed the run; later writes may recreate its directory."""
 
     def require_place(self) -> None:
         """Raise InputError where `create` cannot make the directory, without making anything."""
@@ -107,7 +107,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def reopen(self) -> None:
-        """Lock the directory of an existing run. Raises InputError when there is none, or another process uses it."""
+        """Lock an existing run's directory. Raises InputError if missing or in use."""
         if not (self.path / MANIFEST).exists():
             raise InputError(
                 f"--resume: {self.path} holds no run ({MANIFEST} is missing).",
@@ -270,7 +270,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def newest_run(root: Path) -> Path:
-    """Return the run below `root` that was written to last. Raises InputError when there is none."""
+    """Return the most recently written run below `root`. Raises InputError if there is none."""
     runs = [RunDirectory(path.parent) for path in root.glob(f"*/{MANIFEST}")]
     if not runs:
         raise InputError(f"--resume: there is no run below {root.absolute()}.", "Name one with --run-dir.")
@@ -291,7 +291,7 @@ class Checkpoint:
         return self.path / "policy"
 
     def state(self) -> dict[str, Any]:
-        """Return what the loop saved in addition to the policy."""
+        """Return the loop's saved state."""
         path = self.path / STATE
         try:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -337,7 +337,7 @@ class NewCheckpoint:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Guard everything that writes: an exception leaves no checkpoint and removes what was written."""
+        """Guard all writing: an exception removes the unfinished checkpoint."""
         try:
             yield
         except BaseException as error:
@@ -366,7 +366,7 @@ class NewCheckpoint:
         return self.put_in_place()
 
     def put_in_place(self) -> Checkpoint:
-        """Flush what is written to the disk, and rename it."""
+        """Flush to disk and rename."""
         flush(self._aside)
         if self._final.exists():
             shutil.rmtree(self._final)

@@ -14,7 +14,7 @@ from rlctl.config.files import json_line, lock_file
 from rlctl.errors import InputError, RlctlError
 
 JUDGED = {"right", "score", "answer_given"}
-"""Fields of a sample that metrics are made of."""
+"""Sample fields used by metrics."""
 ANOTHER = "Name another file."
 Pair = tuple[str, str]
 """A task and a model, by their labels."""
@@ -35,7 +35,7 @@ class SampleFile:
     """Samples of tasks and models, in a file or (without a path) in memory. Use it in a `with` block."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the file, if there is one. Raises InputError where it is none of these, or another process writes it."""
+        """Read an existing file. Raises InputError for a foreign file or another writer."""
         self.path = path
         self._settings: dict[Pair, Any] = {}
         self._samples: dict[Pair, dict[tuple[int, int], dict[str, Any]]] = {}
@@ -53,7 +53,7 @@ class SampleFile:
         self._read(path)
 
     def _read(self, path: Path) -> None:
-        """Take what the file has; a last line that was cut off by a killed process is removed."""
+        """Read the file's samples and remove an incomplete last line."""
         assert self._file is not None  # it was just opened
         self._file.seek(0)
         content = self._file.read()

@@ -81,7 +81,7 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
 
 
 def sample_text(sample: Sample) -> str:
-    """Return a sample as a person reads it: what was scored how, the prompt as the model saw it, and the completion."""
+    """Return a sample as readable text: scores, the prompt as the model saw it, and the completion."""
     terms = ", ".join(f"{name} {value:.3f}" for name, value in (sample.get("terms") or {}).items())
     cut = CUT_OFF.get(sample.get("stop_reason", ""), CUT_OFF["length"])
     marks = ["right" * bool(sample.get("right")), cut * bool(sample.get("truncated"))]

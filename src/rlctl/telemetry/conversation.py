@@ -1,4 +1,4 @@
-"""A sample as a conversation: who said what, whatever form its prompt and its completion have."""
+"""A sample as a conversation, whatever the form of prompt and completion."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 
 class ChatMessage(NamedTuple):
-    """One message: `system`, `user`, `assistant`, `tool`, or `prompt` and `completion` where there are no roles."""
+    """One message: `system`, `user`, `assistant`, `tool`, or without roles `prompt` and `completion`."""
 
     role: str
     text: str
 
 
 def conversation(sample: Mapping[str, Any]) -> list[ChatMessage]:
-    """Return the messages of a sample in order (`messages`: those of several turns), the completion last."""
+    """Return a sample's messages in order, the completion last."""
     if isinstance(whole := sample.get("messages"), list):
         return [_said(message) for message in whole]
     prompt, completion = sample.get("prompt"), as_text(sample.get("completion"))

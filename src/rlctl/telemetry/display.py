@@ -28,7 +28,7 @@ from rlctl.telemetry.terminal import Unbreakable
 LOOK_S = 0.5
 """Time between two looks at how far a phase has come."""
 REMIND_S = 60.0
-"""Time after which a log says again what goes on."""
+"""Seconds between reminders in a log."""
 RECENT = 10
 """Steps whose mean duration foretells the rest."""
 HEADING_EVERY = 20
@@ -75,7 +75,7 @@ PHASES = {
     Phase.CHECKPOINT: ("save", "saving"),
     Phase.OTHER: ("other", ""),
 }
-"""The label of each phase in the line of a step, and what the last line says while it is under way."""
+"""Labels of each phase in a step line, and in the last line while active."""
 PHASES_WIDTH = 44
 """Columns that the seconds of the phases of a usual step take."""
 
@@ -93,7 +93,7 @@ class Display:
         self.console = Console(file=cast(TextIO, self._stream), soft_wrap=True, highlight=False, quiet=quiet)
         self.steps = steps
         self.metrics: Sequence[Metric] = ()
-        """Further metrics that may have a column: those of the framework and of the run's algorithm."""
+        """Metrics with possible columns: the framework's and the algorithm's."""
         self.without: Sequence[str] = ()
         """Metrics that the run does not have, and that have no column."""
         self.progress: Progress = lambda phase: None
@@ -106,7 +106,7 @@ class Display:
         self._took: deque[float] = deque(maxlen=RECENT)
         """Seconds of the last steps."""
         self._seen: dict[Phase, tuple[int, int] | None] = {}
-        """How far the phase has come; another thread writes it, and each phase has one of its own."""
+        """Progress of the phase, written by another thread."""
         self._start: dict[str, float] = {}
         """Seconds of the phases of the start."""
         self._lines = 0
@@ -123,7 +123,7 @@ class Display:
 
     @property
     def width(self) -> int:
-        """Columns of a line: those of the terminal, or of a line of a log that is easily read."""
+        """Line width: the terminal's, or a readable one for logs."""
         return self.console.width if self.in_terminal else LOG_WIDTH
 
     def say(self, text: str) -> None:
@@ -131,7 +131,7 @@ class Display:
         self._print(text)
 
     def note(self, text: str) -> None:
-        """Write a message to the log file alone; one that comes before `log_to` is kept until then."""
+        """Write a message to the log file only, delayed until `log_to`."""
         self._unlogged += f"{_time()} {text}\n"
         if self._log is not None:
             with contextlib.suppress(OSError), self._log.open("a", errors="backslashreplace") as file:
@@ -156,7 +156,7 @@ class Display:
             self._show_live()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, counted from 1. Before the first, one line says how long the start took."""
+        """Begin a step, counted from 1, after a line on the start's duration."""
         self._finish_phase()
         if self._start:
             line = f"started in {clock(sum(self._start.values()))}"

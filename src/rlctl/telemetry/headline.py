@@ -156,7 +156,7 @@ CONDITIONS = (
 
 
 def marks(metrics: Metrics) -> str:
-    """Return what the line of a step shows of the conditions that hold; empty: none does."""
+    """Return a step line's conditions; empty: none."""
     found = [one.mark.format(one.share(metrics)) for one in CONDITIONS if one.holds(metrics)]
     return "! " + ", ".join(found) if found else ""
 

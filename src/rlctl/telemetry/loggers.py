@@ -36,7 +36,7 @@ SECTIONS = {
     "validation": "validation",
     "system": "system",
 }
-"""Where loggers have the nested values of metrics.jsonl; all else is under `train`."""
+"""Loggers' sections of nested metrics; others are under `train`."""
 
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
 END_LIMIT_S = 30.0
@@ -76,7 +76,7 @@ class LoggedRun:
     name: str
     config: Mapping[str, Any]
     finished: int
-    """The step that it goes on after; 0 for a new run."""
+    """The step to continue after; 0 for a new run."""
 
     def identity(self, logger: str) -> str | None:
         """Return the id that the logger knows this run by, if it has one. A full disk leaves an empty file."""
@@ -240,7 +240,7 @@ KINDS: dict[str, Callable[[LoggedRun], Logger]] = {
 
 
 class LoggerThread:
-    """Starts a logger and hands it the steps, in a thread of its own; `tell` reports its failure once."""
+    """Runs a logger in a thread; `tell` reports its failure once."""
 
     def __init__(self, name: str, start: Callable[[], Logger], tell: Callable[[str], None]) -> None:
         self.name = name

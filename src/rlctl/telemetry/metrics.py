@@ -69,7 +69,7 @@ def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def nested(values: Mapping[str, float]) -> dict[str, Any]:
-    """Undo `flatten`: values whose names have slashes become parts of nested values."""
+    """Undo `flatten`: nest values by slashes in names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split("/")

@@ -17,7 +17,7 @@ class Phase(StrEnum):
     """The policy waits for rollouts that are made while it trains."""
     LOGPROBS = "logprobs"
     CRITIC = "critic"
-    """Values of the batch's tokens, and the training of the critic that gives them; only where there is one."""
+    """Token values and training of the critic, if any."""
     TRAINING = "training"
     REFIT = "refit"
     VALIDATION = "validation"
@@ -37,7 +37,7 @@ class RefitPhase(StrEnum):
     WAKE = "wake"
     """Engines bring samples in flight to a stop and take their weights back from host memory."""
     EXCHANGE = "exchange"
-    """Policy ranks wait for boxes of other nodes; only where there are some."""
+    """Policy ranks wait for other nodes' boxes, if any."""
     PACK = "pack"
     """Engines wait for policy ranks to fill memory that both see."""
     TRANSFER = "transfer"
@@ -51,7 +51,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self.watch: Callable[[Phase], None] = lambda phase: None
-        """Called with each phase that begins, and with the one around it when it ends."""
+        """Called with each beginning phase, and with the outer one at its end."""
         self.restart()
 
     def restart(self) -> None:

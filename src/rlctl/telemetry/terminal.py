@@ -19,7 +19,7 @@ PLAIN = "\x1b[0m"
 
 
 class Unbreakable:
-    """A stream that drops what it cannot write; `lost` then says why. All else is the stream's own."""
+    """A stream that drops failed writes; `lost` has the reason."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,7 +48,7 @@ class Unbreakable:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what the stream still holds, and all that follows, to nowhere: Python would fail to flush it at its end."""
+    """Discard a stream's buffered and later output, which Python would fail to flush."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -64,7 +64,7 @@ class Verbosity:
 
 
 class _Teller(logging.Handler):
-    """Writes to the stderr of the moment, which a progress display may have replaced."""
+    """Writes to the current stderr, which a progress display may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ _teller = _Teller()
 
 
 def reset() -> None:
-    """Forget what an earlier command line of this process asked for."""
+    """Reset settings of an earlier command line in this process."""
     Verbosity.quiet = False
     logger = logging.getLogger("rlctl")
     logger.removeHandler(_teller)

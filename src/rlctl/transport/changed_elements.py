@@ -62,7 +62,7 @@ def write_piece(memory: torch.Tensor, entries: Sequence[Entry]) -> None:
 
 
 def read_piece(memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> Iterator[Entry]:
-    """The entries of a region; `dtypes` are those of the receiver's parameters in order."""
+    """Return the entries of a region; `dtypes`: the receiver's parameters in order."""
     words, at = memory.view(torch.int64), WORD
     end = int(words[0])
     while at < end:
@@ -112,7 +112,7 @@ class ChangePacker:
         """Bytes of the changes that `compare` found."""
 
     def remember(self) -> None:
-        """Keep what a full refit has just sent, which includes what `compare` found before it."""
+        """Keep the data of a full refit, including earlier changes from `compare`."""
         self.forget()
         if self._sent is None:
             self._sent = [self._values(copy).clone() for copy, _ in self._chunks]
@@ -150,7 +150,7 @@ class ChangePacker:
         return [((param, some, new), _entry_bytes(len(some), item)) for some, new in parts]
 
     def pack(self, index: int, buffer: torch.Tensor) -> None:
-        """Write round `index` into this rank's region of `buffer`: an empty piece where there is nothing more."""
+        """Write round `index` into this rank's region of `buffer`; empty if done."""
         memory = buffer[self.place * self.region : (self.place + 1) * self.region]
         write_piece(memory, self._pieces[index] if index < len(self._pieces) else [])
 

@@ -54,7 +54,7 @@ class ServedStore(TCPStore):
         )  # fmt: skip
 
     def stop_listening(self) -> None:
-        """Let nobody else connect. Members that have connected go on, also to meet in further groups."""
+        """Refuse new connections; members stay connected and can form further groups."""
         # The store closes its descriptor at its end. Until then another socket stands there, to which nobody connects.
         with socket.socket() as other:
             os.dup2(other.fileno(), self._descriptor, inheritable=False)
@@ -140,7 +140,7 @@ class TransferGroup:
         return int(memory)
 
     def finish_copies(self) -> None:
-        """Wait until what was packed on a GPU is in the memory that is sent."""
+        """Wait until data packed on a GPU is in send memory."""
         if self.device.type != "cpu":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -155,7 +155,7 @@ class Pending:
     """A transfer under way."""
 
     def __init__(self, work: Any, peer: str, verb: str, timeout_s: float, kept: Sequence[Message] = ()) -> None:
-        """`peer` and `verb` are for errors: the other member, and what it should do. The memory of `kept` lives on."""
+        """`peer` and `verb`: the other member and its action, for errors. `kept` memory stays alive."""
         self._work, self._peer, self._verb, self._timeout_s, self._kept = work, peer, verb, timeout_s, kept
 
     def wait(self, what: str) -> None:

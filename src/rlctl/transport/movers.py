@@ -58,7 +58,7 @@ class Mover(NamedTuple):
     file: str
     name: str
     messages: bool
-    """A rank sends its boxes one behind the other, rather than writing them into the image that is read."""
+    """A rank sends its boxes in sequence instead of writing into the receiver's image."""
     staging: bool
     """One rank makes memory that the others write or read."""
 

@@ -101,7 +101,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Connection:
-    """How a receiver's bytes will come, which it is told once."""
+    """Connection data of a receiver, sent once."""
 
     mover: str
     capacity: int
@@ -120,7 +120,7 @@ class Connection:
     """Where this session writes its versions."""
     channel: int = 0
     sparse: bool = False
-    """Changed elements may be sent without the others, so senders keep what they sent last."""
+    """Sparse refits are possible, so senders keep their last data."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def rows_of(box: Box) -> tuple[slice, ...]:
 
 
 def encode_parts(parts: Sequence[Sequence[MessagePart]]) -> bytes:
-    """The messages of a sender, round by round, as JSON. Receivers are told them once."""
+    """Return a sender's messages by round as JSON, sent to receivers once."""
     return json.dumps([[[p.chunk, *p.view, p.offset, p.bytes] for p in own] for own in parts]).encode()
 
 

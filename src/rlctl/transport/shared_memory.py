@@ -151,7 +151,7 @@ class Ring:
         timeout_s: float,
         memory: list[torch.Tensor] | None = None,
     ) -> None:
-        """`memory`: buffers elsewhere (on a GPU); the segment then holds the counters alone."""
+        """`memory`: buffers elsewhere (GPU); the segment then has only counters."""
         self.segment, self.me, self.timeout_s = segment, me, timeout_s
         self.names = (*senders, *receivers)
         self._senders, self._receivers = range(len(senders)), range(len(senders), len(self.names))
@@ -167,7 +167,7 @@ class Ring:
 
     @contextlib.contextmanager
     def refit(self, version: int, attempt: int) -> Iterator[None]:
-        """Take part in attempt number `attempt` (rising from 1); the other ends learn of whatever is raised inside."""
+        """Take part in attempt `attempt` (rising from 1); exceptions inside reach the other ends."""
         self._attempt, self._deadline = attempt, time.monotonic() + self.timeout_s
         self._version = self._cells[self.me, VERSION] = version
         self._count(0)
@@ -178,7 +178,7 @@ class Ring:
             raise
 
     def wait_free(self, index: int) -> torch.Tensor:
-        """The buffer of round `index`, once every receiver has read what was in it."""
+        """Return round `index`'s buffer after every receiver has read its previous content."""
         self._wait(self._receivers, max(0, index - len(self.buffers) + 1), "load", index - len(self.buffers))
         return self.buffer(index)
 
@@ -248,7 +248,7 @@ def is_alive(process: int) -> bool:
 
 @dataclass
 class Staging:
-    """The staging memory of one channel, on the rank that made it."""
+    """A channel's staging memory on its creating rank."""
 
     segment: Segment
     """The counters; the two buffers too, unless those are on a device."""
@@ -302,7 +302,7 @@ class SharedMemoryReceiver:
 def _ring(
     link: Connection, rounds: Rounds, me: int, memory: list[torch.Tensor] | None, segment: Segment | None = None
 ) -> Ring:
-    """One end of the ring of a channel; `segment`: the memory, where this process made it."""
+    """Return one end of a channel's ring; `segment`: memory created by this process."""
     assert link.address is not None
     return Ring(
         segment or Segment(link.address),

@@ -155,7 +155,7 @@ class DTensorWorld:
         return found
 
     def _holders(self, name: str, shape: Shape) -> Iterator[tuple[Sequence[int], Box]]:
-        """(ranks, what they hold of a param) of each distinct part."""
+        """(ranks, content) of each distinct part of a param."""
         parallel = self.parallel
         tps, shards = range(parallel.tp), range(parallel.fsdp_shards)
         for tp in tps if self.axis(name) is not None else [None]:

@@ -29,7 +29,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter of GPTModel: its name within the layer or model, how it is divided, which part a role is of it."""
+    """A GPTModel parameter: name in layer or model, division, and a role's part of it."""
 
     name: str
     kind: Kind

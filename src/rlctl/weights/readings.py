@@ -27,4 +27,4 @@ class Reading:
     expected: int | None = None
     """The value that a buffer must have, because no refit changes it."""
     unreadable: str = ""
-    """Why there is no value; empty: there is one."""
+    """Reason for a missing value; empty: there is one."""

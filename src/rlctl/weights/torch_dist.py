@@ -37,7 +37,7 @@ _LINEAR = re.compile(
 
 @dataclass(frozen=True)
 class KeyStyle:
-    """How a checkpoint names what it holds."""
+    """Naming of a checkpoint's contents."""
 
     stacked: bool = True
     """Layers along a leading axis; else one key a layer."""

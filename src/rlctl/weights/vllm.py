@@ -57,7 +57,7 @@ class LocalMatrix:
     transposed: bool = False
     """The parameter has rows and columns exchanged against the published tensor."""
     further: tuple[int, ...] = ()
-    """Sizes of the axes behind the rows of what is no matrix, such as a convolution; `columns` is 0 then."""
+    """Trailing axis sizes of non-matrices such as convolutions; `columns` is then 0."""
     elsewhere: tuple[str, ...] = ()
     """Published tensors that another rank holds for this one, which has zeros to add."""
 
@@ -92,7 +92,7 @@ class LocalMatrix:
 
 
 def layout_of(rank: int, held: Iterable[tuple[LocalMatrix, str]]) -> Layout:
-    """The layout of matrices and their dtypes, each a param of its own."""
+    """Return the layout of matrices as separate params."""
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     for matrix, dtype in held:
@@ -142,7 +142,7 @@ def vocab_rows(vocab: int, tp: int, rank: int) -> Rows:
 
 
 def qkv_rows(heads: int, kv_heads: int, head_dim: int, v_head_dim: int, tp: int, rank: int) -> list[Rows]:
-    """Queries, keys and values of one rank; ranks share a KV head where there are more ranks than KV heads."""
+    """Return a rank's queries, keys and values; with more ranks than KV heads, ranks share them."""
     own = share(heads, tp, rank, "Number of attention heads", "generation tp")
     if tp >= kv_heads:
         share(tp, kv_heads, 0, "generation tp", "number of KV heads")
@@ -293,7 +293,7 @@ _FUSED_INTO = {name: fused for fused, names in FUSED.items() for name in names}
 
 @dataclass(frozen=True)
 class VllmWorld:
-    """All ranks of an engine: those of one replica behind those of the other, and of one stage likewise."""
+    """All ranks of an engine, by replica, then by stage."""
 
     facts: ModelFacts
     parallel: VllmParallel

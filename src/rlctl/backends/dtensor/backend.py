@@ -22,7 +22,7 @@ MATRIX = 2
 
 
 def layouts(spec: PolicySpec) -> DTensorWorld:
-    """Weights are float32 whatever they are multiplied in: FSDP2 shards what the optimizer updates."""
+    """Weights are float32, because FSDP2 shards the optimizer's weights."""
     facts = replace(spec.facts, mtp_layers=0)  # transformers has no multi-token-prediction layers
     return DTensorWorld(facts, spec.parallel, "float32")
 

@@ -17,7 +17,7 @@ from rlctl.weights.dtensor import DTensorWorld
 
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Send rows to the ranks of a group, as many as `sent` says to each, and receive theirs; backward sends back."""
+    """Exchange rows between a group's ranks, `sent` to each; backward sends back."""
     out = x.new_empty((sum(received), *x.shape[1:]))
     return all_to_all_single(out, x.contiguous(), received, sent, group=group)
 
@@ -83,7 +83,7 @@ class Replay:
 
 
 def install_replay(inner: Any, world: DTensorWorld) -> list[Replay]:
-    """Have every router take the experts that it is given; returns who is to be told."""
+    """Make every router use given experts; return the objects that receive them."""
     moe, found = world.facts.moe, []
     assert moe is not None
     for name, role in world.roles.items():

@@ -22,7 +22,7 @@ from rlctl.weights.rounding import narrowed
 
 @dataclass(frozen=True)
 class RoundingPolicy(MixedPrecisionPolicy):
-    """A mixed-precision policy that says how float32 shards are rounded."""
+    """A mixed-precision policy with a rounding rule for float32 shards."""
 
     rounding: Rounding = "nearest"
 
@@ -43,7 +43,7 @@ def _keep(_flat: Tensor) -> None:
 
 
 def round_gathered(model: Any, grid: WeightGrid) -> None:
-    """Have a sharded model's weights rounded to a grid when they are gathered."""
+    """Round a sharded model's weights to a grid when gathered."""
     _replace_casts()
     paths = {module: path for path, module in model.inner.named_modules()}
     states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))

@@ -46,7 +46,7 @@ from rlctl.weights.rounding import narrowed
 ATTENTION = "rlctl_rows"
 """The name under which transformers finds `row_attention`. It has no mask function there, so no mask is made."""
 COMPUTE = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The dtype that modules compute in, by `model.dtype`; None: that of the parameters, float32."""
+"""Compute dtype by `model.dtype`; None: the parameters', float32."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PolicyModel(nn.Module):
             assert spec.model_dir is not None  # the model was built from it
             self.images = RowImages(inner, spec.model_dir, spec.facts.vision, self._tensor)
         self.replays: list[Replay] = []
-        """With router replay, the routers that are told a row's experts."""
+        """Routers that receive a row's experts (router replay)."""
 
     def _sampled_from(self, head: Callable[[Tensor], Tensor], spec: PolicySpec) -> Callable[[Tensor], Tensor]:
         width = spec.facts.vocab // self._tensor.size()
@@ -257,7 +257,7 @@ def build_model(
 
 
 def _widen_buffers(inner: Any, world: DTensorWorld) -> None:
-    """Have stored buffers hold float32, as the parameters do: whatever their files hold is not rounded."""
+    """Make stored buffers float32, like the parameters, without rounding their files' values."""
     for name, role in world.roles.items():
         if role in BUFFER_ROLES:
             module, _, own = name.rpartition(".")

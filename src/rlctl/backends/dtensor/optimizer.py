@@ -16,7 +16,7 @@ from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.results import LossScale, StepOutcome, squared_norm
 
 STATE_SPACE = ("A_log", "dt_bias", "D")
-"""Parameters of state-space layers that say how fast states fade. Mamba's own training does not decay them."""
+"""Decay rates of state-space layers; Mamba's training does not decay them."""
 
 
 def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:

@@ -57,7 +57,7 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
 
 
 def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank of `mesh` the parameters of a module that sees the tokens of the rank alone."""
+    """Replicate a module that sees only the rank's tokens on every rank of `mesh`."""
     for name, parameter in tuple(module.named_parameters(recurse=False)):
         tensor = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)

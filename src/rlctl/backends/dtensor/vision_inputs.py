@@ -30,7 +30,7 @@ TILES_AXIS = 1
 
 
 class RowImages:
-    """What a model's rank makes of the images of rows."""
+    """A rank's inputs for the images of rows."""
 
     def __init__(self, inner: Any, directory: Path, vision: VisionFacts, group: Any) -> None:
         """`group`: the tensor-parallel ranks."""
@@ -86,7 +86,7 @@ class RowImages:
         return given | {"inputs_embeds": embeds_1TH}
 
     def _own_part(self, seen_T: Tensor) -> tuple[Tensor, slice]:
-        """The image tokens [T / ranks] of this rank's part of a row, and their places among those of the row."""
+        """Return this rank's image tokens [T / ranks] and their places among the row's."""
         size, rank = self._group.size(), self._group.rank()
         own = len(seen_T) // size
         before, own_T = int(seen_T[: own * rank].sum()), seen_T[own * rank : own * (rank + 1)]

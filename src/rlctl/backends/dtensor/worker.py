@@ -127,7 +127,7 @@ class DTensorWorker(PolicyRank):
         return parameters | {name: inner.get_buffer(name) for name in self._buffers}
 
     def saved(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint by name: all weights, or adapters and the head of values alone."""
+        """Return a checkpoint's tensors by name: all weights, or adapters and a value head."""
         head = {HEAD: self.model.get_parameter("head.weight")} if self.spec.valued else {}
         return (adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()) | head
 

@@ -116,7 +116,7 @@ DROPOUT = (
     "log-probs under dropout are not those of the policy that sampled, and checkpoints hold no state of random "
     "numbers, so that a resumed run would not repeat its steps"
 )
-"""Why there is no dropout."""
+"""Reason for no dropout."""
 
 
 OTHER_EXPERTS = {
@@ -149,7 +149,7 @@ def _wrong_balance(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    """Options that need TransformerEngine where it is not used, and those of it that rlctl does not support."""
+    """Options that need a missing TransformerEngine, and unsupported TransformerEngine options."""
     given, layers = spec.megatron, spec.megatron.get("transformer_impl")
     why = "rlctl uses TransformerEngine only on GPUs where it is installed"
     if spec.device == "cuda" and spec.lora.rank:

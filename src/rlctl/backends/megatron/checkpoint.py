@@ -192,7 +192,7 @@ def _states_in_blocks(inner: Any, models: dict[str, Any]) -> dict[int, dict[str,
 
 
 def _ranges(inner: Any) -> Iterator[tuple[Any, int, int]]:
-    """(parameter, first element, end) of what an optimizer updates on this rank, in the flattened parameter."""
+    """(parameter, first element, end) of this rank's optimizer ranges in flattened parameters."""
     for of_buffer in inner.gbuf_ranges:
         for of_dtype in of_buffer.values():
             for of_bucket in of_dtype:

@@ -26,7 +26,7 @@ from rlctl.vector_math import warm_up
 
 
 def install() -> None:
-    """Patches Megatron-Core for this process if there is no CUDA. Cheap to repeat: covers modules imported since."""
+    """Patch Megatron-Core without CUDA. Repeat after further imports; repeating is cheap."""
     warm_up()
     if torch.cuda.is_available():
         if find_spec("transformer_engine") is None:
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def _import_megatron() -> None:
-    """Imports what is patched. 0.19 loads its checkpoint strategies late; importing them now lets them be covered."""
+    """Import everything patched, including 0.19's lazily loaded checkpoint strategies."""
     with warnings.catch_warnings(), _functions_left_uncompiled():
         warnings.simplefilter("ignore")  # says at length that Apex and TransformerEngine are absent
         for name in (
@@ -209,7 +209,7 @@ def _accept_cpu_parameter_types() -> None:
 
 
 def _add_up_squares_in_chunks() -> None:
-    """Without TransformerEngine and Apex, the gradient's norm is made of torch's norms of whole parameters."""
+    """Without TransformerEngine and Apex, the gradient norm uses torch's norms of whole parameters."""
     from megatron.core.optimizer import clip_grads
 
     def norm(chunk_size: Any, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: Any) -> Any:

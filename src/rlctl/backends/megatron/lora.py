@@ -84,7 +84,7 @@ ADAPTED: dict[type, type] = {
     RowParallelLinear: AdaptedRow,
     normed_output(RowParallelLinear): normed_output(AdaptedRow),  # the norm is of the sum of both
 }
-"""Layers that take adapters, and what they become."""
+"""Layers with adapters, and their replacement classes."""
 
 
 def adapt(model: Any, lora: LoraConfig, seed: int) -> None:

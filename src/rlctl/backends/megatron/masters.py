@@ -42,7 +42,7 @@ class RoundingOptimizer(DistributedOptimizer):
                 self.movement.before(id(master), master)
 
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's shard of each weight of the model, live, and the one that the optimizer updates; flat."""
+        """Yield flat shards of each weight: the model's live one and the optimizer's."""
         for models, masters in (
             (self.model_float16_groups, self.shard_fp32_from_float16_groups),
             (self.model_fp32_groups, self.shard_fp32_groups),

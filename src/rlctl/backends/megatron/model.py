@@ -96,7 +96,7 @@ class PolicyModel(GPTModel):
         )
 
     def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
-        """[U, V]: this rank's logits, those of vocabulary padding cut off."""
+        """Return this rank's logits [U, V] without vocabulary padding."""
         layer = self.output_layer
         gathers, reduces = layer.sequence_parallel, layer.allreduce_dgrad
         # The hidden states are whole already, so the layer must not gather; their gradient is summed over the ranks

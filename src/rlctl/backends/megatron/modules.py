@@ -185,7 +185,7 @@ class RMSNorm(nn.Module):
 
 @cache
 def normed_output(linear: type) -> type:
-    """`linear` (row-parallel) with a norm behind it, as Gemma has behind attention and MLP."""
+    """Add a norm after `linear` (row-parallel), as Gemma has after attention and MLP."""
 
     class NormedOutput(linear):  # type: ignore[misc, valid-type]
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:

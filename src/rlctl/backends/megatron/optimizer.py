@@ -174,7 +174,7 @@ def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> S
 
 
 def buffers_of(chunks: list[Any]) -> Iterator[Any]:
-    """Megatron's buffers of gradients (and parameters) around model chunks, those of experts last."""
+    """Return Megatron's gradient (and parameter) buffers of model chunks, experts last."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):  # a teacher's have none
             wrapped: Any = chunk  # its `buffers` are a list, where those of a module are a method

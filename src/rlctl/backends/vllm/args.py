@@ -231,7 +231,7 @@ def _refuse_drafts(drafts: Any, device: Device) -> None:
 
 
 def _without_cpu_kernel(facts: ModelFacts) -> str:
-    """The layers of a model of another family that vLLM's build for CPUs does not compute; empty: there are none."""
+    """Return the model's layers that vLLM's CPU build lacks; empty: none."""
     scans = any(tensor.name.endswith(".A_log") and len(tensor.shape) > 1 for tensor in facts.listed)
     if scans and not cpu_has_kernel("selective_scan_fwd"):
         return "state-space layers of Mamba's first kind"

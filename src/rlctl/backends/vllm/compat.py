@@ -184,7 +184,7 @@ def join_replicas(rank: int, replicas: int, address: str, port: int) -> None:
 
 
 def leave_replicas() -> None:
-    """Have engines after this one stand alone."""
+    """Make later engines standalone."""
     from vllm import envs
 
     for name in REPLICA:
@@ -278,7 +278,7 @@ def stream_of_engine(llm_engine: Any) -> Callable[[], None]:
 
 
 def shut_down(llm: Any) -> None:
-    """End the engine's worker processes, in versions where the object does not do it by itself."""
+    """End the engine's worker processes in versions that do not."""
     core = getattr(llm.llm_engine, "engine_core", None)
     if core is not None and hasattr(core, "shutdown"):
         core.shutdown()
@@ -330,7 +330,7 @@ def made_of_others(model: torch.nn.Module, part: torch.nn.Module) -> list[Any]:
 
 
 def why_quantized(module: Any) -> str:
-    """Why a layer's parameters are not the published ones, whatever their shape; empty: they are."""
+    """Return why a layer's parameters differ from published ones; empty: they do not."""
     method = getattr(module, "quant_method", None)
     plain = method is None or type(method).__name__.startswith("Unquantized")
     return "" if plain else f"{QUANTIZED} {type(method).__name__}"

@@ -179,7 +179,7 @@ def cpu_latent_widths() -> tuple[int, ...]:
 
 
 def cpu_has_kernel(name: str) -> bool:
-    """Whether the compiled part of the installed vLLM knows a kernel of that name; True where there is no vLLM."""
+    """Whether the installed vLLM has a compiled kernel of that name; True without vLLM."""
     package = installed_package()
     return package is None or any(name.encode() in file.read_bytes() for file in package.glob("_C*.so"))
 

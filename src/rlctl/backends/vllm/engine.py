@@ -34,7 +34,7 @@ class VllmEngine:
     """One engine, from any thread: one decodes (`finished_samples`), and other calls come between its steps."""
 
     def __init__(self, spec: EngineSpec, index: int = 0, places: WorkerPlaces | None = None) -> None:
-        """`places` are for the replicas after the first; None: there are none."""
+        """`places`: for replicas after the first; None: no others."""
         self.spec, self.index = spec, index
         self._lock = EngineLock()
         self._samples: dict[str, Sample] = {}
@@ -50,7 +50,7 @@ class VllmEngine:
         self._draining = False
         self._version = 0
         self._updating: int | None = None
-        """Version of the refit that has begun and not succeeded; nothing is generated until one does."""
+        """Version of a refit in progress or failed; the engine generates nothing."""
         self._clock = AwakeClock()
         self._places = places
         self._engine: Any = None
@@ -367,7 +367,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _on_hosts(self) -> Iterator[None]:
-        """An error of vLLM in the block is told as the loss of one of the engine's hosts, where it follows from it."""
+        """Report an error of vLLM as the loss of a host, if caused by it."""
         try:
             yield
         except Exception:

@@ -46,7 +46,7 @@ class EngineLock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Have the engine for one decode step, once nobody else asks for it. Python's locks alone are not fair."""
+        """Hold the engine for one decode step, with fairness that Python's locks lack."""
         while self._asked > 0:
             time.sleep(POLL_S)
         with self._changed:
@@ -54,7 +54,7 @@ class EngineLock:
             yield
 
     def wait(self, deadline: float) -> bool:
-        """Let others have the engine until one of them has changed something; False once `deadline` is over."""
+        """Release the engine until a change; False after `deadline`."""
         left = deadline - time.monotonic()
         return left > 0 and (self._changed.wait(min(left, 1.0)) or time.monotonic() < deadline)
 
@@ -89,7 +89,7 @@ class Sample:
     """vLLM's completion so far."""
     finished: bool = False
     cached: int = 0
-    """Tokens of its context that vLLM had in its cache; those of other replicas do not tell."""
+    """Context tokens from vLLM's cache; unknown for other replicas."""
     begun: float | None = None
     """Time of its first token, of the engine's `AwakeClock`."""
     versions: list[int] = field(default_factory=list)

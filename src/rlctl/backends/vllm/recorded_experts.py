@@ -55,7 +55,7 @@ def _borrow(
 
 
 def merged(parts: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, Sequence[Span]]:
-    """The choices that several workers recorded: each pipeline stage knows those of its own layers."""
+    """Merge the choices recorded by pipeline stages."""
     found: dict[str, Sequence[Span]] = {}
     for part in parts:
         for name, own in part.items():

@@ -88,10 +88,10 @@ class NewTokens(NamedTuple):
 
 
 class Replica:
-    """vLLM's engine in this process, with what depends on vLLM's version under names of its own."""
+    """vLLM's engine in this process, with version-independent names."""
 
     def __init__(self, spec: EngineSpec, rank: int = 0, meeting: Meeting = ALONE) -> None:
-        """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
+        """Load the model. Raises ConfigError or MachineError if vLLM refuses."""
         from vllm import LLM
 
         _look_for_ports_elsewhere()
@@ -174,7 +174,7 @@ class LaterHosts:
         self._ranks.kill()
 
     def _watch(self) -> None:
-        """Wait until a host is lost, and end this process then, a moment after it was told."""
+        """Wait until a host is lost, then end this process."""
         waiting = [self._ranks.part([at]).submit(VllmReplica.wait) for at in range(len(self._ranks))]
         while not (ended := first_done(waiting, LOOK_S)):
             pass
@@ -194,12 +194,12 @@ class LaterHosts:
 
 
 class VllmReplica:
-    """A process of an engine after the first. It holds a replica, or those of its ranks that are on another host."""
+    """A process of an engine after the first: a replica, or a replica's ranks on another host."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self._ended = spec, threading.Event()
         self._told: dict[str, tuple[int, int]] = {}
-        """Tokens and characters of each sample that were told already."""
+        """Tokens and characters of each sample already sent."""
 
     def start(self, rank: int, host: int, meeting: Meeting) -> None:
         """As `EngineWorker.start`; collective over all processes of the engine."""
@@ -212,7 +212,7 @@ class VllmReplica:
         note_shared_memory(family_shared_memory())
 
     def wait(self) -> None:
-        """Return once one of the ranks that are here without a scheduler has ended by itself."""
+        """Return once a rank without a local scheduler has ended."""
         self._ended.wait()
 
     def step(self, asked: Sequence[Asked]) -> list[NewTokens]:
@@ -286,7 +286,7 @@ class Replicas:
     def __init__(self, first: Replica, others: WorkerGroup[VllmReplica]) -> None:
         self._first, self._others = first, others
         self._home: dict[str, int] = {}
-        """Replica of each group that has samples; 0 is the one in this process."""
+        """Replica of each active group; 0 is in this process."""
         self._samples: Counter[str] = Counter()
         """Samples of each group that are not finished."""
         self._asked: list[list[Asked]] = [[] for _ in range(len(others))]
@@ -382,7 +382,7 @@ def _group(name: str) -> str:
 
 
 def started(spec: EngineSpec, places: WorkerPlaces | None) -> tuple[Replica | Replicas, LaterHosts | None]:
-    """Start an engine. Its processes after the first have `places` of their own; each process has as many devices."""
+    """Start an engine. Later processes use `places`; all have equal numbers of devices."""
     if places is None:
         return Replica(spec), None
     ranks = spec.arguments["tensor_parallel_size"] * spec.arguments.get("pipeline_parallel_size", 1)

@@ -38,7 +38,7 @@ class Exported:
     world: World
     source: ParamReader
     dtype: str
-    """The dtype that the run computed in, or else that of the checkpoint."""
+    """The run's compute dtype, else the checkpoint's."""
     rounding: Rounding = "unbiased"
     score: ParamSpec | None = None
     """The head of a reward model."""
@@ -133,7 +133,7 @@ def _read_for(pieces: Iterable[Piece]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A source of one tensor, whatever it is asked for."""
+    """A source of one whole tensor."""
 
     reader: TorchDistReader
     key: str

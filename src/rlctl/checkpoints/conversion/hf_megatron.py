@@ -59,7 +59,7 @@ class Options:
     verify: bool = True
     force: bool = False
     reuse: bool = False
-    """A destination that was made of the same source before is the result."""
+    """Accept an existing destination made from the same source."""
     shard_bytes: int = 5_000_000_000
     whole: Path | None = None
     """A model that takes images or sound as well, which is written with these weights in place of its text part's."""
@@ -196,8 +196,8 @@ def _copy_other_files(directory: Path, aside: Path) -> None:
 
 
 def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
-    """Write the text part of a model that takes images or sound as well as a model of its own, in its own dtypes.
-    Raises as `hf_to_megatron`, and InputError where the text part cannot be trained alone."""
+    """Write a multimodal model's text part as a separate model in its dtypes. Raises like `hf_to_megatron`, and
+    InputError for an untrainable text part."""
     options, part = options or Options(), TextPart.open(source)
     stored, own = text_layouts(part)
 

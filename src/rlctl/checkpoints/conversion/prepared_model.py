@@ -212,7 +212,7 @@ def require_seen(source: ModelSource, nodes: int) -> None:
 
 
 def _unseen(place: Path, source: Path, nodes: int) -> str | None:
-    """Why processes on other nodes may not find what is at `place`, though they find `source`; None: they do."""
+    """Return why other nodes may not see `place` although they see `source`; None: they do."""
     beside = source.resolve().is_relative_to(locations.hub_directory().resolve())
     return None if nodes == 1 or beside else f"other nodes may not see {place.parent}"
 

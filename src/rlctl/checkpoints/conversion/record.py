@@ -19,7 +19,7 @@ def wanted(source: Path, dtype: str) -> dict[str, str]:
 
 
 def text_wanted(source: Path) -> dict[str, str]:
-    """The values that tell the text part of a Hugging Face directory from that of another."""
+    """Return the values that identify a directory's text part."""
     return {"source": source_identity(source), "format": "text part"}
 
 
@@ -41,7 +41,7 @@ def write(
 
 
 def read(directory: Path) -> dict[str, Any] | None:
-    """The record, or None where there is none or only a part of one."""
+    """Return the record, or None if missing or incomplete."""
     try:
         found = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):

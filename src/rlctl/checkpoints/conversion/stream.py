@@ -26,7 +26,7 @@ from rlctl.weights.rounding import narrow_into
 from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in all)."""
+"""Called with (activity, bytes done, total bytes)."""
 
 
 MOST_THREADS = 8

@@ -31,7 +31,7 @@ class Stored:
 
 
 def text_layouts(part: TextPart) -> tuple[Layout, Layout]:
-    """The text part where it is stored, and as a model of its own, bit for bit."""
+    """Return the stored text part, and as a separate model, bit for bit."""
     stored = {name: copied(spec) for name, spec in part.stored.items()}
     pieces = [Piece(name, p.tensor_box, p.param, p.param_box, p.axes) for name, p in part.pieces.items()]
     own = {name: copied(spec) for name, spec in part.specs.items()}

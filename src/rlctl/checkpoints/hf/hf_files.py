@@ -31,7 +31,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is a pointer of Git LFS, as far as it can be read."""
+    """Return whether a file is a Git LFS pointer."""
     with suppress(OSError), file.open("rb") as opened:
         return opened.read(len(LFS_POINTER)) == LFS_POINTER
     return False
@@ -56,7 +56,7 @@ def refuse_adapters(directory: Path) -> None:
 
 
 def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str, Any]:
-    """The JSON object in `directory/file`. Raises InputError where there is none; `hint`: what to do then."""
+    """Return the JSON object in `directory/file`. Raises InputError with `hint` if missing."""
     try:
         value = json.loads((directory / file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

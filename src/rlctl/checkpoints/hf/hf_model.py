@@ -143,7 +143,7 @@ def in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTens
 
 
 def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
-    """The facts without multi-token-prediction layers where a checkpoint has none of them (transformers drops them)."""
+    """Return the facts without multi-token-prediction layers if the checkpoint lacks them (transformers drops them)."""
     first = f"model.layers.{facts.layers}."
     held = any(name.startswith((first, "mtp.")) for name in names)
     return facts if held or not facts.mtp_layers else replace(facts, mtp_layers=0)
@@ -208,7 +208,7 @@ def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirecto
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 HELD = 2
-"""Unpacked experts kept: the gate's rows and the up-projection's are asked for one after the other."""
+"""Unpacked experts kept in memory: gate and up rows are read in sequence."""
 
 
 def packed_params(

@@ -43,7 +43,7 @@ FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 LONGROPE = "longrope"
 """The rotary embedding with other frequencies beyond its original length."""
 DYNAMIC = "dynamic"
-"""The one with other frequencies beyond the longest length that the configuration names, which no rollout exceeds."""
+"""Rotary kind with other frequencies beyond the configured length, which rollouts never exceed."""
 UNDERSTOOD = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "softcap", "row", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
@@ -51,7 +51,7 @@ UNDERSTOOD = frozenset({
 })  # fmt: skip
 """Arguments with which `row_attention` of the dtensor backend computes, and others that change nothing."""
 CAUSAL = ("is_causal", "is_decoder", "causal")
-"""Attributes that are false in modules whose attention is that of an encoder."""
+"""Attributes that are false in encoder attention modules."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
 """Names that configurations have for the number of experts that a token goes to."""
 NEXT = "A family can be added: one file in src/rlctl/models (docs/adding_a_model.md)."
@@ -163,7 +163,7 @@ def describe(directory: Path) -> ModelFacts:
 
 
 def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
-    """Facts of a model that reads images: those of its text part, with the tensors of all parts."""
+    """Return a multimodal model's facts: the text part's, with all tensors."""
     text, inner = facts_in(text_directory(directory)), meta_model(directory, None)
     config = inner.config
     if text.unpacked:

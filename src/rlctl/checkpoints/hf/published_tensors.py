@@ -27,7 +27,7 @@ STACKS = {
     "up_proj": (Role.EXPERT_UP,),
     "down_proj": (Role.EXPERT_DOWN,),
 }
-"""Parameters of all experts of a layer, and what each expert's published tensors are, in the order of their rows."""
+"""Stacked expert parameters, and each expert's published tensors in row order."""
 BIAS = ("score_correction_bias", "expert_bias")
 """Ends of the names of buffers by which routers choose experts: they are stored, and kept in float32."""
 CODES = 1 << 27
@@ -206,7 +206,7 @@ def _box(published: str, codes: Tensor, side: Tensor, one: _Coded) -> ListedTens
 
 
 def _with_roles(name: str, boxes: list[ListedTensor]) -> list[ListedTensor]:
-    """The boxes by their place; those of experts with what they are, and once for all experts."""
+    """Return boxes by place; experts' once, with roles."""
     boxes = sorted(dict.fromkeys(boxes), key=lambda box: box.module_start)
     if not any("{expert}" in box.name for box in boxes):
         plain = {"module_shape": (), "module_start": ()}

@@ -15,7 +15,7 @@ from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 
 SCORE = "score.weight"
 OF_SCORER = ("architectures", "id2label", "label2id", "pad_token_id")
-"""Keys of config.json that a reward model has otherwise than the model that it was made of."""
+"""Keys of config.json that a reward model changes."""
 
 
 def with_score(layout: Layout, spec: ParamSpec) -> Layout:
@@ -65,7 +65,7 @@ def _paddings(companions: Path, config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def require_loadable(directory: Path, specs: Mapping[str, ParamSpec]) -> None:
-    """Raise InputError where transformers' class has other tensors than those of `specs`."""
+    """Raise InputError if transformers' class has other tensors than `specs`."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

@@ -101,7 +101,7 @@ class SafetensorsDirectory:
 
     @staticmethod
     def open(directory: Path) -> SafetensorsDirectory:
-        """Read every header. Raises InputError where there are no weights, or files are absent or damaged."""
+        """Read every header. Raises InputError for missing or damaged files."""
         tensors: dict[str, StoredTensor] = {}
         for file in shard_files(directory):
             for name, tensor in read_header(file).items():
@@ -201,7 +201,7 @@ def _refuse_parts(directory: Path, files: list[Path]) -> None:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says; empty where there is none."""
+    """Return tensor -> file from the index; empty without one."""
     if not (directory / INDEX).is_file():
         return {}
     named = read_object(directory, INDEX).get("weight_map")
@@ -251,7 +251,7 @@ class SafetensorsWriter:
             self._stream = None
 
     def finish(self) -> None:
-        """Write the index where there are several files, unless they were named."""
+        """Write the index of several unnamed files."""
         if len(self._files) == 1 or self._named:
             return
         weight_map = {name: file for file, shard in self._files.items() for name in shard}

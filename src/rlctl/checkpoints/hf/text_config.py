@@ -44,7 +44,7 @@ def has_text_part(directory: Path) -> bool:
 
 
 def text_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a model's text part. Raises InputError where it cannot be trained alone."""
+    """Return the config.json of a model's text part. Raises InputError if it cannot be trained."""
     refuse_quantized(directory)
     names: set[str] = set()  # of the stored tensors, as far as an index or headers tell
     if (directory / INDEX).is_file() and not (directory / SINGLE).exists():

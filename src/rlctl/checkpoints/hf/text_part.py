@@ -75,7 +75,7 @@ class TextPart:
 
 
 def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) -> TextPart:
-    """Find each tensor of the text model under the prefix that its files have for those of its body."""
+    """Locate each text tensor under its prefix in the files."""
     stored = files.tensors
     outer = {matrix.role: matrix.tensor for matrix in weights_of(facts).outer}
     embedding, head = outer[Role.EMBEDDING], outer.get(Role.HEAD, HEAD)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOWER_ATTENTION = "sdpa"
-"""The attention of the part that reads images, each of which is a sequence of its own."""
+"""Attention of the vision tower; each image is a sequence."""
 
 
 def meta_model(
@@ -57,7 +57,7 @@ def _below_head(inner: Any) -> str:
 
 
 def layers_path(inner: Any) -> str:
-    """The path of the list of layers, that with the most parameters below the body; empty: there is none."""
+    """Return the path of the layer list with the most parameters below the body; empty: none."""
     from torch import nn
 
     body, sizes = f"{body_path(inner)}.", dict[str, int]()
@@ -68,7 +68,7 @@ def layers_path(inner: Any) -> str:
 
 
 def tower_layers(inner: Any) -> Any:
-    """The list of layers of the part that reads images; empty: there is none."""
+    """Return the vision tower's layer list; empty: none."""
     from torch import nn
 
     family = vision_family(inner.config.to_dict())
@@ -82,7 +82,7 @@ def layers_of(inner: Any) -> Any:
 
 
 def head_path(inner: Any) -> str:
-    """The path of the output layer; empty: there is none."""
+    """Return the output layer's path; empty: none."""
     head = inner.get_output_embeddings()
     return next((path for path, module in inner.named_modules() if module is head and path), "")
 
@@ -103,7 +103,7 @@ def head_of(inner: Any) -> Callable[[Tensor], Tensor]:
     body = inner.get_submodule(path)
 
     class Given(nn.Module):
-        """Stands where the layers are, and hands on what it is given. All that the head looks up there is theirs."""
+        """Stands for the layers, and passes on its input and attributes."""
 
         hidden: Any = None
 

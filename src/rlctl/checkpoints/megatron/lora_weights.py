@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 A, B = ".lora_a", ".lora_b"
 MEGATRON, STATES = "decoder.", ("optimizer.", "chained_")
-"""How the keys of Megatron's adapters begin, and those of the optimizer's states; others are transformers' modules."""
+"""Key prefixes of Megatron's adapters and of optimizer states; others are transformers' modules."""
 
 
 def adapter_keys(shapes: Collection[str]) -> list[str]:
@@ -119,7 +119,7 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0
 def _of_modules(
     reader: TorchDistReader, facts: ModelFacts, whole: dict[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The adapters of transformers' modules, which are those of published tensors already."""
+    """Return adapters of transformers' modules, which match published tensors."""
     tensors = {param: tensor for tensor, param in param_names(facts).items()}
     pairs = {}
     for key in whole:

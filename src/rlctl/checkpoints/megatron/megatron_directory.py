@@ -32,7 +32,7 @@ class MegatronDirectory:
     """None: a release, that is, converted and not trained."""
 
     def huggingface(self) -> Path | None:
-        """The directory with `config.json`: next to the shards, above them, or the one that a run began with."""
+        """Return the directory with `config.json`: next to or above the shards, or the run's base model."""
         for base in (self.shards, *self.shards.parents[:4]):
             for candidate in (base / HF_FOLDER, base / "tokenizer", base / "hf_metadata", base):
                 if (candidate / "config.json").is_file():
@@ -58,7 +58,7 @@ def manifest_of(found: MegatronDirectory) -> dict[str, Any]:
 
 
 def find(path: Path) -> MegatronDirectory | None:
-    """The Megatron checkpoint at `path`, the latest iteration where there are several; None: it is none."""
+    """Return the Megatron checkpoint at `path` (its latest iteration), or None."""
     if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
         return MegatronDirectory(path, path, _iteration_of(path.name))
     if (path / LATEST).is_file():

@@ -36,13 +36,13 @@ MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", *MODULE_PRE
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """An opened checkpoint: every block a param, so that a plan reads only what it needs."""
+    """An opened checkpoint; every block is a param, so a plan reads only needed blocks."""
 
     directory: MegatronDirectory
     facts: ModelFacts
     reader: TorchDistReader
     whole: Layout
-    """The keys and what they hold."""
+    """The keys with their contents."""
     layout: Layout
     """The blocks in which they were written."""
     blocks: dict[str, keys.StoredBlock]
@@ -81,7 +81,7 @@ def names_modules(directory: Path) -> bool:
 
 
 def are_of_modules(keys_: Collection[str]) -> bool:
-    """Whether the keys of a checkpoint are those of transformers' modules. In some models none begins as in most."""
+    """Whether a checkpoint's keys are transformers' modules, by majority prefix."""
     return STEP in keys_ or any(key.startswith(MODULE_PREFIXES) for key in keys_)
 
 
@@ -126,7 +126,7 @@ def open_megatron_model(
 
 
 def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> Layout:
-    """The keys of a checkpoint and what they hold of the model: Megatron's own, or those of transformers' modules."""
+    """Return a checkpoint's keys and contents, Megatron's or transformers'."""
     if are_of_modules(reader.shapes):
         return module_layout(facts, "float32")
     embeddings = [key for key in keys.VOCAB_KEYS if key in reader.shapes and reader.shapes[key].shape[0] > 1]
@@ -147,11 +147,11 @@ class Blocks:
         return self._reader.read(self._blocks[param])
 
     def drop(self, param: str) -> None:
-        """The reader itself bounds what it holds."""
+        """The reader limits its memory itself."""
 
 
 def common_values(facts: ModelFacts, dtype: str) -> dict[str, Any]:
-    """The content of `common.pt`: Megatron-LM's `args` as far as they follow from the model, version and iteration."""
+    """Return `common.pt`: Megatron-LM's `args` from the model, version and iteration."""
     args = Namespace(
         num_layers=facts.layers,
         hidden_size=facts.hidden,

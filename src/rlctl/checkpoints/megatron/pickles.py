@@ -44,7 +44,7 @@ OPAQUE_PREFIXES = ("megatron.", "transformer_engine.")
 
 
 class Opaque:
-    """Stands for an object whose class is not imported; it keeps what it was made from, no more."""
+    """Stands for an object whose class is not imported, with its constructor arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs

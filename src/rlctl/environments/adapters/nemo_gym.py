@@ -38,7 +38,7 @@ class NemoGym(Program):
 
     @classmethod
     def prepare(cls, head: str, listen: str = "127.0.0.1:8700", agent: str | None = None) -> str:
-        """Look whether Gym is there, and listen where it asks. Raises InputError where there is no Gym."""
+        """Check that Gym runs, and listen for its model server. Raises InputError without Gym."""
         servers = _servers(head)
         names = [name for name in servers if agents_of(servers, name)]
         command = [sys.executable, "-m", __name__, listen]

@@ -1,4 +1,4 @@
-"""Environments of Prime's `verifiers`, in a Python of their own (`verifiers_program.py`)."""
+"""Environments of Prime's `verifiers`, in a separate Python (`verifiers_program.py`)."""
 
 from __future__ import annotations
 

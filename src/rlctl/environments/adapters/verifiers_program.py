@@ -14,7 +14,7 @@ sys.path = [place for place in sys.path if os.path.abspath(place) != os.path.dir
 ADDRESS, KEY, MODEL = os.environ["OPENAI_BASE_URL"], "OPENAI_API_KEY", os.environ["OPENAI_MODEL"]
 SEED = int(os.environ["EPISODE_SEED"])
 TASKS = 10_000
-"""Most tasks of a set that are looked at for the one to play."""
+"""Most tasks examined to find the requested one."""
 
 
 async def environment(verifiers, name, arguments):

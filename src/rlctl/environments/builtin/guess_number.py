@@ -1,4 +1,4 @@
-"""Guess a number by hints: several turns, and a reward at the end alone."""
+"""Guess a number with hints: several turns, and a final reward."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Program:
         self.questions: asyncio.Queue[tuple[Ask, Answered]] = asyncio.Queue()
         self.asked: list[Answered] = []
         self.conversing = asyncio.Lock()
-        """One question at a time: whether it goes on from the one before is known when that is answered."""
+        """One question at a time: its answer reveals whether it continues the previous one."""
         self.answering: Answered | None = None
         self.said: list[Message] = []
         """The conversation that the model knows, as the program has it."""

@@ -1,4 +1,4 @@
-"""Programs that the model writes, with tests as the reward. They run behind the layers of `environments/sandbox.py`."""
+"""Programs written by the model, with tests as the reward, run in `environments/sandbox.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlctl.errors import InputError
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 ASK = "Write a Python program in one block that begins with ```python and ends with ```."
 SHOWN = 1000
-"""Characters of a failure that the model is told."""
+"""Characters of a failure shown to the model."""
 HARNESS = """
 def _(program, tests, mark):
     import os

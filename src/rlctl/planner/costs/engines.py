@@ -1,4 +1,4 @@
-"""vLLM engines: what they hold, how many tokens their KV cache takes, and how long a batch of rollouts takes."""
+"""vLLM engines: memory, KV cache capacity, and time of a batch of rollouts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def plan_kv(request: Request, choice: GenerationChoice) -> tuple[float, int]:
 
 
 def generation_memory(request: Request, choice: GenerationChoice, policy_asleep: float) -> PhaseMemory:
-    """The generation phase on one device; `policy_asleep`: what the offloaded policy's process keeps there."""
+    """Return the generation phase's memory on a device; `policy_asleep`: the offloaded policy's remainder."""
     facts, constants = request.facts, request.constants
     if request.cluster.is_cpu:
         parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes / choice.engine_gpus}
@@ -97,7 +97,7 @@ def group_rate(request: Request, apart: int, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class GenerationTime:
-    """Seconds of a step's generation and what they are made of."""
+    """Seconds of a step's generation by part."""
 
     decode: float
     prefill: float

@@ -189,7 +189,7 @@ def runtime_bytes(request: Request, choice: TrainingChoice) -> float:
 
 
 def _hosted_bytes(request: Request, stage: Stage, choice: TrainingChoice) -> float:
-    """Optimizer states in host memory as far as they count against the device: on a CPU, where it is the same."""
+    """Offloaded optimizer states that count against the device: on a CPU, all."""
     if not request.cluster.is_cpu or not choice.optimizer_offload:
         return 0.0
     whole = state_bytes(request.facts, stage, replace(choice, optimizer_offload=False))
@@ -203,7 +203,7 @@ def likely_tokens_bytes(request: Request, choice: TrainingChoice, each: int) -> 
 
 
 def training_memory(request: Request, choice: TrainingChoice, asleep: float, micro_batches: int) -> PhaseMemory:
-    """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
+    """Return training memory of the fullest stage. `asleep`: a sleeping engine's remainder on the device."""
     facts, constants, found = request.facts, request.constants, list[PhaseMemory]()
     tokens = choice.micro_batch_tokens / choice.parallel.cp
     for stage in distinct_stages(facts, choice):
@@ -231,7 +231,7 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
 
 
 def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> PhaseMemory:
-    """The log-prob phase: forward only. Optimizer states in host memory count on a CPU alone."""
+    """Return memory of the log-prob phase (forward only). Offloaded states count only on a CPU."""
     facts, constants = request.facts, request.constants
     stage, tokens = stages(facts, choice)[-1], choice.micro_batch_tokens / choice.parallel.cp
     states = state_bytes(facts, stage, choice)

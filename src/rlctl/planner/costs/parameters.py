@@ -1,4 +1,4 @@
-"""Parameters of a model, counted from its facts alone, and the share of them that one rank of a layout holds."""
+"""Parameter counts of a model and of one rank, from facts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def count(facts: ModelFacts) -> ParameterCount:
 
 @lru_cache(maxsize=1024)
 def seeing_parameters(facts: ModelFacts) -> int:
-    """Parameters of tower and projector; 0: the model reads text alone."""
+    """Parameters of tower and projector; 0 for text models."""
     if facts.vision is None:
         return 0
     family = VISION_FAMILIES[facts.vision.kind]
@@ -240,7 +240,7 @@ def rank_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> 
 
 
 def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
-    """Those of `rank_parameters` that have gradients and optimizer states: all, or the adapters."""
+    """`rank_parameters` with gradients and optimizer states: all, or adapters."""
     if choice.adapters is None:
         return rank_parameters(facts, stage, choice)
     adapters, _ = _adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp)

@@ -43,7 +43,7 @@ PASSES = {"none": 3.0, "selective": 3.15, "full": 4.0}
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """Seconds of one micro-batch on the slowest stage, by what they are spent on. Forward pass only."""
+    """Forward seconds of a micro-batch on the slowest stage, by part."""
 
     compute: float
     tensor: float
@@ -355,7 +355,7 @@ def critic_time(request: Request, choice: TrainingChoice, colocated: bool = True
 
 
 def model_flops(request: Request, frozen: bool = False) -> float:
-    """Operations that a step's training needs (no recomputation): for MFU. `frozen`: adapters alone are trained."""
+    """Operations of a step's training without recomputation, for MFU. `frozen`: only adapters train."""
     facts, workload, sigma = request.facts, request.workload, request.constants.length_sigma
     keys = attended(facts, workload.mean_keys(sigma))
     per_token = (4 if frozen else 6) * count(facts).active + 6 * facts.layers * score_width(facts) * keys
@@ -370,7 +370,7 @@ def tensor_count(facts: ModelFacts) -> int:
 
 
 def remote_share(choice: TrainingChoice, cluster: ClusterFacts, colocated: bool) -> float:
-    """Share of what a worker needs that no device of its node holds."""
+    """Share of a worker's weights that no device of its node holds."""
     node = cluster.near_devices
     if cluster.gpus <= node:
         return 0.0

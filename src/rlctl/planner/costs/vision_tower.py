@@ -41,5 +41,5 @@ def tower_activation_bytes(facts: ModelFacts, choice: TrainingChoice, element: f
 
 
 def encoder_cache_bytes(facts: ModelFacts, max_batched_tokens: int) -> float:
-    """Return the bytes of vLLM's cache of embeddings of images, which has room for those of a step."""
+    """Return bytes of vLLM's image embedding cache, sized for a step."""
     return 2.0 * max_batched_tokens * facts.hidden if facts.vision is not None else 0.0

@@ -29,13 +29,13 @@ class Device:
 
     name: str
     memory: float
-    """Usable memory: what the driver reports, below the nominal size."""
+    """Usable memory, as the driver reports it, below nominal."""
     bf16: float
     fp8: float
     """Equal to `bf16` where the part has no FP8 units."""
     memory_bandwidth: float
     link: float
-    """To the devices of the same NVLink domain (PCIe where there is none)."""
+    """To devices in the same NVLink domain, else PCIe."""
     link_domain: int
     """Devices that `link` joins."""
     network: float
@@ -51,7 +51,7 @@ class Device:
     cores: int = 0
     """Processor cores of a node, for a CPU."""
     host_factor: float = 1.0
-    """Time that its host needs to launch kernels and run Python, over that of a current x86 server."""
+    """Host time for kernel launches and Python, relative to a current x86 server."""
     source: str = ""
     note: str = ""
     """A sentence for plans on it, where its figures are estimates."""
@@ -199,7 +199,7 @@ def granted_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup"
 
 
 def match_device(reported: str) -> str | None:
-    """The table's name for what a driver calls a GPU (`NVIDIA H100 80GB HBM3` -> `h100`); None: unknown."""
+    """Return the table's name of a driver's GPU name (`NVIDIA H100 80GB HBM3` -> `h100`); None: unknown."""
     text = reported.lower().replace(" ", "-")
     if "laptop" in text or "max-q" in text:  # another chip under the name of a larger one
         return None

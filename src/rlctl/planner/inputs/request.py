@@ -48,16 +48,16 @@ class Workload:
     rollouts: bool = True
     """False: supervised training or pretraining; `prompts` sequences, nothing is generated."""
     answers: int = 0
-    """Without rollouts, the prompts that engines answer at a validation; 0: there are no engines."""
+    """Without rollouts, prompts answered at a validation; 0: no engines."""
     mean_tokens: float | None = None
     """Without rollouts, the mean length of a sequence; None: all have `max_length`, as in pretraining."""
     trains: bool = True
-    """False: completions alone; there are engines and no policy."""
+    """False: generation only, without a policy."""
     packing: bool = True
     dynamic: bool = False
-    """Rollouts of like length are padded to the longest, as many as fit a micro-batch."""
+    """Rollouts of similar length are padded to the longest, as many as fit."""
     share_prompts: bool = False
-    """Rollouts of a group in one row stand behind a single copy of their prompt."""
+    """A group's rollouts in one row share one prompt copy."""
     goal: Goal = "fast"
     staleness: int | None = None
     """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
@@ -86,7 +86,7 @@ class Workload:
 
     @property
     def lengths_differ(self) -> bool:
-        """Whether sequences have lengths of their own, and are packed into rows."""
+        """Whether sequences differ in length and are packed."""
         return self.rollouts or self.mean_tokens is not None
 
     @property
@@ -100,12 +100,12 @@ class Workload:
         return -(-(-(-prompts // engines) * samples) // replicas)
 
     def most_at_once(self, engines: int, replicas: int = 1) -> int:
-        """Rollouts that the busiest replica may have to sample at once: those of several steps, where they are kept."""
+        """Most rollouts sampled at once by the busiest replica, over several steps if kept."""
         return self.share(engines, replicas) * self.steps_under_way
 
     @property
     def steps_under_way(self) -> int:
-        """Steps whose rollouts are sampled at the same time: one, or as many as rollouts may be old."""
+        """Steps whose rollouts are sampled at once: one, or up to the allowed staleness."""
         return max(1, self.staleness or 1) if self.keeps_rollouts else 1
 
     @property

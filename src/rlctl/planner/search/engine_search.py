@@ -66,7 +66,7 @@ def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationCh
 
 
 def memory_fraction(request: Request, choice: GenerationChoice, colocated: bool, asleep: float) -> float:
-    """Share of a device for vLLM: enough for all rollouts at full length, at most what the sleeping policy leaves."""
+    """Share of a device for vLLM: enough for all rollouts at full length, within the sleeping policy's remainder."""
     pinned = request.pin("generation.memory_fraction")
     if pinned is not None:
         return pinned
@@ -86,7 +86,7 @@ def _fixed_bytes(request: Request, choice: GenerationChoice) -> float:
 def generation_candidates(
     request: Request, devices: int, colocated: bool, asleep: float, budget: float, rejected: Reject
 ) -> list[GenerationChoice]:
-    """All engine layouts that are valid and fit, the best first. `asleep`: what the offloaded policy keeps."""
+    """Return all valid engine layouts that fit, best first. `asleep`: the offloaded policy's remainder."""
     found = []
 
     def score(sized: GenerationChoice) -> float:

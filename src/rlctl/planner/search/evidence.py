@@ -14,7 +14,7 @@ from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 
 LARGE_MEMORY = 120 * GIB
-"""Memory of a GPU from which published layouts are those of GB200."""
+"""GPU memory from which GB200's published layouts apply."""
 NEAR = 0.2
 """Part by which the size of a model may differ from a published one."""
 

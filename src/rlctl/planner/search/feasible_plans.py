@@ -25,7 +25,7 @@ from rlctl.telemetry.phases import Phase
 
 
 def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
-    """All plans that fit, the best first (as many as are worth showing), and why others did not."""
+    """Return fitting plans, best first (as many as are shown), and reasons against others."""
     log = _RejectionLog()
     if not request.workload.trains:  # completions: all devices are the engines'
         devices, budget = request.cluster.devices, request.budget
@@ -60,7 +60,7 @@ class _RejectionLog:
     def __init__(self) -> None:
         self.lines: dict[str, tuple[str, str, float]] = {}
         self.fitted: set[str] = set()
-        """Halves of a plan that fit by themselves."""
+        """Halves of a plan that fit alone."""
 
     def add(self, half: str) -> search.Reject:
         def note(choice: Any, why: str, over: float = math.inf) -> None:
@@ -181,7 +181,7 @@ def _pinned_sizes(request: Request, total: int) -> set[int]:
 
 
 def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[Plan]:
-    """The best plans in which engines have so many devices of their own."""
+    """Return the best plans with separate engine devices."""
     cluster, budget, policy, engine = request.cluster, request.budget, request, request
     devices = max(1, cluster.devices - engine_devices)
     if cluster.is_cpu and cluster.nodes > 1:
@@ -241,7 +241,7 @@ def score(plan: Plan) -> float:
 
 
 def dimensions(plan: Plan) -> int:
-    """The parallel dimensions of a plan, and what it recomputes or keeps in host memory, besides data parallelism."""
+    """Return a plan's parallel dimensions, recomputation and offloads, besides data parallelism."""
     kinds = search.complexity(plan.training) if plan.training is not None else 0
     engine = plan.generation
     return kinds + (sum(size > 1 for size in (engine.tp, engine.pp, engine.dp)) if engine is not None else 0)
@@ -271,7 +271,7 @@ def believable(plans: list[Plan]) -> list[Plan]:
 
 
 def preference(plan: Plan) -> tuple[bool, float]:
-    """The order of plans: engines have devices of their own only if they must where the two sides take turns."""
+    """Order of plans: separate engine devices only if required for alternating sides."""
     return not plan.colocated and plan.workload.staleness is None, score(plan)
 
 
@@ -282,7 +282,7 @@ def assemble(
     colocated: bool,
     engine_devices: int = 0,
 ) -> Plan:
-    """The plan of these layouts; either may be None, for training or for completions alone."""
+    """Assemble a plan from layouts; one may be None."""
     cluster, mover, mfu = request.cluster, None, 0.0
     if training and generation:
         own = "cuda-ipc" if colocated else "collective"

@@ -49,7 +49,7 @@ def training_problems(request: Request, choice: TrainingChoice, world: int | Non
 
 
 def size_problem(facts: ModelFacts, key: str, value: int) -> Problem | None:
-    """Return the rule that one size breaks whatever the others are; None: it breaks none."""
+    """Return the rule that a single size breaks; None: none."""
     section, _, name = key.partition(".")
     if section == "generation":
         choice = replace(GenerationChoice(), **{name: value})

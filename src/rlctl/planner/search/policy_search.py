@@ -49,7 +49,7 @@ class TeacherPlan:
 
     @property
     def waits(self) -> dict[str, float]:
-        """What it keeps on the device while others compute, as a part of their memory."""
+        """Bytes that stay on the device while others compute."""
         return {f"{self.label} asleep": self.asleep} if self.asleep else {}
 
     @property

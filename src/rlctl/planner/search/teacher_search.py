@@ -21,7 +21,7 @@ from rlctl.planner.inputs.request import Request
 from rlctl.planner.search.policy_search import Reject, TeacherPlan, TrainingCandidate, powers
 
 CONTEXT_BYTES = 0.5 * GIB
-"""Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
+"""Device bytes of a process with offloaded tensors, besides communicators."""
 
 
 def with_teachers(

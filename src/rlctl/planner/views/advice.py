@@ -53,7 +53,7 @@ def _closest(request: Request, rejected: list[Rejected]) -> str:
 
 
 def _broken_pin(request: Request) -> ConfigError | None:
-    """The pin that breaks a rule whatever the rest is, with the nearest value that works."""
+    """Return the pin that breaks a rule on its own, with the nearest valid value."""
     for key, value in request.pins.items():
         section, _, name = key.partition(".")
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):
@@ -94,7 +94,7 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Changes that save memory, the cheapest first: each in the user's words, and what it makes of the request."""
+    """Return memory-saving changes, cheapest first: description and changed request."""
     workload, pins = request.workload, request.pins
     cluster = request.cluster
     for step in (2, 4, 8, 16, 32, 64):

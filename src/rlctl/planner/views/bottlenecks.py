@@ -25,7 +25,7 @@ class Change:
 
 
 def limits(plan: Plan) -> str:
-    """Say which phase takes most of a step, and how full the fullest phase is."""
+    """Return the longest phase of a step, and the fullest phase."""
     phase, seconds = max(plan.seconds.items(), key=lambda item: item[1])
     name, memory = max(plan.memory.items(), key=lambda item: item[1].total)
     device = plan.cluster.device.memory
@@ -69,7 +69,7 @@ def _single_changes(plan: Plan) -> Iterator[tuple[str, Request]]:
 
 
 def changes_text(plan: Plan, found: list[Change]) -> list[str]:
-    """Return lines for people: what limits the run, and the changes with what they gain and cost."""
+    """Return lines on limits, and on changes with gain and cost."""
     lines = [limits(plan)]
     for change in found:
         gain = plan.total_s / change.seconds - 1

@@ -1,4 +1,4 @@
-"""The arithmetic behind a plan: the numbers that its memory and its seconds were computed from, step by step."""
+"""The arithmetic behind a plan: inputs of its memory and seconds, step by step."""
 
 from __future__ import annotations
 

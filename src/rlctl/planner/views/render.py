@@ -32,7 +32,7 @@ WIDTH, LEAST_WIDTH = 100, 76
 
 
 def columns() -> int:
-    """Return the columns of a line: those of a terminal (or of COLUMNS) where they are fewer than a plan likes."""
+    """Return the line width: the terminal's (or COLUMNS), up to a plan's maximum."""
     return max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 

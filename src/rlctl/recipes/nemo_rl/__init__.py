@@ -18,7 +18,7 @@ class NemoRl:
     trainer = "NeMo-RL"
 
     def recognizes(self, path: Path, values: Mapping[str, Any]) -> bool:
-        """Return whether the top level of a YAML file is that of a recipe."""
+        """Return whether a YAML file has a recipe's top level."""
         return any(mark in values for mark in MARKS)
 
     def sections(self) -> Collection[str]:

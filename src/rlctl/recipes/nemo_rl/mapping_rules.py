@@ -51,7 +51,7 @@ PAIR_DATASETS = {
 END_OF_TEXT = "{% if messages[-1]['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
 
 JOINED_MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The chat template of a recipe that has null for one: what the messages say, and nothing between."""
+"""Chat template of a recipe without one: joined message contents."""
 
 NO_CAP = 1e9
 """Beyond every importance weight, since log-ratios end at 20."""
@@ -116,7 +116,7 @@ ALGORITHMS = {
 }
 """Sections of NeMo-RL's other algorithms; rlctl runs those in `OF_TEXTS`."""
 ONE_TEACHER = "teachers.0"
-"""The only one of a list of teachers, which off-policy distillation has, each with a tokenizer of its own."""
+"""The only entry of off-policy distillation's list of teachers, with its tokenizer."""
 OF_TEXTS = ("sft", "dpo", "rm")
 OF_PAIRS = ("dpo", "rm")
 TASKS = {
@@ -147,7 +147,7 @@ def of_images(leaves: Mapping[str, Any]) -> bool:
 
 
 def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
+    """Return why rlctl cannot run this kind of recipe, and its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
     if of_images(leaves):
@@ -180,7 +180,7 @@ def of_texts(result: Import) -> bool:
 
 
 def across_tokenizers(rule: Rule, otherwise: str | Rule = "the teacher has the policy's tokenizer") -> Rule:
-    """Return the rule of a key for recipes of off-policy distillation, whose teacher has a tokenizer of its own."""
+    """Return the rule of a key for off-policy distillation, whose teacher has another tokenizer."""
     return when(lambda found: found.result.values.get("run.algorithm") == "distill", rule, otherwise)
 
 
@@ -357,7 +357,7 @@ def of_the_policy(found: Found) -> None:
 
 
 LEARNED = re.compile(r"optimizer\.(lr|weight_decay|clip_grad)|scheduler\..*")
-"""Keys of the policy's learning that a critic has of its own."""
+"""Learning keys that a critic has too."""
 
 
 def critic_values(own: Import) -> dict[str, Any]:
@@ -459,7 +459,7 @@ def completion_limit(found: Found) -> Any:
 
 
 def completion_length(found: Found) -> None:
-    """Map the length of a completion, below that of all tokens."""
+    """Map the completion length within the total length."""
     limit = completion_limit(found)
     if limit == found.value:
         found.map("generation.max_new_tokens", limit)
@@ -606,7 +606,7 @@ def engine_precision(found: Found) -> None:
 
 
 def without_begin(found: Found) -> bool:
-    """Return whether the recipe has a chat template of its own that does not write the tokenizer's first token."""
+    """Return whether the recipe's chat template omits the tokenizer's first token."""
     template = str(found.get("policy.tokenizer.chat_template") or "")
     return "{" in template and "bos_token" not in template
 
@@ -762,7 +762,7 @@ def error_mask(found: Found) -> None:
 
 
 def on_policy_ratio(found: Found) -> None:
-    """A ratio of 1 is what a batch of one optimizer step has by itself."""
+    """A batch of one optimizer step has ratio 1 anyway."""
     if found.value and found.get("policy.train_global_batch_size") != step_rollouts(found):
         found.say("not yet", "the ratio is 1 in the first optimizer step of a batch, and there are several")
     else:
@@ -941,7 +941,7 @@ def holds_out(found: Found) -> bool:
 
 
 def validation_period(found: Found) -> None:
-    """Map how often and on what is validated: NeMo-RL samples there as in training."""
+    """Map the validation interval and data; NeMo-RL samples as in training."""
     values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(found) or (), strict=False))
     values["split"] = found.get("data.validation.split") or values.get("split")
     for key, value in values.items():
@@ -1039,7 +1039,7 @@ def system_prompt_file(found: Found) -> None:
 
 
 PUZZLE = "sliding_puzzle_game"
-"""Section of the environment whose prompts come from its own script, whatever the recipe's data is."""
+"""The puzzle's section, whose script makes the prompts."""
 
 
 def environment_used(leaves: Mapping[str, Any]) -> str | None:
@@ -1094,7 +1094,7 @@ MARKS = {
 
 
 def marks(found: Found) -> None:
-    """Take rlctl's own marks of turns with a fault alone."""
+    """Accept only rlctl's marks of faulty turns."""
     known = MARKS[found.name.rpartition(".")[2]]
     only(None, known, why=f"turns with a fault are known by {', '.join(known)}")(found)
 
@@ -1125,7 +1125,7 @@ def penalty(found: Found) -> None:
 
 
 def scored_by_model(found: Found) -> None:
-    """Map the reward model of a recipe, which scores with what it was published with."""
+    """Map a recipe's reward model, which scores in its published precision."""
     if environment_used(found.leaves) != "reward_model":
         environment(found)
     else:

@@ -19,10 +19,10 @@ OWN_NAMES = {
     "W4A16_NVFP4_CFG": (("*",), 16),
     "NVFP4_MLP_WEIGHT_ONLY_CFG": (("*mlp*", "*block_sparse_moe*"), 32),
 }
-"""ModelOpt's configurations of weights alone: the layers, and the weights that share a scale."""
+"""ModelOpt's weight-only configurations: layers, and weights with a shared scale."""
 OF_ACTIVATIONS = ("NVFP4_DEFAULT_CFG", "NVFP4_MLP_ONLY_CFG", "NVFP4_EXPERTS_ONLY_CFG", "NVFP4_OMLP_ONLY_CFG")
 LEFT_OUT = ("*linear_attn.in_proj_a*", "*linear_attn.in_proj_b*")
-"""Linear layers that ModelOpt's configurations leave out, where rlctl does not by itself."""
+"""Linear layers excluded by ModelOpt's configurations."""
 ACTIVATIONS = "it rounds activations too (input_quantizer), and rlctl rounds weights alone"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 KEY = "training.quantization"
@@ -33,7 +33,7 @@ class _Unreadable(Exception):
 
 
 def quantized_training(found: Found) -> None:
-    """Map the quantization of the policy, which is that of the engines too."""
+    """Map the policy's quantization, which engines share."""
     name = "policy.generation.quant_cfg"
     if found.value is None:
         found.skip("what rlctl does")
@@ -74,7 +74,7 @@ def _values(found: Found) -> dict[str, Any]:
 
 
 def _of_rules(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that rules amount to: patterns of what is rounded, then patterns of what is left out."""
+    """Return the values of rules: included, then excluded patterns."""
     if settings.get("algorithm", "max") != "max":
         raise _Unreadable(f"its algorithm is {settings['algorithm']}, and scales are those of the largest weights")
     tensors: list[str] = []

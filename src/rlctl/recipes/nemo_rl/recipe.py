@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 TRAINER = "NeMo-RL"
 ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.", "env.nemo_gym.")
-"""Sections that a run goes on without where they refer to what is not there."""
+"""Sections with dangling references that a run can ignore."""
 
 
 SECTIONS = {".".join(key.split(".")[:count]) for key in RULES for count in range(1, key.count(".") + 1)}
@@ -55,7 +55,7 @@ ONE_VALUE = RULES.keys() - SECTIONS
 
 
 PPO = {"ppo.async_ppo": "grpo.async_grpo", "ppo": "grpo"}
-"""Sections of PPO and those of GRPO with the same keys, whose rules hold for both."""
+"""Sections of PPO with GRPO's keys and rules."""
 
 ALIKE = {"teacher": "policy", "value": "policy", "generation": "policy.generation", "tokenizer": "policy.tokenizer"}
 """Sections that have the keys of another one."""
@@ -82,7 +82,7 @@ BOOLEAN_TEXTS = ("true", "false", "yes", "no", "on", "off")
 
 @dataclass(frozen=True)
 class Unresolved:
-    """A value that refers to what is not there."""
+    """A value with a dangling reference."""
 
     text: Any
     why: str
@@ -93,7 +93,7 @@ class Unresolved:
 
 @functools.cache
 def other_keys() -> frozenset[str]:
-    """Return the keys of NeMo-RL that the table has no rule for but that of their section."""
+    """Return NeMo-RL's keys with only a section rule in the table."""
     text = (Path(__file__).parent / "other_keys.txt").read_text()
     sections = (line.split() for line in text.replace("\n  ", " ").splitlines())
     return frozenset(f"{section}{name}" for section, *names in sections for name in names)
@@ -277,7 +277,7 @@ def _outcome(
 
 
 def find_rule(key: str) -> Rule | None:
-    """Return the rule of a key: its own, else that of the nearest section written with `.*`."""
+    """Return a key's rule: its own, else the nearest section's (`.*`)."""
     return rule_of(key, RULES)
 
 

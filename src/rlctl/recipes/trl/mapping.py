@@ -71,7 +71,7 @@ def each(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 def trainer_of(values: dict[str, Any], method: str | None) -> str:
-    """Return the trainer that a file is for: what the command trains, or what its keys tell."""
+    """Return a file's trainer, from the command or the keys."""
     by_method = {ours: theirs for theirs, ours in METHODS.items()}
     if method in by_method:
         return by_method[method]

@@ -39,7 +39,7 @@ class CommandLine:
 
     module: str
     arguments: tuple[str, ...]
-    """What stands behind the module: overrides, and options of Hydra."""
+    """Arguments after the module: overrides and Hydra options."""
 
     @property
     def overrides(self) -> list[str]:

@@ -85,12 +85,12 @@ class StoredMatrix(LocalMatrix):
         return replace(self, why_unknown=why) if why else self
 
     def kept(self) -> torch.Tensor:
-        """The tensor as the module keeps it: the matrix of the stack, in whatever order it is in."""
+        """The tensor as the module stores it: the stack's matrix in its storage order."""
         value = getattr(self.module, self.parameter).data
         return value if self.index is None else value[self.index]
 
     def stored(self) -> torch.Tensor:
-        """The matrix or vector with the published tensor's rows and columns; memory of its own only if PERMUTED."""
+        """The matrix or vector in published rows and columns; a copy only if PERMUTED."""
         value = self.kept()
         if self.storage is Storage.PERMUTED:
             value = unpacked_expert(value, self.isa)
@@ -116,7 +116,7 @@ def pack_expert(plain: torch.Tensor, kept: torch.Tensor, isa: str) -> None:
 
 
 def unpacked_expert(kept: torch.Tensor, isa: str) -> torch.Tensor:
-    """An expert's matrix [rows, columns] in its published order, from the one that the kernel keeps."""
+    """Return an expert's matrix [rows, columns] in published order from the kernel's."""
     order = _order(tuple(kept.shape), kept.dtype, isa)
     plain = torch.empty_like(kept).view(-1)
     plain[order] = kept.reshape(-1)
@@ -210,7 +210,7 @@ def _parameters(matrix: StoredMatrix) -> Iterator[str]:
 
 
 def elsewhere(model: torch.nn.Module) -> list[str]:
-    """The paths of modules that other workers hold: those of other pipeline stages, and experts of other ranks."""
+    """Return paths of modules on other workers: other pipeline stages and experts."""
     found = [path for path, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
     for path, module in model.named_modules():
         if "RoutedExperts" in {base.__name__ for base in type(module).__mro__}:

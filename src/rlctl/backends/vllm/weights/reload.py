@@ -27,7 +27,7 @@ class Reload:
     tensors."""
 
     def __init__(self, model: torch.nn.Module, paths: Sequence[str], unknown_storage: Sequence[str] = ()) -> None:
-        """`unknown_storage`: paths of modules that the loader must have filled: nothing there can be read back."""
+        """`unknown_storage`: paths that the loader must fill, because they cannot be read back."""
         self.model, self.unknown_storage = model, unknown_storage
         # vLLM's functions walk the modules of what they are given; a list that only holds some of them has no others.
         self.part = model if MODEL in paths else torch.nn.ModuleList([model.get_submodule(path) for path in paths])
@@ -40,7 +40,7 @@ class Reload:
         initialize_layerwise_reload(self.part)
 
     def finish(self, config: Any) -> None:
-        """Put them back with what was loaded. Raises VerificationError naming a module for which nothing has come."""
+        """Put the modules back with loaded weights. Raises VerificationError naming a module without data."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         left = [path for path in self.unknown_storage if compat.waits_for_weights(self.model.get_submodule(path))]
@@ -58,7 +58,7 @@ class Reload:
 
 
 def abandon(model: torch.nn.Module) -> None:
-    """Put modules back whose reload was begun and not finished: with a mixture of weights, until a full refit."""
+    """Put modules of an unfinished reload back, with mixed weights until a full refit."""
     compat.abandon_layerwise_reload(model)
     _put_kernels_back()
 

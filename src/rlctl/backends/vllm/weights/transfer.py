@@ -35,7 +35,7 @@ TensorRow = tuple[str, str, tuple[int, ...]]
 
 
 class WorkerWeights(ReceivingEnd):
-    """The weights of one worker: receives rounds of them, and reads back what the model computes with."""
+    """One worker's weights: receive rounds, and read back the model's values."""
 
     assignment: Assignment
     """The path of each tensor; not there before `open`."""
@@ -125,7 +125,7 @@ class WorkerWeights(ReceivingEnd):
         return locate.stored_buffers(self.model, {name: tuple(shape) for name, _, shape in self.table})
 
     def readings(self, tensors: list[str] | None = None) -> list[Reading]:
-        """As `EngineWorker.readings`. Every parameter that cannot be read back has a reading that says why."""
+        """Like `EngineWorker.readings`. Unreadable parameters have a reading with the reason."""
         every = locate.stored_matrices(self.model)
         # In a known family names have to be right, whatever comes.
         if self.table and not compat.is_of_known_family(self.model):

@@ -121,7 +121,7 @@ class DirectWriter:
     """Writes rounds into live parameters. The copies are worked out in the first refit and kept."""
 
     def __init__(self, targets: Callable[[], Mapping[str, Target]]) -> None:
-        """`targets` says where parameters are now; it is asked once a refit."""
+        """`targets` locates parameters, once per refit."""
         self.look = targets
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._where: dict[str, int] = {}
@@ -232,7 +232,7 @@ def write_changes(
 
 
 def why_whole(targets: Mapping[str, Target]) -> str:
-    """Why changed elements alone cannot be written into these parameters; empty: they can."""
+    """Return why sparse refits cannot write these parameters; empty: they can."""
     for name, target in targets.items():
         if target.memory is None or target.packs:
             return f"{name} is computed with from a repacked copy"
