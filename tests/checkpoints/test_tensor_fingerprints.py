@@ -61,7 +61,7 @@ def test_interleaved_boxes_add_up() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_tensor(40, 64)
     whole = fingerprint(tensor, tensor.shape)
-    monkeypatch.setattr("rlctl.checkpoints.tensor_fingerprints.CHUNK", 128)
+    monkeypatch.setattr("rlctl.checkpoints.tensor_fingerprints.CPU_CHUNK", 128)
     assert fingerprint(tensor, tensor.shape) == whole
 
 
@@ -106,3 +106,15 @@ def test_box_in_the_wrong_place_changes_it() -> None:
 
 def test_both_zeros_count_as_one() -> None:
     assert fingerprint(torch.tensor([0.0, 1.0]), (2,)) == fingerprint(torch.tensor([-0.0, 1.0]), (2,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_negative_zeros_of_narrow_dtypes_count_as_zeros_and_nothing_else_does(dtype: torch.dtype) -> None:
+    values = random_tensor(6, 32).to(dtype)
+    bits = values.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    bits[2, :8] = torch.tensor(-0.0).to(dtype).view(bits.dtype)
+    whole = fingerprint(values, values.shape)
+    bits[2, :8] = 0
+    assert fingerprint(values, values.shape) == whole
+    bits[2, 3] = 1
+    assert fingerprint(values, values.shape) != whole

@@ -8,16 +8,17 @@ zeros count as one, because prepacked weights cannot distinguish them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from rlctl.weights.readings import MASK as _MASK
 
-# Elements at a time. Their int64 copy (2 MiB) lives in a buffer that is used again: fresh pages would cost more than
-# the arithmetic (measured on 2 cores: 9 GB/s with it, 0.8 without, and 18 GB/s for copying).
-CHUNK = 1 << 18
+# Elements at a time. On a CPU they stay in its cache between two passes; on other devices their int64 copy (2 MiB)
+# lives in a buffer that is used again.
+CPU_CHUNK, CHUNK = 1 << 21, 1 << 18
 _U_SEED, _V_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,13 +37,35 @@ def fingerprint(
     columns = _weights(_U_SEED, box.shape[-1], start[-1], step[-1]).to(box.device)
     rows = _rows(tuple(box.shape[:-1]), tuple(shape[:-1]), start[:-1], step[:-1]).to(box.device)
     sums = torch.empty(len(rows), dtype=torch.int64, device=box.device)
-    bits = _Bits(box)
-    for flat, first in _row_chunks(box):
-        torch.sum(bits.of(flat).mul_(columns), -1, out=sums[first : first + len(flat)])
+    if box.device.type == "cpu":
+        _sum_rows(box.detach(), columns.numpy(), sums.numpy())
+    else:
+        bits = _Bits(box)
+        for flat, first in _row_chunks(box, CHUNK):
+            torch.sum(bits.of(flat).mul_(columns), -1, out=sums[first : first + len(flat)])
     return int((sums * rows).sum()) & _MASK
 
 
-def _row_chunks(box: torch.Tensor):
+def _sum_rows(box: torch.Tensor, columns: np.ndarray, sums: np.ndarray) -> None:
+    """Sum bits * columns along each row. NumPy widens the bits in small buffers while it sums, 2.5 times as fast as
+    torch, which stores each intermediate."""
+    if box.is_contiguous():
+        box = box.view(-1, box.shape[-1])
+    for flat, first in _row_chunks(box, CPU_CHUNK):
+        bits = flat.view(_INTEGERS[flat.element_size()]).numpy()
+        if flat.is_floating_point():
+            bits = _without_negative_zero(bits)
+        np.einsum("rc,c->r", bits, columns, dtype=np.int64, casting="safe", out=sums[first : first + len(flat)])
+
+
+def _without_negative_zero(bits: np.ndarray) -> np.ndarray:
+    """Return the bits with 0 in place of negative zero, whose bits are those of the least signed integer."""
+    signed = bits.view(f"i{bits.itemsize}")
+    least = np.iinfo(signed.dtype).min
+    return bits if signed.min() != least else np.where(signed == least, bits.dtype.type(0), bits)
+
+
+def _row_chunks(box: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, int]]:
     if box.dim() == 1:
         yield box.unsqueeze(0), 0
         return
@@ -50,10 +73,10 @@ def _row_chunks(box: torch.Tensor):
         leading = box.shape[0]
         inner = box[0].numel() // box.shape[-1]
         for index in range(leading):
-            for rows, first in _row_chunks(box[index]):
+            for rows, first in _row_chunks(box[index], chunk):
                 yield rows, index * inner + first
         return
-    step = max(1, CHUNK // box.shape[1])
+    step = max(1, chunk // box.shape[1])
     for first in range(0, box.shape[0], step):
         yield box[first : first + step], first
 
