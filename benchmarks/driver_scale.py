@@ -3,8 +3,8 @@
     python benchmarks/driver_scale.py [--prompts 10000] [--samples 16] [--dp 64] [--steps 5]
 
 Rollouts have the scalars and handles of real ones; a handle stands for token columns, which never reach the driver.
-Prints one JSON object: CPU seconds of each part, medians over the steps, and the process's memory after the first step
-and after the last.
+Prints one JSON object: CPU seconds of each part, medians over the steps, and the process's memory after the first
+step, after step 10 where there are more, and after the last step. `--steps 100` shows whether memory stays flat.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def main() -> None:
         "cpu_s": parts,
         "total_cpu_s": round(statistics.median(sum(one.values()) for one in found), 3),
         "must_s": MUST_S,
-        "memory_mb": {"first": round(memory[0]), "last": round(memory[-1])},
+        "memory_mb": {
+            f"after step {number}": round(memory[number - 1]) for number in sorted({1, min(10, args.steps), args.steps})
+        },
     }
     json.dump(report, sys.stdout, indent=1)
     print()

@@ -80,7 +80,7 @@ def head_of(kind: str) -> Tensor:
 def rewarded(batch: Batch) -> list[WeightedRollout]:
     """The rollouts with their rewards where advantages are, one of them left out."""
     rows = rows_of(batch)
-    return [replace(row, token_weight=0.0) if (row.position, row.sample) == LEFT_OUT else row for row in rows]
+    return [row._replace(token_weight=0.0) if (row.position, row.sample) == LEFT_OUT else row for row in rows]
 
 
 def make_critic(rank: int, case: Case, model: Model, *, offload: bool = False, load: bool = True) -> Any:

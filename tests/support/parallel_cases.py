@@ -270,7 +270,7 @@ def run_without(
     """Two steps under GRPO's loss on rollouts with the advantages of their groups: on all of them, and on those whose
     advantage is not 0."""
     loss = RunLoss(Grpo(RlConfig()))
-    rows = [replace(row, advantage=advantages[row.position]) for row in rows_of(batch)]
+    rows = [row._replace(advantage=advantages[row.position]) for row in rows_of(batch)]
     found = []
     for own in (rows, [row for row in rows if row.advantage]):
         worker = make_worker(rank, case, weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlctl.settings.training import LogprobColumn as LogprobColumn
 
@@ -45,9 +45,9 @@ GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
 """Log-probs of a group's rollouts, or some of them, by `WeightedRollout.key`."""
 
 
-@dataclass(frozen=True)
-class WeightedRollout:
-    """One rollout of an optimizer mini-batch: the location of its tokens, its advantage and token weight."""
+class WeightedRollout(NamedTuple):
+    """One rollout of an optimizer mini-batch: the location of its tokens, its advantage and token weight. A named tuple
+    takes a fifth of the time of a frozen dataclass to create, and a step may have 160,000."""
 
     position: int
     """Position of its prompt: the key of its group's columns in `BatchShard.columns`."""

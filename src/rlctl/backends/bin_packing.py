@@ -57,6 +57,11 @@ def least_bins(sizes: Sequence[int], limit: int, step: int) -> int:
     return _up(len(first_fit_decreasing(sizes, limit)), step)
 
 
+def fewest_bins(sizes: Sequence[int], limit: int, step: int) -> int:
+    """Return the multiple of `step` bins that the sizes fill without any room left; no packing has fewer."""
+    return max(step, _up(-(-sum(sizes) // limit), step))
+
+
 def _up(count: int, step: int) -> int:
     return -(-count // step) * step
 
@@ -64,7 +69,7 @@ def _up(count: int, step: int) -> int:
 def pack(sizes: Sequence[int], costs: Sequence[float], limit: int, step: int) -> list[Bin]:
     """Return a multiple of `step` bins with balanced costs, at most as many as first-fit-decreasing needs; some may be
     empty. Items come by falling cost, none larger than `limit`."""
-    least = max(step, _up(-(-sum(sizes) // limit), step))
+    least = fewest_bins(sizes, limit, step)
     if (bins := even_bins(sizes, costs, limit, least)) is not None:
         return bins
     fitting = first_fit_decreasing(sizes, limit)

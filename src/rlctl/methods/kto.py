@@ -16,7 +16,7 @@ reference is the model that the run began with. Suffix N: the completions of a m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class Kto(TextMethod):
         self, batch: TrainBatch
     ) -> tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]]:
         texts = [*batch.skipped, *(rollout for one in batch.minibatches for rollout in one)]
-        others = tuple(replace(rollout, token_weight=1.0) for rollout in texts if rollout.sample == 1)
+        others = tuple(rollout._replace(token_weight=1.0) for rollout in texts if rollout.sample == 1)
         columns = {one.position: batch.columns[one.position] for one in others}
         return TrainBatch((others,), columns), _Divergence(), self._take_divergence
 

@@ -19,14 +19,16 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import compress
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout, equal_up_to_rounding
 from rlctl.backends.clients import PolicyClient
-from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.data.rollouts import LIMIT_REASONS, Rollout, RolloutGroup
 from rlctl.errors import DivergenceError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
@@ -264,26 +266,30 @@ def make_batch(groups: Sequence[RolloutGroup], method: Method, optimizer_steps: 
     Rollouts without a gradient are taken out of them afterwards, unless `filter.skip` is off.
     """
     kept = [group for group in groups if method.trains_on(group)]
-    learned = [
-        one
-        for group, advantages_G in zip(kept, method.batch_advantages(kept), strict=True)
-        for one in zip(group.rollouts, advantages_G.tolist(), method.imitated(group).tolist(), strict=True)
-    ]
-    parts = np.array_split(np.arange(len(learned)).reshape(-1, method.sequences), optimizer_steps)
-    minibatches = [_minibatch([learned[i] for i in part.ravel().tolist()], method) for part in parts if len(part)]
+    rollouts = [rollout for group in kept for rollout in group.rollouts]
+    advantages_N = np.concatenate([np.zeros(0), *method.batch_advantages(kept)])
+    imitated_N = np.zeros(len(rollouts), bool)
+    if method.nll_weight and kept:
+        imitated_N = np.concatenate([method.imitated(group) for group in kept])
+    parts = np.array_split(np.arange(len(rollouts)).reshape(-1, method.sequences), optimizer_steps)
+    spans = [slice(int(part[0, 0]), int(part[-1, -1]) + 1) for part in parts if len(part)]
+    minibatches = [_minibatch(rollouts[span], advantages_N[span], imitated_N[span], method) for span in spans]
 
-    needs_advantage, skips_idle = not method.learns_without_advantage, method.skips_idle
-
-    def skips(rollout: WeightedRollout) -> bool:
-        return skips_idle and ((needs_advantage and rollout.advantage == 0) or rollout.token_weight == 0)
-
+    needs_advantage = not method.learns_without_advantage
+    trained: list[tuple[WeightedRollout, ...]] = []
+    skipped: list[WeightedRollout] = []
+    for minibatch in minibatches:
+        idle_N = [one.token_weight == 0 or (needs_advantage and one.advantage == 0) for one in minibatch]
+        if not method.skips_idle or True not in idle_N:
+            trained.append(minibatch)
+            continue
+        skipped += compress(minibatch, idle_N)
+        trained.append(tuple([one for one, idle in zip(minibatch, idle_N, strict=True) if not idle]))
     read_by_teacher = {group.position: group.for_teacher for group in kept if group.for_teacher is not None}
-    skipped = {id(rollout) for one in minibatches for rollout in one if skips(rollout)}
-    trained = tuple(tuple(rollout for rollout in one if id(rollout) not in skipped) for one in minibatches)
     return TrainBatch(
-        trained,
+        tuple(trained),
         {group.position: group.columns for group in kept},
-        tuple(rollout for one in minibatches for rollout in one if id(rollout) in skipped),
+        tuple(skipped),
         tuple(
             tuple(_as_teacher_reads(read_by_teacher[rollout.position], rollout) for rollout in one) for one in trained
         )
@@ -294,28 +300,29 @@ def make_batch(groups: Sequence[RolloutGroup], method: Method, optimizer_steps: 
 
 def _as_teacher_reads(theirs: Rollout, ours: WeightedRollout) -> WeightedRollout:
     """Return the text of a rollout as a teacher's own tokenizer writes it."""
-    return replace(ours, sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
+    return ours._replace(sample=theirs.sample, prompt_tokens=theirs.prompt_tokens, tokens=theirs.tokens)
 
 
-def _minibatch(learned: Sequence[tuple[Rollout, float, bool]], method: Method) -> tuple[WeightedRollout, ...]:
-    """Return the rollouts of an optimizer step from (rollout, advantage, whether it is imitated)."""
-    tokens_N = np.array([method.learned_tokens(rollout) for rollout, _, _ in learned])
-    weights_N, imitated_N = method.token_weights(tokens_N), np.array([imitated for _, _, imitated in learned])
+def _minibatch(
+    rollouts: Sequence[Rollout], advantages_N: np.ndarray, imitated_N: np.ndarray, method: Method
+) -> tuple[WeightedRollout, ...]:
+    """Return the rollouts of an optimizer step; those in `imitated_N` also have a weight of their likelihood."""
+    tokens_N = np.array([method.learned_tokens(rollout) for rollout in rollouts])
+    weights_N = method.token_weights(tokens_N)
     nll_weight = method.nll_weight / max(1, int(tokens_N[imitated_N].sum()))
-    return tuple(
-        WeightedRollout(
-            r.position, r.sample, r.prompt_tokens, tokens, advantage, weight, begin,
-            nll_weight if imitated and weight else 0.0,
-        )
-        for (r, advantage, imitated), weight in zip(learned, weights_N.tolist(), strict=True)
-        for begin, tokens in r.contexts()
-    )  # fmt: skip
+    nll_weights_N = np.where(imitated_N & (weights_N != 0), nll_weight, 0.0)
+    scalars_N = (advantages_N.tolist(), weights_N.tolist(), nll_weights_N.tolist())
+    return tuple([
+        WeightedRollout(r.position, r.sample, r.prompt_tokens, tokens, advantage, weight, begin, nll_weight)
+        for r, advantage, weight, nll_weight in zip(rollouts, *scalars_N, strict=True)
+        for begin, tokens in (((0, r.tokens),) if r.episode is None else r.contexts())
+    ])  # fmt: skip
 
 
 def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
     """Return the groups that are not trained on, and the rollouts that are not computed for lack of a gradient."""
-    computed = sum(rollout.tokens for one in trained.minibatches for rollout in one)
-    skipped = sum(rollout.tokens for rollout in trained.skipped)
+    computed = sum(int(column(one, "tokens").sum()) for one in trained.minibatches)
+    skipped = int(column(trained.skipped, "tokens").sum())
     return {
         "dropped_groups": len(batch.groups) - len(trained.columns),
         "skipped_rollouts": len(trained.skipped),
@@ -327,7 +334,8 @@ def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[
     """Return what the scalars of a batch say that is trained on by the weights of `version`; `compares`: the rewards of
     a group are compared with each other. Suffix N: its rollouts."""
     rollouts = batch.rollouts
-    rewards_N = np.array([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
+    rewards_N = np.array([reward for one in rollouts if (reward := one.reward) is not None], dtype=np.float64)
+    response_N, tokens_N = column(rollouts, "response_tokens"), column(rollouts, "tokens")
     rewards = {}
     if len(rewards_N):
         rewards = {
@@ -336,45 +344,52 @@ def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[
             **reward_parts(batch),
         }
         if compares:
-            without_signal = [len(group.rollouts) > 1 and _same(group.rewards_G) for group in batch.groups]
+            without_signal = [_compares_equal([one.reward or 0.0 for one in group.rollouts]) for group in batch.groups]
             rewards["groups_without_signal"] = float(np.mean(without_signal))
-    accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
+    accuracy_N = [accuracy for one in rollouts if (accuracy := one.accuracy) is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
-    answered_N = [rollout.answered for rollout in rollouts if rollout.answered is not None]
+    answered_N = [answered for one in rollouts if (answered := one.answered) is not None]
     sampled = [rollout for rollout in rollouts if rollout.versions]
     return {
         **rewards,
         **accuracy,
         **({"answered_fraction": float(np.mean(answered_N))} if answered_N else {}),
-        "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
-        "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
-        "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
-        **image_metrics(batch),
-        "tokens": sum(rollout.tokens for rollout in rollouts),
+        "response_tokens_mean": float(response_N.mean()),
+        "response_tokens_max": int(response_N.max()),
+        "prompt_tokens_mean": float(column(rollouts, "prompt_tokens").mean()),
+        **image_metrics(batch, rollouts),
+        "tokens": int(tokens_N.sum()),
         "positions": ranges(group.position for group in batch.groups),
         **(sampling_metrics(sampled, version) if sampled else {}),
     }
 
 
-def image_metrics(batch: RolloutBatch) -> dict[str, Any]:
+def column(rollouts: Sequence[Rollout | WeightedRollout], name: str) -> np.ndarray:
+    """Return the integers that rollouts have as `name`; int64 [N]."""
+    return np.fromiter(map(attrgetter(name), rollouts), np.int64, len(rollouts))
+
+
+def image_metrics(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return the images of a batch's prompts, counted once for a group, and the mean of a rollout's image tokens; empty
     where there are none."""
+    if not column(rollouts, "images").any():
+        return {}
     images = sum(max((one.images for one in group.rollouts), default=0) for group in batch.groups)
-    tokens = [one.image_tokens for one in batch.rollouts]
-    return {"images": images, "image_tokens_mean": float(np.mean(tokens))} if images else {}
+    return {"images": images, "image_tokens_mean": float(column(rollouts, "image_tokens").mean())}
 
 
 def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
     """Return how rollouts ended that engines have sampled, and which weights sampled them."""
-    staleness_N = [version - rollout.first_version for rollout in rollouts]
+    first_N = np.array([rollout.versions[0][0] for rollout in rollouts])
+    reasons = Counter([rollout.stop_reason for rollout in rollouts])
     return {
-        "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "truncated_fraction": sum(reasons[reason] for reason in LIMIT_REASONS) / len(rollouts),
         "sampled_rollouts": len(rollouts),
-        "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
+        "rollout_tokens": int(column(rollouts, "tokens").sum()),
         **episode_metrics(rollouts),
-        "stop_reasons": dict(sorted(Counter(rollout.stop_reason for rollout in rollouts).items())),
-        "weight_version": min(rollout.first_version for rollout in rollouts),
-        "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
+        "stop_reasons": dict(sorted(reasons.items())),
+        "weight_version": int(first_N.min()),
+        "staleness": {"mean": float((version - first_N).mean()), "max": int((version - first_N).max())},
         "tokens_by_version": tokens_by_version(rollouts),
     }
 
@@ -399,24 +414,21 @@ def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [[version, found[version]] for version in sorted(found)]
 
 
-def _same(rewards_G: np.ndarray) -> bool:
-    return equal_up_to_rounding(float(rewards_G.min()), float(rewards_G.max()))
+def _compares_equal(rewards_G: list[float]) -> bool:
+    return len(rewards_G) > 1 and equal_up_to_rounding(min(rewards_G), max(rewards_G))
 
 
 def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
     """Return the mean of each reward term over the rollouts that it applies to, and where there are several sources of
     prompts the mean reward of each."""
-    terms: dict[str, list[float]] = {}
-    sources: dict[str, list[float]] = {}
+    all_terms = [rollout.terms for rollout in batch.rollouts]
+    names = {name for terms in all_terms for name in terms}
+    by_term = {name: [score for terms in all_terms if (score := terms.get(name)) is not None] for name in names}
+    by_source: dict[str, list[float]] = {}
     for group in batch.groups:
-        for rollout in group.rollouts:
-            for name, value in rollout.terms.items():
-                values = terms.setdefault(name, [])
-                if value is not None:
-                    values.append(value)
         if group.prompt.source:
-            sources.setdefault(group.prompt.source, []).extend(group.rewards_G)
-    means = {"reward_terms": terms, "reward_by_source": sources}
+            by_source.setdefault(group.prompt.source, []).extend([one.reward or 0.0 for one in group.rollouts])
+    means = {"reward_terms": by_term, "reward_by_source": by_source}
     return {
         kind: {name: float(np.mean(values)) for name, values in sorted(found.items()) if values}
         for kind, found in means.items()

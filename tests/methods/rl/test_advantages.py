@@ -7,7 +7,16 @@ import statistics
 import numpy as np
 import pytest
 
-from rlctl.methods.rl.advantages import group_advantages, overlong_penalty, token_weights, whitened, whitened_rollouts
+from rlctl.methods.rl.advantages import (
+    STD_EPSILON,
+    Baseline,
+    StdOf,
+    group_advantages,
+    overlong_penalty,
+    token_weights,
+    whitened,
+    whitened_rollouts,
+)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "none"])
@@ -107,3 +116,20 @@ def test_the_soft_overlong_penalty_is_that_of_dapo() -> None:
     np.testing.assert_allclose(overlong_penalty(np.array(lengths), 2000, 0.2, 0.5), expected, rtol=1e-12)
     assert expected[-1] == -0.5
     assert not overlong_penalty(np.array(lengths), 2000, 0.0, 1.0).any()
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "none"])
+@pytest.mark.parametrize("std_of", ["group", "others"])
+def test_advantages_of_groups_together_follow_the_formula_of_each(baseline: Baseline, std_of: StdOf) -> None:
+    """The formulas in plain Python, a group at a time; group 1 has equal rewards, group 2 all but one."""
+    rewards_PG = np.array(
+        [[0.0, 1.0, 0.25, 0.5], [0.3, 0.3, 0.1 + 0.2, 0.3], [1.0, 0.0, 0.0, 0.0], [-2.0, 3.0, 5.0, 1.0]]
+    )
+    for got_G, rewards_G in zip(group_advantages(rewards_PG, baseline, True, std_of), rewards_PG.tolist(), strict=True):
+        for index, reward in enumerate(rewards_G):
+            others = rewards_G[:index] + rewards_G[index + 1 :]
+            base = {"mean": statistics.mean(rewards_G), "leave-one-out": statistics.mean(others), "none": 0.0}[baseline]
+            compared = rewards_G if std_of == "group" else others
+            deviation = statistics.stdev(compared) + STD_EPSILON if max(compared) - min(compared) > 1e-9 else 1.0
+            expected = 0.0 if max(rewards_G) - min(rewards_G) < 1e-9 else (reward - base) / deviation
+            assert got_G[index] == pytest.approx(expected, rel=1e-12, abs=1e-12)

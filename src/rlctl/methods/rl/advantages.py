@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from rlctl.backends.batch import equal_up_to_rounding
+from rlctl.backends.batch import ROUNDING, equal_up_to_rounding
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that a group of equal rewards has advantage 0 rather than 0/0."""
@@ -28,7 +28,7 @@ def nearly_equal(values: np.ndarray) -> bool:
 def group_advantages(
     rewards_G: np.ndarray, baseline: Baseline = "mean", normalize_std: bool = True, std_of: StdOf = "group"
 ) -> np.ndarray:
-    """Return the advantage of each rollout over the others of its group; float64 [G].
+    """Return the advantage of each rollout over the others of its group; float64 [G], or [P, G] for P groups.
 
     - `mean` subtracts the mean of the group (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
     - `leave-one-out` subtracts the mean of the *other* rollouts (RLOO: arXiv 2402.14740, equation 7), which equals the
@@ -45,14 +45,12 @@ def group_advantages(
     Raises ValueError when a group has a single rollout, and this has to be compared with others.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
-    size = len(rewards_G)
+    size = rewards_G.shape[-1]
     if baseline in ("none", "critic") and not normalize_std:
         return rewards_G
     if size < 2:
         raise ValueError("a group needs at least two rollouts to have a baseline")
-    if nearly_equal(rewards_G):
-        return np.zeros(size)
-    deviation_G = rewards_G - rewards_G.sum() / size
+    deviation_G = rewards_G - rewards_G.sum(-1, keepdims=True) / size
     match baseline:
         case "mean":
             advantages_G = deviation_G
@@ -60,12 +58,25 @@ def group_advantages(
             advantages_G = deviation_G * size / (size - 1)
         case _:
             advantages_G = rewards_G
-    if not normalize_std:
-        return advantages_G
+    if normalize_std:
+        advantages_G = advantages_G / _deviation(rewards_G, deviation_G, std_of)
+    return np.where(_all_equal(rewards_G), 0.0, advantages_G)
+
+
+def _deviation(rewards_G: np.ndarray, deviation_G: np.ndarray, std_of: StdOf) -> np.ndarray:
+    size = rewards_G.shape[-1]
     if std_of == "group":
-        return advantages_G / (np.sqrt((deviation_G**2).sum() / (size - 1)) + STD_EPSILON)
-    others = (np.delete(rewards_G, index) for index in range(size))
-    return advantages_G / [one.std(ddof=1) + STD_EPSILON if not nearly_equal(one) else 1.0 for one in others]
+        return np.sqrt((deviation_G**2).sum(-1, keepdims=True) / (size - 1)) + STD_EPSILON
+    others_GO = rewards_G[..., [[other for other in range(size) if other != one] for one in range(size)]]
+    equal_G = _all_equal(others_GO)[..., 0]
+    squares_G = ((others_GO - others_GO.mean(-1, keepdims=True)) ** 2).sum(-1)
+    return np.where(equal_G, 1.0, np.sqrt(squares_G / max(1, size - 2)) + STD_EPSILON)
+
+
+def _all_equal(values_G: np.ndarray) -> np.ndarray:
+    """Return whether values are the same up to rounding, along the last axis, which stays with length 1."""
+    low, high = values_G.min(-1, keepdims=True), values_G.max(-1, keepdims=True)
+    return high - low <= ROUNDING * np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
 
 
 def whitened(advantages_N: np.ndarray, response_tokens_N: np.ndarray) -> np.ndarray:

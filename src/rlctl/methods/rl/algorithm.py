@@ -203,16 +203,11 @@ class Algorithm(Method):
         prompts replaces this; here it is `advantages` of each group, and what the section `advantage` says of terms
         and of the batch."""
 
-        def among_applying(values_G: np.ndarray) -> np.ndarray:
-            """Others than the rollouts that a term applies to have no advantage by it, nor has one that is alone."""
-            applies_G, found_G = ~np.isnan(values_G), np.zeros(len(values_G))
-            if applies_G.sum() > self.config.advantage.compares:
-                found_G[applies_G] = self.advantages(values_G[applies_G])
-            return found_G
-
+        compared = [self.compared(group) for group in groups]
+        by_values = iter(self._among_applying([values_G for pairs in compared for _, values_G in pairs]))
         found = [
-            np.sum([weight * among_applying(values_G) for weight, values_G in self.compared(group)], axis=0)
-            for group in groups
+            sum((weight * next(by_values) for weight, _ in pairs), start=np.zeros(len(group.rollouts)))
+            for group, pairs in zip(groups, compared, strict=True)
         ]
         if self.config.whitens_penalties:
             return found  # the ranks subtract the penalties of tokens, whiten and clip
@@ -222,6 +217,25 @@ class Algorithm(Method):
         ends, all_N = np.cumsum([len(group.rollouts) for group in groups])[:-1], np.concatenate(found)
         of_tokens = self.config.advantage.whiten_over == "tokens"
         return self._clipped(np.split(whitened(all_N, tokens_N) if of_tokens else whitened_rollouts(all_N), ends))
+
+    def _among_applying(self, values_P_G: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the advantages of each group. Others than the rollouts that a term applies to have no advantage by it,
+        nor has one that is alone."""
+        applies_P_G = [~np.isnan(values_G) for values_G in values_P_G]
+        counted = [int(applies_G.sum()) > self.config.advantage.compares for applies_G in applies_P_G]
+        rewards_P_G = [
+            values[applies] for values, applies, any_ in zip(values_P_G, applies_P_G, counted, strict=True) if any_
+        ]
+        among = iter(self.advantages_of(rewards_P_G))
+        found = [np.zeros(len(values_G)) for values_G in values_P_G]
+        for found_G, applies_G, any_ in zip(found, applies_P_G, counted, strict=True):
+            if any_:
+                found_G[applies_G] = next(among)
+        return found
+
+    def advantages_of(self, rewards_P_G: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return `advantages` of each group."""
+        return [self.advantages(rewards_G) for rewards_G in rewards_P_G]
 
     def _clipped(self, advantages_P_G: list[np.ndarray]) -> list[np.ndarray]:
         low, high = self.config.advantage.clip_low, self.config.advantage.clip_high

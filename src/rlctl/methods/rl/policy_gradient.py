@@ -15,7 +15,7 @@ the policy also on tokens that a correction masks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,20 @@ class PolicyGradient(Algorithm):
         """Return the rewards compared with those of the group."""
         options = self.config.advantage
         return group_advantages(rewards_G, options.baseline, options.normalize_std, options.std_of)
+
+    def advantages_of(self, rewards_P_G: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return `advantages` of each group, those of one size computed together."""
+        if type(self).advantages is not PolicyGradient.advantages:
+            return super().advantages_of(rewards_P_G)
+        by_size: dict[int, list[int]] = {}
+        for place, rewards_G in enumerate(rewards_P_G):
+            by_size.setdefault(len(rewards_G), []).append(place)
+        found = list(rewards_P_G)
+        for places in by_size.values():
+            together_PG = self.advantages(np.stack([rewards_P_G[place] for place in places]))
+            for place, advantages_G in zip(places, together_PG, strict=True):
+                found[place] = advantages_G
+        return found
 
     def ratio_to_anchor(self, batch: TokenBatch) -> torch.Tensor:
         """Return the ratio [R] to the policy that `loss.importance_correction` asks for."""
