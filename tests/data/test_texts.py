@@ -403,3 +403,19 @@ def test_rows_of_help_steer_are_ordered_by_their_preference(tmp_path: Path) -> N
     path.write_text("".join(json.dumps(row | {"overall_preference": value}) + "\n" for value in (-2, 0, 3)))
     source = open_prompts(DataConfig(name=str(path)), rows=PairRows())
     assert [source[index].answer for index in range(3)] == [("one", "two"), ("one", "one"), ("two", "one")]
+
+
+def test_a_field_may_be_inside_another_one(tmp_path: Path) -> None:
+    """Parquet of verl has question and answer in `extra_info`, next to a `prompt` of another form."""
+    extra = {"question": "1 + 1?", "answer": "2"}
+    rows = [{"prompt": [{"role": "user", "content": "other"}], "extra_info": extra, "data_source": "gsm8k"}]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    fields = {"prompt_field": "extra_info.question", "answer_field": "extra_info.answer"}
+    (row,) = open_prompts(TextDataConfig(name=str(path), **fields), rows=TextRows()).sample(5)
+    assert (row.prompt, row.answer) == ("1 + 1?", ("2",))
+    prompt = open_prompts(DataConfig(name=str(path), **fields))[0]
+    assert (prompt.prompt, prompt.answer) == ("1 + 1?", "2")
+    with pytest.raises(InputError, match=r"field 'extra_info\.asked' is empty"):
+        open_prompts(TextDataConfig(name=str(path), prompt_field="extra_info.asked", answer_field="extra_info.answer"),
+                     rows=TextRows())[0]  # fmt: skip

@@ -17,6 +17,8 @@ from support.commands import rlctl
 KEYS = Path(__file__).parent / "keys" / "verl.csv"
 """Each key of verl's example scripts of `main_ppo` on FSDP and Megatron with vLLM (162 scripts, commits b178a3cd of
 January and 1dda039b of August 2026), how often it is set there, and a value."""
+SFT_KEYS = KEYS.with_name("verl_sft.csv")
+"""The same of verl's scripts for its SFT trainers (28 of the same commits)."""
 SCRIPT = r"""
 set -xeuo pipefail
 MODEL=${MODEL:-Qwen/Qwen2-7B-Instruct}
@@ -41,6 +43,16 @@ mkdir -p logs
     trainer.logger='["console","wandb"]' trainer.test_freq=5 trainer.total_epochs=15 "$@" 2>&1 | tee logs/run.log
 """
 
+SFT_SCRIPT = """
+nproc=$1; save=$2; shift 2
+torchrun --standalone --nnodes=1 --nproc_per_node=$nproc -m verl.trainer.fsdp_sft_trainer \\
+    data.train_files=gsm8k/train.parquet data.val_files=gsm8k/test.parquet \\
+    data.prompt_key=extra_info data.response_key=extra_info \\
+    data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
+    data.micro_batch_size_per_gpu=4 optim.lr=1e-4 model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct \\
+    model.lora_rank=32 model.lora_alpha=16 trainer.total_training_steps=50 trainer.logger=console $@
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -53,13 +65,20 @@ def resolved(path: Path, *overrides: str) -> Resolved:
     return resolve(files=[path], environment={}, overrides=overrides)
 
 
-def test_nine_in_ten_keys_of_the_examples_are_mapped_or_have_a_reason() -> None:
-    rows = list(csv.DictReader(KEYS.open()))
-    assert len(rows) > 400
+@pytest.mark.parametrize(("keys", "method", "least"), [(KEYS, None, 400), (SFT_KEYS, "sft", 100)])
+def test_nine_in_ten_keys_of_the_examples_are_mapped_or_have_a_reason(
+    keys: Path, method: str | None, least: int
+) -> None:
+    rows = list(csv.DictReader(keys.open()))
+    assert len(rows) > least
     without_reason = []
     for row in rows:
         value = row["value"] or "null"
-        entries = import_recipe(None, [f"++{row['key']}={value}"]).entries
+        try:
+            entries = import_recipe(None, [f"++{row['key']}={value}"], method).entries
+        except ConfigError:
+            without_reason.append(row)
+            continue
         if any(entry.status == "not known" or not entry.note for entry in entries):
             without_reason.append(row)
     assert len(without_reason) <= 0.1 * len(rows), [row["key"] for row in without_reason]
@@ -146,3 +165,78 @@ actor_rollout_ref:
     config: Any = resolved(path, "data.train_batch_size=128").config
     assert (config.batch.prompts, config.batch.optimizer_steps, config.model.max_length) == (128, 2, 128)
     assert (config.loss.kl_in, config.loss.kl_coefficient, config.loss.kl_estimator) == ("reward", 0.01, "k1")
+
+
+def test_a_script_of_texts_becomes_a_run_of_sft(tmp_path: Path) -> None:
+    """By verl's `sft_trainer.yaml` a batch has 256 rows, and the schedule is a cosine after a tenth of
+    the steps."""
+    path = tmp_path / "sft.sh"
+    path.write_text(SFT_SCRIPT)
+    config: Any = resolved(path, "optim.lr=2e-4", "model.lora_rank=8").config
+    assert (config.run.algorithm, config.run.steps, config.batch.prompts) == ("sft", 50, 256)
+    assert (config.data.name, config.data.prompt_field) == ("gsm8k/train.parquet", "extra_info.question")
+    assert config.data.answer_field == "extra_info.answer"
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-4, 0.01)
+    assert (config.scheduler.decay, config.scheduler.warmup_steps) == ("cosine", 5)
+    assert (config.training.lora.rank, config.training.lora.alpha) == (8, 16)
+    assert (config.validation.data.name, config.validation.at_end) == ("gsm8k/test.parquet", True)
+    with pytest.raises(ConfigError, match=r"unknown key `optim\.lrr`"):
+        resolved(path, "optim.lrr=1")
+    newer = tmp_path / "newer.yaml"
+    newer.write_text("""
+data: {train_files: a.parquet, messages_key: messages, max_length: 2048, truncation: left}
+model: {path: own/model}
+engine: {strategy: fsdp2, ulysses_sequence_parallel_size: 2}
+optim: {lr: 1e-5}
+trainer: {total_epochs: 2}
+""")
+    found = resolved(newer)
+    config = found.config
+    assert (config.run.algorithm, config.run.epochs, config.batch.prompts) == ("sft", 2, 256)
+    assert (config.model.max_length, config.training.backend, config.training.cp) == (2048, "dtensor", 2)
+    assert config.data.prompt_field == "prompt"
+
+
+def test_tools_are_functions_or_named_with_their_classes(tmp_path: Path, script: Path) -> None:
+    """A file of functions with verl's decorator names rlctl's tools, and one of classes says what to do with each."""
+    (tmp_path / "tools.py").write_text("""
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def search(query: str) -> str: ...
+
+@function_tool("renamed")
+async def read(page: int) -> str: ...
+
+def helper(): ...
+""")
+    (tmp_path / "tools.yaml").write_text("""
+tools:
+  - class_name: verl.tools.gsm8k_tool.Gsm8kTool
+    config: {type: native}
+    tool_schema: {type: function, function: {name: calc_gsm8k_reward, description: grades}}
+""")
+    turns = "actor_rollout_ref.rollout.multi_turn."
+    functions = [f"{turns}enable=True", f"{turns}function_tool_path={tmp_path}/tools.py"]
+    config: Any = resolved(script, *functions, f"{turns}max_assistant_turns=4").config
+    assert [one.rpartition(":")[2] for one in config.environment.tools] == ["search", "read"]
+    assert config.environment.turns == 4
+    classes = import_recipe(script, [f"{turns}enable=True", f"{turns}tool_config_path={tmp_path}/tools.yaml"])
+    (line,) = classes.unsupported
+    assert "calc_gsm8k_reward (verl.tools.gsm8k_tool.Gsm8kTool)" in line
+    assert "--tool file.py:function" in line
+    given: Any = resolve(
+        files=[script], environment={}, sets=["environment.tools=[mine.py:search]"],
+        overrides=[f"{turns}tool_config_path={tmp_path}/tools.yaml"],
+    ).config  # fmt: skip
+    assert given.environment.tools == ("mine.py:search",)
+
+
+@pytest.mark.parametrize("module", ["verl.experimental.one_step_off_policy.main_ppo", "recipe.dapo.main_dapo"])
+def test_trainers_of_verls_recipes_are_read(module: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"python3 -m {module} --config-name=x data.train_batch_size=0 algorithm.adv_estimator=grpo "
+                    "actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training.require_batches=2 "
+                    "async_training.trigger_parameter_sync_step=4 actor_rollout_ref.model.path=a/b\n")  # fmt: skip
+    config: Any = resolved(path).config
+    assert (config.batch.prompts, config.batch.optimizer_steps, config.rollouts.mode) == (256, 8, "async")

@@ -162,9 +162,9 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     if isinstance(answer, str) and "\n#### " in answer:  # a worked solution, as in GSM8K
         answer = answer.rsplit("\n#### ", 1)[1].strip()
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
-    if data.prompt_field not in record and template is not None and PROMPT not in template.names:
+    if not has_field(record.keys(), data.prompt_field) and template is not None and PROMPT not in template.names:
         return with_images(PromptRow(index, where, template.render(fields, where), answer, fields), record, data)
-    value = _asked_in_gym(record[name], where) if name == GYM else record[name]
+    value = _asked_in_gym(record[name], where) if name == GYM else value_of(record, name)
     return with_images(PromptRow(index, where, checked_prompt(value, name, where), answer, fields), record, data)
 
 
@@ -173,15 +173,23 @@ GRADED = "reward_model.ground_truth"
 
 
 def _answer_in(record: Mapping[str, Any], named: str) -> Any:
-    """Return a record's reference answer from a field or dotted path, or from a known grading field if none is
-    named."""
-    if named == ANSWER and record.get(ANSWER) is None:
-        named = GRADED
+    """Return the reference answer of a record: in a field, or in a field of a field, with a dot between. Where nobody
+    has named one, it may be that of a row that says how it is graded."""
+    return value_of(record, GRADED if named == ANSWER and record.get(ANSWER) is None else named)
+
+
+def value_of(record: Mapping[str, Any], named: str) -> Any:
+    """Return the value of a field, or of a field of a field with a dot between; None: there is none."""
     if named in record:
         return record[named]
     outer, _, inner = named.partition(".")
     value = record.get(outer)
     return value.get(inner) if inner and isinstance(value, Mapping) else None
+
+
+def has_field(present: Collection[str], named: str) -> bool:
+    """Return whether there is a field of this name, or one that may hold it, with a dot between."""
+    return named in present or ("." in named and named.partition(".")[0] in present)
 
 
 def _from_json(value: Any) -> Any:
@@ -232,15 +240,14 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
     if template is None or PROMPT in template.names:
         _require_field(prompt_field_in(names, data.prompt_field), "--prompt-field", names, where)
     if data.answer_field != ANSWER:
-        inside = "." in data.answer_field and data.answer_field.partition(".")[0] in names
-        _require_field(names[0] if inside else data.answer_field, "--answer-field", names, where)
+        _require_field(data.answer_field, "--answer-field", names, where)
     # Jinja may ask whether there is a column: what is missing shows when it is filled in.
     for name in sorted(template.names - {PROMPT, *names}) if template and not template.jinja else ():
         raise missing_column(name, names, where)
 
 
 def _require_field(name: str, flag: str, present: Sequence[str], where: str) -> None:
-    if name in present:
+    if has_field(present, name):
         return
     usual = [other for other in USUAL_NAMES[flag] if other in present]
     meant = (difflib.get_close_matches(name, present, n=1, cutoff=0.55) or usual)[:1]

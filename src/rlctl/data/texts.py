@@ -28,6 +28,8 @@ from rlctl.data.prompt_rows import (
     checked_messages,
     checked_prompt,
     decoded_messages,
+    has_field,
+    value_of,
 )
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
@@ -107,10 +109,10 @@ def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         prompt = [{"role": "system", "content": record["context"]}, {"role": "user", "content": record["question"]}]
         return PromptRow(index, where, checked_messages(prompt, "question", where), (str(texts[0]),), fields)
     usual = data.answer_field == ANSWER and COMPLETION in record
-    completion = data.answer_field if data.answer_field in record and not usual else COMPLETION
-    if completion in record and (prompt := _prompt(record, where, data)) is not None:
-        return PromptRow(index, where, prompt, (_completion(record[completion], completion, where),), fields)
-    if data.answer_field != ANSWER and data.answer_field not in record:
+    completion = data.answer_field if has_field(record.keys(), data.answer_field) and not usual else COMPLETION
+    if has_field(record.keys(), completion) and (prompt := _prompt(record, where, data)) is not None:
+        return PromptRow(index, where, prompt, (_completion(value_of(record, completion), completion, where),), fields)
+    if data.answer_field != ANSWER and not has_field(record.keys(), data.answer_field):
         raise _without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:
         messages = _messages(record[MESSAGES], MESSAGES, where)
@@ -200,8 +202,8 @@ def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _prompt(record: Mapping[str, Any], where: str, data: DataConfig) -> str | Messages | None:
     """Return the prompt of a record; None: it has none."""
-    if data.prompt_field in record:
-        return checked_prompt(record[data.prompt_field], data.prompt_field, where)
+    if has_field(record.keys(), data.prompt_field):
+        return checked_prompt(value_of(record, data.prompt_field), data.prompt_field, where)
     template = template_of(data)
     return template.render(dict(record), where) if template is not None and PROMPT not in template.names else None
 

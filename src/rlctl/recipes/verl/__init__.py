@@ -10,11 +10,16 @@ from rlctl.config.recipes import Import
 
 SECTIONS = (
     "actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "model_engine", "global_profiler",
-    "ray_kwargs", "ray_init", "transfer_queue",
+    "ray_kwargs", "ray_init", "transfer_queue", "optim", "engine", "async_training", "rollout",
+    "skip",
 )  # fmt: skip
 """Top-level keys of verl's that rlctl does not have."""
-SHARED = ("data", "critic", "reward_model", "reward", "distillation")
+SHARED = ("data", "critic", "reward_model", "reward", "distillation", "model")
 """Those that rlctl has too, with other keys."""
+
+
+OF_TEXTS = ("data", "model", "optim", "trainer")
+"""Sections of its files for SFT."""
 
 
 class Verl:
@@ -29,23 +34,22 @@ class Verl:
             from rlctl.recipes.verl.script import names_trainer
 
             return names_trainer(read_text(path, "script"))
-        return "actor_rollout_ref" in values
+        return "actor_rollout_ref" in values or all(name in values for name in OF_TEXTS)
 
     def sections(self) -> Collection[str]:
         return (*SECTIONS, *SHARED)
 
     def has(self, key: str) -> bool:
         from rlctl.recipes.rules import rule_of
-        from rlctl.recipes.verl.mapping import RULES
+        from rlctl.recipes.verl import mapping, texts
 
-        return key.partition(".")[0] in (*SECTIONS, *SHARED) and rule_of(key, RULES) is not None
+        known = any(rule_of(key, rules) is not None for rules in (mapping.RULES, texts.RULES))
+        return key.partition(".")[0] in (*SECTIONS, *SHARED) and known
 
     def read(self, path: Path | None, overrides: Sequence[str], method: str | None) -> Import:
-        from rlctl.recipes.hydra import Override, require_packages
+        from rlctl.recipes.hydra import require_packages
 
         require_packages(self.trainer)
-        from rlctl.recipes.verl.recipe import import_recipe, require_known
+        from rlctl.recipes.verl.recipe import import_recipe
 
-        for text in overrides:
-            require_known(Override.parse(text).key)
-        return import_recipe(path, overrides)
+        return import_recipe(path, overrides, method)

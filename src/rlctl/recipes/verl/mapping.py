@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import read_text
 from rlctl.config.recipes import Import
+from rlctl.config.yaml_values import read_mapping
 from rlctl.recipes.rules import Found, Rule, differs, hand_on, if_on, logs, only, to, when
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -96,6 +100,18 @@ def validation_files(found: Found) -> None:
     else:
         found.set("validation.data.name", files[0])
         found.say("logging", f"validation has one source: {files[0]}")
+
+
+def prompts_of_batch(found: Found) -> None:
+    """Map the prompts of a batch; verl's asynchronous trainer says 0, and counts mini-batches between two syncs."""
+    if found.value != 0:
+        found.map("batch.prompts", found.value)
+        return
+    sections = "async_training."
+    count = (found.get(f"{sections}require_batches") or 1) * (found.get(f"{sections}trigger_parameter_sync_step") or 1)
+    prompts = (found.get(f"{ACTOR}.ppo_mini_batch_size") or 256) * count
+    values = {"rollouts.mode": "async", "batch.prompts": prompts, "batch.optimizer_steps": count}
+    found.map_all(values, "a batch is what verl trains on between two syncs of weights")
 
 
 def lengths(found: Found) -> None:
@@ -236,10 +252,29 @@ def engine_field(found: Found) -> None:
     hand_on(found, f"vllm.{name}", without("the installed vLLM has no such field"))
 
 
+def bypassed(found: Found) -> bool:
+    """Return whether the engine's log-probs stand for the old ones in the clipped ratio."""
+    section = "algorithm.rollout_correction."
+    return bool(found.get(f"{section}bypass_mode")) and found.get(f"{section}loss_type") in (None, "ppo_clip")
+
+
+def bypass(found: Found) -> None:
+    corrected = found.get("algorithm.rollout_correction.rollout_is") not in (None, "null")
+    if not found.value:
+        found.skip("what rlctl does")
+    elif bypassed(found) and not corrected:
+        found.map("loss.importance_correction", "ratio")
+    else:
+        why = "loss.importance_correction=ratio takes the engine's log-probs for the old ones, without other weights"
+        found.say("not yet", why, "loss.importance_correction")
+
+
 def correction(found: Found) -> None:
     """Map the correction for what engines compute differently; verl has none where nothing asks for one."""
     cap = found.get("algorithm.rollout_correction.rollout_is_threshold")
-    if found.value in (None, "null"):
+    if found.value in (None, "null") and bypassed(found):
+        found.skip("read with bypass_mode")
+    elif found.value in (None, "null"):
         found.map("loss.importance_correction", "off")
     elif found.value in ("token", "sequence") and not isinstance(cap, str):
         values = {"loss.importance_correction": "truncated", "loss.importance_level": found.value}
@@ -303,12 +338,45 @@ def loggers(found: Found) -> None:
         found.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
 
 
-def tools(found: Found) -> None:
-    if found.value:
-        why = "tools and turns are classes of verl's: name functions with --tool, or an environment with --env"
-        found.say("not yet", why, "environment.name")
-    else:
+def turns(found: Found) -> None:
+    """Skip the switch of several turns where another key names what answers them."""
+    named = [found.get(f"{ROLLOUT}.multi_turn.{name}") for name in ("tool_config_path", "function_tool_path")]
+    if not found.value:
         found.skip("there is one turn")
+    elif any(named) or found.get(f"{ROLLOUT}.multi_turn.interaction_config_path") or found.get("data.tool_config_path"):
+        found.skip("read with the tools or the interaction")
+    else:
+        found.say("not yet", "nothing is named that answers: give --tool or --env", "environment.tools")
+
+
+def tool_classes(found: Found) -> None:
+    """Name the tools of a file of tool classes, each with its class: they are derived from a class of verl's."""
+    if not found.value:
+        found.skip("there are no tools")
+        return
+    path, tools = Path(found.value), []
+    if path.is_file():
+        listing = read_mapping(path, "verl's file of tools").get("tools")
+        for tool in listing if isinstance(listing, list) else ():
+            name = tool.get("tool_schema", {}).get("function", {}).get("name")
+            tools.append(f"{name} ({tool.get('class_name')})" if name else str(tool.get("class_name")))
+    named = f"{', '.join(tools)}: derived" if tools else "its classes are derived"
+    why = f"{named} from verl's BaseTool; write each `execute` as a function, and name it with --tool file.py:function"
+    found.say("not yet", why, "environment.tools")
+
+
+def tool_functions(found: Found) -> None:
+    """Map a file of functions with verl's decorator, whose form is that of rlctl's tools."""
+    if not found.value:
+        found.skip("there are no tools")
+    elif not Path(found.value).is_file():
+        found.say("not yet", "the file is not there; name functions with --tool file.py:function", "environment.tools")
+    else:
+        tree = ast.parse(read_text(Path(found.value), "verl's file of tools"))
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        names = [one.name for one in functions if any("function_tool" in ast.unparse(d) for d in one.decorator_list)]
+        but = "a tool has its function's name, and the file needs verl installed, or goes without its decorator"
+        found.map_all({"environment.tools": [f"{found.value}:{name}" for name in names]}, but)
 
 
 def critic_model(found: Found) -> None:
@@ -344,17 +412,10 @@ OWN_LOGS = logs("rlctl writes metrics, logs and samples to the run directory")
 REPLAY = to("training.router_replay", {"R3": True, True: True, "disabled": False, False: False, None: None})
 ADAPTERS = {"lora_rank": "rank", "lora.rank": "rank", "lora_alpha": "alpha", "lora.alpha": "alpha"}
 
-_DATA: dict[str, Rule] = {
+SHARED_DATA: dict[str, Rule] = {
     "data.train_files": train_files,
     "data.val_files": validation_files,
-    "data.train_batch_size": to("batch.prompts"),
-    "data.gen_batch_size": differs(None, why="each round samples as many prompts as are missing"),
-    "data.max_prompt_length": lengths,
-    "data.max_response_length": to("generation.max_new_tokens"),
-    "data.prompt_key": to("data.prompt_field"),
-    "data.reward_fn_key": only("data_source", None, why="reward functions get the column `data_source`"),
-    "data.filter_overlong_prompts": if_on(to("data.too_long", {True: "drop"})),
-    "data.truncation": too_long,
+    "data.train_batch_size": prompts_of_batch,
     "data.shuffle": to("data.shuffle"),
     "data.tokenizer": to("model.tokenizer"),
     "data.train_max_samples": when(lambda found: (found.value or -1) > 0, to("data.size"), "all rows are read"),
@@ -368,12 +429,22 @@ _DATA: dict[str, Rule] = {
     **each(
         "data",
         "custom_cls.* sampler.* datagen.*",
-        only(
-            None, why="prompts are read by rlctl: write the rows to a .jsonl or .parquet file", settled_by="data.name"
-        ),
+        only(None, why="rlctl reads rows itself: write them to a .jsonl or .parquet file", settled_by="data.name"),
     ),
-    **each("data", "tool_config_path", tools),
     **each("data", "image_key video_key image_patch_size", without("the fields of images have these names")),
+    **each("data", "validation_shuffle seed use_shm cache_dir", without("the driver reads rows; run.seed orders them")),
+}
+"""Keys of data that prompts and texts have."""
+
+_DATA: dict[str, Rule] = SHARED_DATA | {
+    "data.gen_batch_size": differs(None, why="each round samples as many prompts as are missing"),
+    "data.max_prompt_length": lengths,
+    "data.max_response_length": to("generation.max_new_tokens"),
+    "data.prompt_key": to("data.prompt_field"),
+    "data.reward_fn_key": only("data_source", None, why="reward functions get the column `data_source`"),
+    "data.filter_overlong_prompts": if_on(to("data.too_long", {True: "drop"})),
+    "data.truncation": too_long,
+    "data.tool_config_path": tool_classes,
     "data.val_batch_size": logs("validation samples all prompts at once"),
     **each(
         "data",
@@ -382,13 +453,12 @@ _DATA: dict[str, Rule] = {
     ),
     **each(
         "data",
-        "filter_overlong_prompts_workers dataloader_num_workers validation_shuffle seed use_shm "
-        "need_tools_kwargs cache_dir",
-        without("prompts are read by the driver, in an order by run.seed"),
+        "filter_overlong_prompts_workers dataloader_num_workers need_tools_kwargs",
+        without("the driver reads rows; run.seed orders them"),
     ),
 }
 
-_MODEL: dict[str, Rule] = {
+MODEL_KEYS: dict[str, Rule] = {
     "path": to("model.name"),
     "tokenizer_path": to("model.tokenizer"),
     "custom_chat_template": to("model.chat_template"),
@@ -398,6 +468,7 @@ _MODEL: dict[str, Rule] = {
         for name, ours in ADAPTERS.items()
     },
     "target_modules": lora_targets,
+    "lora.target_modules": lora_targets,
     "exclude_modules": without("rlctl has no adapters in the part of images"),
     "lora_adapter_path": only(
         None, why="adapters begin as new ones; --model RUN goes on from a run's", settled_by="model.name"
@@ -421,7 +492,7 @@ _MODEL: dict[str, Rule] = {
     "mtp.*": without("read with mtp.enable"),
 }
 
-_OPTIMIZER: dict[str, Rule] = {
+OPTIMIZER: dict[str, Rule] = {
     "lr": to("optimizer.lr"),
     "weight_decay": to("optimizer.weight_decay"),
     "betas": lambda found: found.map_all(
@@ -449,6 +520,9 @@ _OPTIMIZER: dict[str, Rule] = {
     "min_lr_ratio": lambda found: found.map(
         "scheduler.min_lr", (found.value or 0) * (found.get(f"{ACTOR}.optim.lr") or 0)
     ),
+    "min_lr_factor": lambda found: found.map(
+        "scheduler.min_lr", (found.value or 0) * (found.get(f"{ACTOR}.optim.lr") or 0)
+    ),
     "total_training_steps": without("run.steps"),
     "optimizer": only("adam", "AdamW", None, why="the optimizer is Adam with decoupled weight decay"),
     **each("override_optimizer_config", "optimizer_cpu_offload", if_on(to("training.optimizer_offload"))),
@@ -461,7 +535,7 @@ _OPTIMIZER: dict[str, Rule] = {
     **each("", "optimizer_impl num_cycles zero_indexed_step override_optimizer_config", KERNELS),
 }
 
-_MEGATRON: dict[str, Rule] = {
+MEGATRON_KEYS: dict[str, Rule] = {
     "tensor_model_parallel_size": to("training.tp"),
     "pipeline_model_parallel_size": to("training.pp"),
     "virtual_pipeline_model_parallel_size": to("training.vpp"),
@@ -576,15 +650,16 @@ _ACTOR: dict[str, Rule] = {
     **each(
         "",
         "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing use_fused_kernels "
-        "use_remove_padding use_prefix_grouper freeze_vision_tower",
+        "use_remove_padding use_prefix_grouper freeze_vision_tower pad_to_length pad_to_length_bucket",
         KERNELS,
     ),
+    "use_rollout_log_probs": without("read with rollout_correction.bypass_mode"),
     **each("", "shuffle data_loader_seed", without("a batch is divided in the order of its prompts")),
     "router_replay.mode": REPLAY,
     "checkpoint.*": without("a checkpoint holds all that a run goes on from, and is published as Hugging Face files"),
     "profiler.*": TIMERS,
     "profile.*": TIMERS,
-    "engine.*": without("read with the engine of training, which rlctl does not have"),
+    **each("", "engine.* veomni.* torchtitan.* automodel.*", without("read with model_engine")),
 }
 
 _ROLLOUT: dict[str, Rule] = {
@@ -625,12 +700,25 @@ _ROLLOUT: dict[str, Rule] = {
     "val_kwargs.n": to("validation.samples"),
     **each("val_kwargs", "top_p top_k", logs("validation has generation.top_p and top_k")),
     "val_kwargs.do_sample": without("read with val_kwargs.temperature"),
-    "multi_turn.enable": tools,
-    "multi_turn.*": without("read with multi_turn.enable"),
+    "multi_turn.enable": turns,
+    "multi_turn.tool_config_path": tool_classes,
+    "multi_turn.function_tool_path": tool_functions,
+    "multi_turn.interaction_config_path": only(
+        None, why="interactions are classes of verl's: name an environment with --env", settled_by="environment.name"
+    ),
+    "multi_turn.max_assistant_turns": to("environment.turns"),
+    "multi_turn.max_user_turns": without("environment.turns limits the turns of the model"),
+    "multi_turn.format": without("environment.tool_format is detected from the chat template"),
+    "multi_turn.max_tool_response_length": differs(None, why="answers of tools have any length"),
+    "multi_turn.*": without("read with the tools or the interaction"),
+    "agent.agent_loop_config_path": only(
+        None, why="agent loops are classes of verl's: name an environment with --env", settled_by="environment.name"
+    ),
     **each(
         "",
         "agent.* free_cache_engine load_format layered_summon mode skip_tokenizer_init multi_stage_wake_up "
         "checkpoint_engine.* update_weights_bucket_megabytes cudagraph_capture_sizes disable_log_stats "
+        "over_sample_rate enable_sleep_mode standalone_gpu_memory_utilization single_turn_response_length "
         "disable_mm_preprocessor_cache nnodes n_gpus_per_node skip_rollout",
         ENGINE_CALLS,
     ),
@@ -662,12 +750,7 @@ _ALGORITHM: dict[str, Rule] = {
         None, "null", why="whole sequences are masked by loss.sequence_mask alone", settled_by="loss.sequence_mask"
     ),
     "rollout_correction.rollout_is_batch_normalize": only(None, False, why="weights are not normalized over a batch"),
-    "rollout_correction.bypass_mode": only(
-        None,
-        False,
-        why="loss.importance_correction=ratio takes the engine's log-probs for the old ones",
-        settled_by="loss.importance_correction",
-    ),
+    "rollout_correction.bypass_mode": bypass,
     "rollout_correction.*": without("read with rollout_correction.rollout_is"),
     "gdpo_reward_keys": only(
         None, why="advantage.per_term compares the terms of reward.terms", settled_by="advantage.per_term"
@@ -718,7 +801,7 @@ _REWARD: dict[str, Rule] = {
     "reward.*": without("rewards are computed in one process, and reward models by the training engine"),
 }
 
-_TRAINER: dict[str, Rule] = {
+TRAINER: dict[str, Rule] = {
     "total_epochs": epochs,
     "total_training_steps": to("run.steps"),
     "save_freq": period("run.checkpoint_every"),
@@ -744,6 +827,14 @@ _TRAINER: dict[str, Rule] = {
     "val_only": only(None, False, why="`rlctl eval` measures a model"),
     "device": only("cuda", None, why="rlctl trains on NVIDIA GPUs and on CPUs"),
     "balance_batch": without("rows are balanced over ranks"),
+    "v1.trainer_mode": when(
+        lambda found: found.value in ("colocate_async", "separate_async"),
+        lambda found: found.map_all(
+            {"rollouts.mode": "async"}, "rollouts.max_staleness bounds the lag, and the planner divides the GPUs"
+        ),
+        "what rlctl does",
+    ),
+    "v1.*": without("read with v1.trainer_mode; rollouts.max_staleness bounds the lag"),
     "seed": to("run.seed"),
     **each("", "log_val_generations rollout_data_dir validation_data_dir", OWN_LOGS),
     **each(
@@ -756,19 +847,30 @@ _TRAINER: dict[str, Rule] = {
 
 RULES: dict[str, Rule] = (
     _DATA
-    | {f"{MODEL}.{key}": rule for key, rule in _MODEL.items()}
+    | {f"{MODEL}.{key}": rule for key, rule in MODEL_KEYS.items()}
     | {f"{ACTOR}.{key}": rule for key, rule in _ACTOR.items()}
-    | {f"{ACTOR}.optim.{key}": rule for key, rule in _OPTIMIZER.items()}
-    | {f"{MEGATRON}.{key}": rule for key, rule in _MEGATRON.items()}
+    | {f"{ACTOR}.optim.{key}": rule for key, rule in OPTIMIZER.items()}
+    | {f"{MEGATRON}.{key}": rule for key, rule in MEGATRON_KEYS.items()}
     | {f"{ROLLOUT}.{key}": rule for key, rule in _ROLLOUT.items()}
     | {"actor_rollout_ref.ref.*": without("the reference has the policy's layout and rows")}
     | each("actor_rollout_ref", "hybrid_engine nccl_timeout", without("cluster.step_timeout_s bounds each step"))
     | {f"algorithm.{key}": rule for key, rule in _ALGORITHM.items()}
     | {f"critic.{key}": of_critic(rule) for key, rule in _CRITIC.items()}
     | _REWARD
-    | {f"trainer.{key}": rule for key, rule in _TRAINER.items()}
+    | {f"trainer.{key}": rule for key, rule in TRAINER.items()}
     | {"distillation.enabled": distilled, "distillation.*": without("read with distillation.enabled")}
     | {"model_engine": backend, "global_profiler.*": TIMERS, "hydra.*": without("Hydra's own")}
+    | each("", "rollout.nnodes rollout.n_gpus_per_node", without("the planner divides the GPUs (generation.colocated)"))
+    | {
+        "rollout.total_rollout_steps": differs(None, why="it counts prompts: set run.steps to it / batch.prompts"),
+        "rollout.n": to("batch.generations"),
+        "async_training.staleness_threshold": differs(None, 0, why="rollouts.max_staleness counts versions of weights"),
+        "async_training.partial_rollout": to("refit.in_flight", {True: "keep", False: "wait"}),
+        "trainer.worker_env.*": without("training.env and generation.env set variables"),
+        "async_training.*": without("read with data.train_batch_size; the planner divides the GPUs"),
+        "skip.rollout.enable": only(False, None, why="rollouts are always sampled"),
+        "skip.*": without("read with skip.rollout.enable"),
+    }
     | each("", "ray_kwargs.* ray_init.* transfer_queue.* hydra defaults", without("rlctl starts Ray by itself"))
 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +13,67 @@ from rlctl.config.recipes import Entry, Import
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError
 from rlctl.recipes.hydra import Override, sentence
-from rlctl.recipes.rules import Found, apply_rule, leave_out_invalid, rule_of
-from rlctl.recipes.verl.mapping import RULES, finish, left_out
+from rlctl.recipes.rules import Found, Rule, apply_rule, leave_out_invalid, rule_of
+from rlctl.recipes.verl import mapping, texts
 from rlctl.recipes.verl.script import command_line
 
 TRAINER = "verl"
-OF_TEXTS = (
-    "verl's trainer of texts (SFT) has other keys: `rlctl train sft` with --data, --model and --lr does the same."
-)
+SFT = "sft_trainer"
+"""The module whose configuration a YAML file of texts is for."""
 
 
-def import_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Import:
-    """Read and map a script or YAML file with overrides, or overrides alone. Raises ConfigError if unreadable."""
+@dataclass(frozen=True)
+class Kind:
+    """What a trainer of verl's trains, with the table of its keys."""
+
+    method: str | None
+    """rlctl's method; None: the keys tell it."""
+    rules: Mapping[str, Rule]
+    left_out: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Returns verl's values of keys that are not given."""
+
+
+POLICY = Kind(None, mapping.RULES, mapping.left_out)
+
+
+def kind_of(module: str) -> Kind:
+    """Return what a module of verl's trains."""
+    if "sft" not in module:
+        return POLICY
+    return Kind("sft", texts.RULES, lambda leaves: texts.left_out(leaves, module))
+
+
+def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str | None = None) -> Import:
+    """Read and map a script or a YAML file with overrides of the command line, or these alone. `method`: what is
+    trained, where the command says so. Raises ConfigError for what cannot be read, and for an override that verl does
+    not have."""
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
-    base, texts = {}, []
+    base, lines, module = {}, [], SFT if method == "sft" else ""
     if path is not None:
         result.files.append(path.resolve())
-        base, texts = _read_script(path, result) if path.suffix == ".sh" else (_read_yaml(path), [])
-    values = _merged(base, [*texts, *overrides])
+        base, lines, module = _read_script(path) if path.suffix == ".sh" else _read_yaml_kind(path)
+    kind = kind_of(module)
+    for text in overrides:
+        require_known(Override.parse(text).key, kind.rules)
+    values = _merged(base, [*lines, *overrides], texts.CHOICES if kind.method else ())
     result.overridden = frozenset(Override.parse(text).key for text in overrides)
     leaves = dict(leaves_of(values))
-    unwritten = {} if path is None else left_out(leaves)
+    unwritten = {} if path is None else kind.left_out(leaves)
     known = leaves | unwritten
-    if result.foreign is None:
-        _map(result, known)
-        if path is not None:
-            finish(result)
-    else:
-        result.entries += [Entry(key, value, "not applicable", OF_TEXTS) for key, value in leaves.items()]
+    if kind.method:
+        result.set("run.algorithm", kind.method, module)
+    _map(result, known, kind.rules)
+    if path is not None and not kind.method:
+        mapping.finish(result)
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
     leave_out_invalid(result, known)
     result.optional = {key for key in result.values if key.startswith(("megatron.", "ddp."))} | {"run.loggers"}
     return result
 
 
-def _map(result: Import, leaves: Mapping[str, Any]) -> None:
+def _map(result: Import, leaves: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
     for key, value in leaves.items():
-        rule = rule_of(key, RULES)
+        rule = rule_of(key, rules)
         if value == "":  # a variable of a script that is unset
             result.entries.append(Entry(key, value, "not applicable", "it is empty"))
         elif rule is None:
@@ -57,16 +82,23 @@ def _map(result: Import, leaves: Mapping[str, Any]) -> None:
             apply_rule(rule, Found(result, key, value, leaves))
 
 
-def _read_script(path: Path, result: Import) -> tuple[dict[str, Any], list[str]]:
+def _read_script(path: Path) -> tuple[dict[str, Any], list[str], str]:
+    """Return the sections of the YAML file that a script names, where it is there, its overrides and its module."""
     line = command_line(path)
-    if "sft" in line.module:
-        result.foreign = OF_TEXTS
     name, folder = line.option("--config-name", "-cn") or "", line.option("--config-path", "-cp", "--config-dir") or ""
     file = next((one for one in _places(path, folder, name) if one.is_file()), None)
     base = _read_yaml(file) if file else {}
     if "megatron" in name:
         base.setdefault("model_engine", "megatron")
-    return base, line.overrides
+    return base, line.overrides, line.module
+
+
+def _read_yaml_kind(path: Path) -> tuple[dict[str, Any], list[str], str]:
+    """Return the sections of a YAML file, no overrides, and the module that reads such a file."""
+    values = _read_yaml(path)
+    if "actor_rollout_ref" in values:
+        return values, [], ""
+    return values, [], "fsdp_sft_trainer" if "partial_pretrain" in (values.get("model") or {}) else SFT
 
 
 def _places(script: Path, folder: str, name: str) -> Iterator[Path]:
@@ -93,15 +125,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-def _merged(base: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """Return sections with overrides in Hydra's form, and references resolved where they lead somewhere."""
+def _merged(base: Mapping[str, Any], overrides: Sequence[str], choices: Collection[str]) -> dict[str, Any]:
+    """Return sections with overrides in Hydra's form, and references resolved where they lead somewhere. `choices`:
+    sections that an override may take from one of verl's own files; `engine=megatron` names what trains."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     config = OmegaConf.create(dict(base))
-    for text in texts:
+    for text in overrides:
         override = Override.parse(text)
         if "@" in override.key or "/" in override.key:  # the choice of one of verl's own files
+            continue
+        if override.key in choices and isinstance(override.value, str):
+            if override.key == "engine":
+                OmegaConf.update(config, "model_engine", override.value, force_add=True)
             continue
         try:
             if override.remove:
@@ -139,8 +176,8 @@ def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def require_known(key: str) -> None:
+def require_known(key: str, rules: Mapping[str, Rule]) -> None:
     """Raise ConfigError for a key of the command line that verl does not have."""
-    if rule_of(key, RULES) is None:
+    if rule_of(key, rules) is None and key not in texts.CHOICES:
         meant = nearest(key)
         raise ConfigError(f"unknown key `{key}`: verl has none.", f"Did you mean `{meant}`?" if meant else None)

@@ -15,14 +15,16 @@ from rlctl.errors import ConfigError, first_line
 
 LIMIT_S = 20
 HINT = "Name a script with `python3 -m verl.trainer.main_ppo`, or a YAML file of verl's."
-TRAINERS = re.compile(r"verl\.trainer\.(main_ppo(?:_sync)?|fsdp_sft_trainer|sft_trainer)$|(?:^|/)main_ppo\.py$")
-"""Modules that train, as a command line names them."""
+TRAINERS = re.compile(r"(?:^|[./])(main_(?:ppo|dapo)\w*|fully_async_main|fsdp_sft_trainer|sft_trainer\w*)(?:\.py)?$")
+"""Modules that train, as a command line names them: those of verl and those of its recipes."""
 INTO_FILES = re.compile(r"(?m)\s(?:[12]?>>?|&>>?)\s*[^\s&|;()<>]+(?=(?:\s+2>&1)?\s*[|&]?\s*\\?$)")
 """Output that goes into a file at the end of a line."""
 INTO_NOTHING = re.compile(r"(?:[12]?>>?|&>)\s*/dev/null")
 PRELUDE = r"""
 command_not_found_handle() {
-    case "$*" in *verl.trainer*|*main_ppo.py*) printf '%s\0' "$@" >&3; printf '\n\0' >&3;; esac
+    case "$*" in
+        *main_ppo*|*main_dapo*|*fully_async_main*|*sft_trainer*) printf '%s\0' "$@" >&3; printf '\n\0' >&3;;
+    esac
     case "$*" in *" -c "*) return 1;; esac
     while builtin read -r _; do :; done
     return 0
@@ -55,7 +57,8 @@ class CommandLine:
 
 
 def names_trainer(text: str) -> bool:
-    return re.search(r"verl\.trainer\.\w+|main_ppo\.py", text) is not None
+    """Return whether a script names a module of verl's that trains."""
+    return re.search(r"\bverl\.\w+|\bmain_(?:ppo|dapo)", text) is not None
 
 
 def command_line(path: Path) -> CommandLine:
@@ -85,8 +88,8 @@ def command_line(path: Path) -> CommandLine:
         called = [call.split("\0")[:-1] for call in calls.read().decode(errors="replace").split("\n\0")]
     for call in called:
         for index, word in enumerate(call):
-            if TRAINERS.search(word):
-                return CommandLine(word.rpartition(".")[2], tuple(call[index + 1 :]))
+            if found := TRAINERS.search(word):
+                return CommandLine(found[1], tuple(call[index + 1 :]))
     said = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("+")]
     why = f": {said[-1]}" if said else ""
     raise ConfigError(f"{path} starts no trainer of verl{why}.", HINT)
