@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.config.load import resolve
+from rlctl.jobs.rollout import episodes_job
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
 from support.runs import command, results, resume, started, wait_for_step, wait_until_gone
@@ -73,6 +75,14 @@ def test_episodes_go_on_while_the_policy_trains(here: Here, tiny_llama: Path, tm
     sample = json.loads((tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()[0])
     assert [turn["role"] for turn in sample["turns"]] == ["user", "assistant", "user", "assistant"]
     assert sample["reward"] == sum(turn["reward"] for turn in sample["turns"] if turn["role"] == "assistant")
+
+
+def test_episodes_are_opened_without_data(tiny_llama: Path) -> None:
+    """An environment makes its own prompts, as in training."""
+    flags = {"environment.name": f"{TOYS}:Even", "model.name": str(tiny_llama), "cluster.gpus_per_node": 0}
+    job = episodes_job(resolve(environment={}, flags=flags), None, 3, False, print)
+    assert job.prompts.environment is not None
+    assert any("Even" in line for line in job.describe())
 
 
 @pytest.mark.slow

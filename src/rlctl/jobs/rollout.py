@@ -53,7 +53,7 @@ def episodes_job(
     job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
     if checkpoint is not None and compares:
         raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
-    prompts = PromptStream.open(job.config, job.model.source.directory)
+    prompts = PromptStream.open_rollouts(job.config, job.model.source.directory)
     for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
