@@ -10,7 +10,7 @@ from rlctl.jobs.training_run import RunSummary
 from rlctl.report.page import page
 from rlctl.report.reported_run import ReportedRun
 from rlctl.telemetry.display import step_line
-from rlctl.telemetry.headline import CONDITIONS, findings, marks
+from rlctl.telemetry.headline import CONDITIONS, findings, marks, removed
 
 GOOD: dict[str, Any] = {
     "step": 1, "reward_mean": 0.5, "stop_reasons": {"length": 1, "stop": 3}, "sampled_rollouts": 4,
@@ -57,6 +57,17 @@ def test_what_training_removes_is_no_finding() -> None:
     cut = GOOD | {"stop_reasons": {"length": 2, "stop": 2}}
     assert findings([cut] * 8 + [GOOD] * 2) == []
     assert findings([cut] * 8 + [GOOD, cut]) != []
+
+
+def test_the_summary_explains_the_marks_of_the_first_steps() -> None:
+    cut = GOOD | {"stop_reasons": {"length": 2, "stop": 2}}
+    (told,) = removed([cut] * 8 + [GOOD] * 2)
+    assert told == (
+        "In 8 of 10 steps more than a quarter of the completions ended at the token limit (50% on average); training "
+        "removed this: 25% in the last 2 steps."
+    )
+    assert told in RunSummary("runs/a", 4, False, None, (), 1.0, None, removed=(told,)).text().splitlines()
+    assert removed([cut] * 10) == removed([GOOD] * 40 + [cut] + [GOOD] * 4) == []
 
 
 def test_rollouts_ended_by_time_are_not_cut_off_by_the_token_limit() -> None:

@@ -39,7 +39,7 @@ from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.settings.config import EngineConfig
 from rlctl.settings.run import BatchConfig
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline
+from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline, removed
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import LOSS, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
@@ -77,6 +77,8 @@ class RunSummary:
     """The signal that stopped it; None: none did."""
     command: str = "train grpo"
     """The command that resumes it."""
+    removed: tuple[str, ...] = ()
+    """Sentences on what kept the first steps from teaching much, and the last ones no longer."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -87,7 +89,7 @@ class RunSummary:
         lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s{saved}"]
         if self.headline is not None:
             lines.append(self.headline.text())
-        lines += self.findings
+        lines += [*self.removed, *self.findings]
         if self.dropped_rollouts:
             lines.append(f"{self.dropped_rollouts} rollouts were left out: a reward function failed on them")
         if self.steps:
@@ -134,6 +136,7 @@ def run_training(
         interrupted=interrupted,
         headline=headline(lines),
         findings=tuple(findings(lines)),
+        removed=tuple(removed(lines)),
         stopped_by=stop.by if interrupted else None,
         seconds=time.perf_counter() - started,
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,

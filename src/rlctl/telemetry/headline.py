@@ -162,12 +162,36 @@ def marks(metrics: Metrics) -> str:
 
 
 def findings(lines: Sequence[Metrics]) -> list[str]:
-    """Return advice for each condition that held in some steps and half of the last fifth; training removes others."""
-    found, last = [], lines[-math.ceil(len(lines) / 5) :]
+    """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
+    last fifth: training removes some by itself."""
+    return [f"{_told(one, lines)}. {one.advice}" for one in CONDITIONS if _held(one, lines) and _lasts(one, lines)]
+
+
+def removed(lines: Sequence[Metrics]) -> list[str]:
+    """Return a sentence for each condition that held in some of the steps and no longer holds in the last ones."""
+    found, last = [], _last(lines)
     for one in CONDITIONS:
-        shares = [one.share(line) or 0.0 for line in lines if one.holds(line)]
-        lasts = 2 * sum(map(one.holds, last)) >= len(last)
-        if shares and lasts and len(shares) >= LEAST_SHARE * len(lines):
-            said = one.said.format(sum(shares) / len(shares))
-            found.append(f"In {len(shares):,} of {len(lines):,} steps {said}. {one.advice}")
+        if _held(one, lines) and not _lasts(one, lines):
+            share = fmean(one.share(line) or 0.0 for line in last)
+            found.append(f"{_told(one, lines)}; training removed this: {share:.0%} in the last {len(last)} steps.")
     return found
+
+
+def _last(lines: Sequence[Metrics]) -> Sequence[Metrics]:
+    return lines[-math.ceil(len(lines) / 5) :]
+
+
+def _held(one: Condition, lines: Sequence[Metrics]) -> list[float]:
+    """Return the shares of the steps for which a condition held; empty where these are few."""
+    shares = [one.share(line) or 0.0 for line in lines if one.holds(line)]
+    return shares if len(shares) >= LEAST_SHARE * len(lines) else []
+
+
+def _lasts(one: Condition, lines: Sequence[Metrics]) -> bool:
+    last = _last(lines)
+    return 2 * sum(map(one.holds, last)) >= len(last)
+
+
+def _told(one: Condition, lines: Sequence[Metrics]) -> str:
+    shares = _held(one, lines)
+    return f"In {len(shares):,} of {len(lines):,} steps {one.said.format(fmean(shares))}"
