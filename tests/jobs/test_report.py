@@ -12,6 +12,7 @@ import pytest
 from rlctl.cli import run as rlctl
 from rlctl.errors import InputError
 from rlctl.jobs import report
+from rlctl.jobs.host import host_facts
 from rlctl.jobs.report import LiveReport, compare_runs, state_of, write_report
 from support.run_directories import made_run
 
@@ -27,6 +28,7 @@ def test_the_report_tells_what_was_run_planned_and_said(tmp_path: Path) -> None:
     assert found.config == {"batch.prompts": "8", "model.name": '"tiny"', "run.steps": "8"}
     assert facts["machine"] == "2 nodes, 8 h100 GPUs a node, 80.0 GiB of memory"
     assert facts["training"] == "backend megatron, tp 2, dp 8"
+    assert (facts["host"], facts["GPUs"], facts["driver"]) == ("node7", "8 x NVIDIA H100", "580.95")
     assert [key for key, _, _ in found.settings] == ["model.name", "run.steps"]
     assert [(one.name, one.predicted, one.measured) for one in found.forecasts][-2:] == [
         ("total", 4.0, 3.5), ("memory, policy process", 3.0, 2.0),
@@ -36,6 +38,22 @@ def test_the_report_tells_what_was_run_planned_and_said(tmp_path: Path) -> None:
     assert (found.steps, found.titles, len(found.messages)) == (8, {"margin": "the margin"}, 2)
     assert [line["step"] for line in write_report(run, "stopped")] == [1, 2, 3, 4, 5]
     assert "stopped, step 5 of 8" in run.report.read_text()
+
+
+def test_the_machine_is_named_as_the_system_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    row = "%d, GPU-%d, NVIDIA H100"
+    smi.write_text(f"""#!/bin/sh
+case "$1" in *driver_version*) end=", 580.95";; esac
+printf '{row}%s\\n' 0 0 "$end" 1 1 "$end"
+""")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    facts = host_facts()
+    assert (facts["GPUs"], facts["driver"]) == ("2 x NVIDIA H100", "580.95")
+    assert facts["host"] == Path("/proc/sys/kernel/hostname").read_text().strip()
+    assert facts["processor"].startswith(f"{len(os.sched_getaffinity(0))} cores, ")
 
 
 def test_the_report_shows_a_completion_with_any_end_of_a_line(tmp_path: Path) -> None:

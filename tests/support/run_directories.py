@@ -39,6 +39,7 @@ def made_run(path: Path, steps: int = 5, **settings: Any) -> RunDirectory:
     }  # fmt: skip
     run.write_manifest({
         "rlctl": "0.1", "python": "3.11", "packages": {"torch": "2.13"},
+        "host": {"host": "node7", "GPUs": "8 x NVIDIA H100", "driver": "580.95"},
         "commits": {"rlctl": "0123456789ab", "working directory": None}, "command": ["/usr/bin/rlctl", "train", "a b"],
         "config": config, "plan": plan, "curves": {"margin": "the margin"}, "algorithm": {"name": "grpo"},
     })  # fmt: skip

@@ -30,6 +30,7 @@ from rlctl.data.prompts import shows_images
 from rlctl.environments.environment_plan import plan_environment
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.jobs.cpu_format import format_notes, with_cpu_format
+from rlctl.jobs.host import host_facts
 from rlctl.jobs.open_model import (
     NamedModel,
     find_model,
@@ -165,6 +166,7 @@ class Job:
             "rlctl": __version__,
             "python": platform.python_version(),
             "packages": packages(),
+            "host": host_facts(),
             "commits": {"rlctl": commit_of(Path(__file__)), "working directory": commit_of(Path.cwd())},
             "command": sys.argv,
             "working_directory": os.getcwd(),

@@ -154,6 +154,7 @@ def _facts(manifest: Mapping[str, Any], run: RunDirectory) -> list[tuple[str, st
         "training": _sizes(plan.get("training") or {}, ("backend", "tp", "pp", "cp", "ep", "dp", "precision")),
         "generation": _sizes(plan.get("generation") or {}, ("engines", "tp", "dp")),
         "directory": str(run.path),
+        **(manifest.get("host") or {}),
     }
     return [(label, str(value)) for label, value in found.items() if value]
 

@@ -55,6 +55,11 @@ def gpu_memory() -> float | None:
     return min(found, default=None)
 
 
+def gpu_driver() -> str:
+    """Version of these GPUs' driver; empty: there is none."""
+    return next((row[3] for row in _of_gpus("name,driver_version")), "")
+
+
 def gpu_capability() -> float | None:
     """Compute capability of the first of these GPUs; None: the driver does not say."""
     cell = next((row[3] for row in _of_gpus("name,compute_cap")), "")
