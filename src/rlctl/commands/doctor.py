@@ -18,6 +18,7 @@ from rlctl.telemetry.terminal import colored
 if TYPE_CHECKING:
     from rlctl.doctor.examine import Wanted
     from rlctl.doctor.finding import Check
+    from rlctl.planner.result import Plan
     from rlctl.settings.config import RlctlConfig
 
 app = App()
@@ -83,8 +84,9 @@ def doctor(
     from rlctl.doctor.examine import examine
 
     resolved = options.resolve_config(**context.params)
+    asked = wanted(resolved.config)
     checks = []
-    for check in examine(wanted(resolved.config), quick=quick):
+    for check in examine(asked, quick=quick):
         if fix and check.repair is not None:
             check = repaired(check)
         checks.append(check)
@@ -92,6 +94,8 @@ def doctor(
             show(check)
     if json_:
         print_json({"checks": [check.to_json() for check in checks]})
+    if asked.gpus_per_node and asked.model is None:
+        message("Memory and disk were checked for a small model; name yours with --model.")
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         problems = "; ".join(f"{check.name}: {check.detail}" for check in failed)
@@ -165,10 +169,12 @@ def wanted(config: RlctlConfig) -> Wanted:
     named = kind not in ("auto", "cpu")
     if count is None and kind != "cpu":
         count = int(named or config.cluster.nodes is not None)
-    host_memory, no_plan = planned(config)
+    plan, no_plan = planned(config)
+    if plan is not None and config.cluster.gpus_per_node is None:
+        count = plan.cluster.gpus_per_node
     return Wanted(
         gpus_per_node=count or 0,
-        host_memory=host_memory,
+        host_memory=plan.host_memory if plan is not None else 0.0,
         no_plan=no_plan,
         gpu=device_named(kind).name if named else kind,
         parameters=parameters(config.model.name, config.model.revision),
@@ -178,25 +184,27 @@ def wanted(config: RlctlConfig) -> Wanted:
     )
 
 
-def planned(config: RlctlConfig) -> tuple[float, str]:
-    """Return the host memory in bytes that the plan needs per node, and why there is no plan. The memory is 0 for
-    unknown models and for runs without GPUs."""
+def planned(config: RlctlConfig) -> tuple[Plan | None, str]:
+    """Return the plan, and why there is none. Unknown models and runs without GPUs have none and need no reason. On a
+    machine without GPUs the plan is for H100s, as that of `rlctl plan`."""
     from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.errors import ConfigError, InputError, NoPlanError
+    from rlctl.jobs.dry_run import ASSUMED_GPU
     from rlctl.methods.available import method_from_config
     from rlctl.planner.from_config import plan_from_config
 
     facts = known_facts(config.model.name) if config.model.name else None
     if facts is None:
-        return 0.0, ""
+        return None, ""
     try:
         workload = method_from_config(config, tries_loss=False).workload(facts)
-        plan = plan_from_config(config, facts, workload, top=1)
+        asked = config.cluster.nodes is not None and config.cluster.gpu == "auto"
+        plan = plan_from_config(config, facts, workload, top=1, assume=ASSUMED_GPU if asked else None)
     except NoPlanError as error:
-        return 0.0, error.message
+        return None, error.message
     except (ConfigError, InputError, MachineError):  # other checks and the run report these
-        return 0.0, ""
-    return (0.0 if plan.cluster.is_cpu else plan.host_memory), ""
+        return None, ""
+    return (None if plan.cluster.is_cpu else plan), ""
 
 
 def parameters(name: str | None, revision: str | None) -> int:
