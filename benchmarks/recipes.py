@@ -60,10 +60,9 @@ def outcome(path: Path, gpu: str) -> str:
     """Return `PLANNED`, or the reason why a recipe has no plan."""
     try:
         resolved = resolve(files=[path], environment={})
-        checked_method(resolved)
-        config = resolved.config
+        method, config = checked_method(resolved), resolved.config
         gpu = FOUR_TO_A_NODE if config.cluster.gpus_per_node == 4 else gpu
-        check_plan(resolved, published_facts(config.model), gpu, teacher=published_teacher(config))
+        check_plan(resolved, published_facts(config.model), method, gpu, teacher=published_teacher(config))
         return PLANNED
     except RlctlError as error:
         lines = error.message.splitlines()

@@ -207,8 +207,8 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
         data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
         source = open_prompts(data)
         # A run's terms may have the scorer of its own task among others.
-        named = ("exact-match" if term.name == "task" else term.name for term in reward.terms)
-        terms = [RewardTerm(name=name, weight=term.weight) for name, term in zip(named, reward.terms, strict=True)]
+        plain = {"name": "exact-match"}
+        terms = [term.model_copy(update=plain) if term.name == "task" else term for term in reward.terms]
         reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
     # A sample without a score would make the metrics those of other samples.
     on_error = "zero" if config.reward.on_error == "zero" else "stop"

@@ -212,9 +212,11 @@ def _share(count: int, answers: Sequence[object]) -> str:
 def written_as(answer: str, how: str, *, opened: bool = False) -> str:
     """Return a completion whose extracted answer is `answer`."""
     tagged = f"<answer>{answer}</answer>"
-    forms = {"boxed": rf"\boxed{{{answer}}}", "answer-tag": tagged, "tagged-answer": f"<think></think>\n{tagged}"}
-    written = (forms | {"dapo-math": f"Answer: {answer}"}).get(how, answer)
-    return f"{THOUGHTS[0][1]}\n{written}" if opened and how != "tagged-answer" else written
+    boxed, thought = rf"\boxed{{{answer}}}", "<think></think>\n"
+    forms = {"boxed": boxed, "answer-tag": tagged, "dapo-math": f"Answer: {answer}", "geo3k": f"{thought}{boxed}"}
+    forms |= dict.fromkeys(("tagged-answer", "exact_alnum", "math_expr", "bbox_giou"), f"{thought}{tagged}")
+    written = forms.get(how, answer)
+    return f"{THOUGHTS[0][1]}\n{written}" if opened and not written.startswith(thought) else written
 
 
 LOOKED_AT: Final = 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extrac
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.rewards.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.rewards.scoring_process import LATE, Score, ScoringProcess, Work, outcomes
+from rlctl.rewards.tag_scorers import TAG_SCORERS
 from rlctl.settings.rewards import MODEL, OnError, RewardConfig, RewardTerm, SourceReward
 
 QUICK = frozenset(("task", "exact-match"))
@@ -56,11 +58,26 @@ def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTe
             f"No reward: {source.label} brings no scorer of its own.",
             "Give --reward exact-match, math-verify, ifeval, model:DIR or path/to/file.py:function.",
         )
-    terms = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
+    terms = tuple(term.model_copy(update={"name": _checked_name(term.name, source)}) for term in terms)
+    for term in terms:
+        _require_params(term)
     names = [term.name for term in terms]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"Reward {twice!r} is given twice.", "Give it once, with the sum of the weights.")
     return terms
+
+
+def _require_params(term: RewardTerm) -> None:
+    """Raise InputError for an argument that a scorer does not take."""
+    takes = inspect.signature(TAG_SCORERS[term.name]).parameters if term.name in TAG_SCORERS else {}
+    for name, value in term.params.items():
+        if name not in takes:
+            known = f"It takes {', '.join(takes)}." if takes else f"Scorers with arguments are {', '.join(TAG_SCORERS)}."
+            raise InputError(f"Reward {term.name!r} has no argument {name!r} (params of reward.terms).", known)
+        wanted = str if isinstance(takes[name].default, str) else int | float
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            kind = "a text" if wanted is str else "a number"
+            raise InputError(f"Reward {term.name!r}: {name} is {value!r}, which is not {kind} (params of reward.terms).")
 
 
 def require_usable(reward: RewardConfig, label: str) -> str:
@@ -137,7 +154,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
             there = f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
             why = f"Reward {name!r} compares with a reference answer, and {row.where} has none."
             raise InputError(why, f"{there} {told}")
-        if isinstance(row.answer, dict | list):
+        if isinstance(row.answer, dict | list) and not (name == "bbox_giou" and isinstance(row.answer, list)):
             kind = "an object" if isinstance(row.answer, dict) else "a list"
             raise InputError(
                 f"Reward {name!r} compares with a text or a number, and the reference answer of {row.where} is {kind}.",

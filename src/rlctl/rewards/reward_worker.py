@@ -158,7 +158,7 @@ class RewardWorker:
         ]
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         scored = None if plan.accuracy_by is None else values[plan.accuracy_by]
-        accuracies = None if scored is None else tuple(float(value is not None and value >= 1.0) for value in scored)
+        accuracies = None if scored is None else tuple(float(plan.right(value)) for value in scored)
         return GroupScores(
             rewards=tuple(
                 None if why else weighted_sum(plan.terms, scores, request.row)

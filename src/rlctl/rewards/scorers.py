@@ -29,13 +29,16 @@ from rlctl.rewards.extraction import (
     written_as,
 )
 from rlctl.rewards.reward_model_scorer import ModelScorer
+from rlctl.rewards.tag_scorers import TAG_SCORERS, tolerate_old_antlr
 from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
-OF_FORM = ("tagged-integer", "tagged-format")
+OF_FORM = ("tagged-integer", "tagged-format", "format")
 """Scorers that look at how a completion is written, and at no reference answer."""
-BY_THEMSELVES = ("dapo-math", "tagged-answer")
+BY_THEMSELVES = ("dapo-math", "tagged-answer", *(name for name in TAG_SCORERS if name not in OF_FORM))
 """Scorers with their own answer form, independent of `reward.extract`."""
-BUILT_IN = ("task", "exact-match", "math-verify", "dapo-math", "ifeval", "tagged-answer", *OF_FORM)
+RIGHT_ABOVE = {"bbox_giou": 0.5, "geo3k": 0.5}
+"""Scores above which a completion counts as right, of scorers with scores between 0 and 1."""
+BUILT_IN = ("task", "exact-match", "math-verify", "ifeval", *BY_THEMSELVES, *OF_FORM)
 """Scorers whose failures count as 0; users decide for others."""
 CALL_SHARE = 0.75
 """Share of the time that a step has left which one call of a user's function may take, where others wait for it."""
@@ -107,12 +110,9 @@ class MathVerify:
     def __init__(self, extraction: Extraction | None, *, opened: bool = False) -> None:
         # Imports sympy.
         import math_verify
-        from latex2sympy2_extended.antlr_parser import PSParser
         from math_verify.parser import LatexExtractionConfig
 
-        # OmegaConf needs antlr 4.9, whose grammar has no such atom. The converter asks it of each percentage.
-        if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
-            PSParser.AtomContext.FUNC_GAMMA = lambda self: None  # type: ignore[attr-defined]
+        tolerate_old_antlr()
         self._math_verify, self._latex = math_verify, [LatexExtractionConfig()]
         self._extraction: Extraction | None = extraction
         self._opened = opened
@@ -271,6 +271,11 @@ class RewardPlan:
         counts = [Counter(column) for column in zip(*forms, strict=True)]
         return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
 
+    def right(self, score: float | None) -> bool:
+        """Return whether a score of `accuracy_by` is that of a right answer."""
+        above = RIGHT_ABOVE.get(self.accuracy_by or "")
+        return score is not None and (score >= 1.0 if above is None else score > above)
+
     def answers(self, completions: Sequence[str], accuracies: Sequence[float] | None = None) -> tuple[bool, ...] | None:
         """Return whether each completion has a readable (or right) answer; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
@@ -279,6 +284,8 @@ class RewardPlan:
         return tuple(so or self._answers(text) for so, text in zip(right, completions, strict=True))
 
     def _answers(self, completion: str) -> bool:
+        if self.accuracy_by == "geo3k":
+            return extract(completion, "boxed") is not None
         if self.accuracy_by in BY_THEMSELVES:
             return bool((ANSWER if self.accuracy_by == "dapo-math" else TAG).search(completion))
         own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
@@ -296,7 +303,8 @@ class RewardPlan:
     def build(self) -> list[Scorer | BatchScorer]:
         """Return the scorers in the order of `scorers`, importing their libraries."""
         chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
-        made: dict[str, Callable[[], Scorer]] = {
+        made: dict[str, Callable[..., Scorer]] = {
+            **TAG_SCORERS,
             "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),
             "exact-match": lambda: ExactMatch(self.extraction, opened=self.opened),
             "ifeval": IfEval,
@@ -310,10 +318,13 @@ class RewardPlan:
         def other(name: str) -> Scorer | BatchScorer:
             return ModelScorer(name) if name.startswith(MODEL) else user_scorer(name, CALL_SHARE * self.timeout_s)
 
-        return [made[name]() if name in made else other(name) for name in self.scorers]
+        return [made[term.name](**term.params) if term.name in made else other(term.name) for term in self.terms]
 
     def describe(self) -> list[str]:
-        terms = " + ".join(term.name if term.weight == 1 else f"{term.weight:g} x {term.name}" for term in self.terms)
+        given = (", ".join(f"{name}={value}" for name, value in term.params.items()) for term in self.terms)
+        called = [f"{term.name}({own})" if own else term.name for term, own in zip(self.terms, given, strict=True)]
+        weighted = zip(self.terms, called, strict=True)
+        terms = " + ".join(name if term.weight == 1 else f"{term.weight:g} x {name}" for term, name in weighted)
         reason = self.extraction_reason or "reward.extract"
         accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
         return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]

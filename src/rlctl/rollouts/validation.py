@@ -219,7 +219,7 @@ class SampledValidation(Validation):
     ) -> None:
         wanted = config.validation
         terms = data.rewards.terms if data.rewards else ()
-        scorers = [(term.name, term.weight, reward_digest(term.name)) for term in terms]
+        scorers = [(term.name, term.weight, reward_digest(term.name), *term.params.items()) for term in terms]
         of = (data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
         super().__init__(config, metric_of_the_best(config), of)
         self._data, self._engines, self._rewards, self._sync = data, engines, rewards, sync

@@ -16,6 +16,8 @@ class RewardTerm(Section):
     """`task`, `exact-match`, `math-verify`, `ifeval`, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor of this scorer in the sum."""
+    params: dict[str, Any] = {}
+    """Arguments of `format`, `exact_alnum`, `math_expr`, `bbox_giou` or `geo3k`, such as `answer_tag`."""
 
 
 class SourceReward(Section):

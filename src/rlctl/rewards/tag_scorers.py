@@ -1,0 +1,154 @@
+r"""The rewards of NeMo-RL's environments of images, which look for `<think>`, `<answer>` and `\boxed{}` (its
+`environments/rewards.py`). Completions are text; the images are only in the prompt."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from rlctl.data.prompt_rows import PromptRow
+
+LEAST_AREA = 1e-3
+"""Least area of a union and of an enclosing box."""
+_REASONED = re.compile(r"</think>.*\\boxed\{.*\}", re.DOTALL)
+_BOX = "\\boxed{"
+
+
+class Tags:
+    """0.25 for a pair of tags around thoughts, and 0.75 for a pair around the answer (`format`)."""
+
+    def __init__(self, think_tag: str = "think", answer_tag: str = "answer") -> None:
+        self._shares = ((0.25, think_tag), (0.75, answer_tag))
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        return sum(share for share, tag in self._shares if tagged(completion, tag) is not None)
+
+
+class ExactAlnum:
+    """1 where the answer in the tags has the letters and digits of the reference, in either case (`exact_alnum`)."""
+
+    def __init__(self, answer_tag: str = "answer") -> None:
+        self._tag = answer_tag
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = tagged(completion, self._tag)
+        return float(answer is not None and _alnum(answer) == _alnum(str(row.answer)))
+
+
+class MathExpr:
+    """1 where math-verify finds the answer in the tags equal to the reference (`math_expr`)."""
+
+    def __init__(self, tag: str = "answer") -> None:
+        self._tag, self._same = tag, same_expression()
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = tagged(completion, self._tag)
+        return 0.0 if answer is None else self._same(str(row.answer), answer)
+
+
+class BoxGiou:
+    """The overlap of the box [x1, y1, x2, y2] in the tags with the reference: intersection over union, and below
+    `giou_penalty_thres` the generalized one (arXiv 1902.09630), which is negative for boxes that lie apart
+    (`bbox_giou`). 0 without four numbers."""
+
+    def __init__(self, giou_penalty_thres: float = 10.0, answer_tag: str = "answer") -> None:
+        self._threshold, self._tag = giou_penalty_thres, answer_tag
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        ours, theirs = _box(tagged(completion, self._tag) or ""), _box(str(row.answer))
+        if ours is None or theirs is None:
+            return 0.0
+        inner = [pick(pair) for pick, pair in zip((max, max, min, min), zip(ours, theirs, strict=True), strict=True)]
+        outer = [pick(pair) for pick, pair in zip((min, min, max, max), zip(ours, theirs, strict=True), strict=True)]
+        shared = max(0.0, inner[2] - inner[0]) * max(0.0, inner[3] - inner[1])
+        union = max(LEAST_AREA, _area(ours) + _area(theirs) - shared)
+        enclosing = max(LEAST_AREA, _area(outer))
+        iou = shared / union
+        return iou if iou >= self._threshold else iou - (enclosing - union) / enclosing
+
+
+class Geo3k:
+    r"""The last `\boxed{}` by math-verify, and with the share `format_score` whether one follows `</think>`
+    (`geo3k`)."""
+
+    def __init__(self, format_score: float = 0.1) -> None:
+        self._share, self._same = format_score, same_expression()
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        answer = _last_box(completion)
+        right = 0.0 if answer is None else self._same(str(row.answer), answer)
+        return (1 - self._share) * right + self._share * (_REASONED.search(completion) is not None)
+
+
+TAG_SCORERS: dict[str, Callable[..., Any]] = {
+    "format": Tags, "exact_alnum": ExactAlnum, "math_expr": MathExpr, "bbox_giou": BoxGiou, "geo3k": Geo3k,
+}  # fmt: skip
+"""By NeMo-RL's names, which are rlctl's."""
+
+
+def tagged(completion: str, tag: str) -> str | None:
+    """Return the text between the first opening and the last closing tag; None without such a pair."""
+    found = re.search(rf"<{re.escape(tag)}>(.*)</{re.escape(tag)}>", completion, re.DOTALL)
+    return found[1] if found else None
+
+
+@cache
+def same_expression() -> Callable[[str, str], float]:
+    """Return the function that gives 1 where math-verify finds an answer equal to a reference. Imports sympy."""
+    from math_verify.metric import math_metric
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    tolerate_old_antlr()
+    compare = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
+
+    def same(reference: str, answer: str) -> float:
+        try:
+            return float(compare([_boxed(reference)], [_boxed(answer)])[0])
+        except Exception:  # noqa: BLE001 - what no parser understands is no right answer
+            return 0.0
+
+    return same
+
+
+def tolerate_old_antlr() -> None:
+    """Give math-verify's grammar an atom that its converter asks each percentage for, and that the grammar of antlr
+    4.9, which OmegaConf needs, lacks. Imports sympy."""
+    from latex2sympy2_extended.antlr_parser import PSParser
+
+    if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+        PSParser.AtomContext.FUNC_GAMMA = lambda self: None  # type: ignore[attr-defined]
+
+
+def _boxed(answer: str) -> str:
+    return answer if answer.startswith(_BOX) else f"{_BOX}{answer}}}"
+
+
+def _alnum(text: str) -> str:
+    return "".join(letter for letter in text if letter.isalnum()).lower()
+
+
+def _box(text: str) -> list[float] | None:
+    """Return the four numbers of a box; None for any other text."""
+    try:
+        numbers = [float(one) for one in re.sub(r"[\[\]]", "", text).split(",")]
+    except ValueError:
+        return None
+    return numbers if len(numbers) == 4 and all(map(math.isfinite, numbers)) else None
+
+
+def _area(box: list[float]) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def _last_box(text: str) -> str | None:
+    r"""Return the contents of the last `\boxed{`, if its braces close."""
+    _, found, rest = text.rpartition(_BOX)
+    depth = 1
+    for place, letter in enumerate(rest if found else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[:place].strip()
+    return None
