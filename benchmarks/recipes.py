@@ -5,8 +5,8 @@
 
 A recipe counts as planned where `rlctl train --config RECIPE --dry-run` ends with 0: its keys are imported, nothing in
 it stops a run, and a layout fits the machine it asks for: H100s (or `--gpu`), and GB200s where a node has four GPUs.
-Recipes of images or sound, of environments of NeMo Gym and of evaluations have rows of their own, whatever comes of
-them; what is left is the row of texts.
+Recipes of images, of sound or video, of environments of NeMo Gym and of evaluations have rows of their own; what is
+left is the row of texts. `--images` leaves all but images, sound and video out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rlctl.errors import RlctlError
 from rlctl.jobs.open_model import published_facts, published_teacher
 from rlctl.jobs.prepare import check_plan, checked_method
 from rlctl.recipes.nemo_rl import NemoRl
-from rlctl.recipes.nemo_rl.mapping_rules import of_images
+from rlctl.recipes.nemo_rl.mapping_rules import of_images, sound_or_video
 from rlctl.recipes.nemo_rl.recipe import leaves_of, read_recipe
 
 KINDS = ("eval", "sft", "dpo", "rm", "ppo", "distillation", "grpo")
 """Sections that say what a recipe is for, the most particular first."""
-PLANNED, IMAGES, GYM = "planned", "images or sound", "NeMo Gym"
-APART = (IMAGES, GYM, "eval")
+PLANNED, IMAGES, OTHER_MEDIA, GYM = "planned", "images", "sound or video", "NeMo Gym"
+APART = (IMAGES, OTHER_MEDIA, GYM, "eval")
 """Rows that are not of text alone."""
 
 
@@ -47,7 +47,7 @@ def kind_of(path: Path) -> str:
         return "eval"
     leaves = dict(leaves_of(sections))
     if of_images(leaves):
-        return IMAGES
+        return OTHER_MEDIA if sound_or_video(leaves) else IMAGES
     if leaves.get("env.should_use_nemo_gym") is True:
         return GYM
     return next((name for name in KINDS if name in sections), "other")
@@ -91,17 +91,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--git", type=Path, help="a git directory of NeMo-RL")
     parser.add_argument("--ref", action="append", default=[], help="a version of --git (repeatable)")
     parser.add_argument("--gpu", default="h100", help="the GPU to plan for")
+    parser.add_argument("--images", action="store_true", help="only recipes of images, sound and video")
     parser.add_argument("--reasons", type=int, default=10, help="how many reasons to show for each version")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         for version, place in checkouts(arguments, Path(folder)):
-            found = [(kind_of(path), outcome(path, arguments.gpu)) for path in recipes(place)]
+            kinds = [(path, kind_of(path)) for path in recipes(place)]
+            wanted = [(path, kind) for path, kind in kinds if not arguments.images or kind in (IMAGES, OTHER_MEDIA)]
+            found = [(kind, outcome(path, arguments.gpu)) for path, kind in wanted]
             planned = Counter(kind for kind, told in found if told == PLANNED)
             texts = [told for kind, told in found if kind not in APART]
             print(f"{version}: {texts.count(PLANNED)} of {len(texts)} recipes of text are planned")
             for kind, count in sorted(Counter(kind for kind, _ in found).items()):
                 print(f"  {kind:16} {planned[kind]:4} of {count}")
-            reasons = Counter(told for kind, told in found if told != PLANNED and kind not in APART)
+            listed = {kind for kind, _ in found} - {GYM, "eval"}
+            reasons = Counter(told for kind, told in found if told != PLANNED and kind in listed)
             for reason, count in reasons.most_common(arguments.reasons):
                 print(f"  {count:5} {reason}")
 

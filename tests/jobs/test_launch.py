@@ -194,7 +194,8 @@ def test_a_dry_run_without_the_model_says_first_what_it_did_not_check(files, cap
     assert "reward        1 for '1' (exact-match 1)\n  reward        0 for '5' (exact-match 0)" in shown
     assert run([*CATALOG, "--data", "some/where", "--reward", "exact-match", "--json"]) == 0
     unchecked = json.loads(capsys.readouterr().out)["unchecked"]
-    assert unchecked[1] == "rows of some/where and their rewards: the dataset is not on this machine"
+    fetched = "the dataset is not on this machine; `hf download some/where --repo-type dataset` fetches it"
+    assert unchecked[1] == f"rows of some/where and their rewards: {fetched}"
 
 
 @pytest.mark.parametrize(

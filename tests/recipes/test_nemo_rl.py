@@ -658,11 +658,12 @@ def test_what_a_critic_cannot_do_is_refused_by_the_recipes_own_key(tmp_path: Pat
             },
             "`rlctl eval --model a/b --task aime24 -n 16` measures one",
         ),
-        ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "images"),
-        ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-VL-3B-Instruct"}}, "images"),
-        ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "sound"),
-        ({"grpo": {}, "data": {"train": {"processor": "vlm_hf_data_processor"}}}, "images"),
-        ({"grpo": {}, "data": {"train": [{"dataset_name": "gsm8k"}, {"env_name": "vlm"}]}}, "images"),
+        ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "evaluates"),
+        ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "policy.model_name = Qwen/Qwen2.5-Omni-3B"),
+        ({"grpo": {}, "data": {"train": [{"dataset_name": "gsm8k"}, {"dataset_name": "avqa"}]}},
+         "sound (data.train.1.dataset_name = avqa)"),
+        ({"sft": {}, "policy": {"tokenizer": {"video": {"num_frames": 16}}, "is_vlm": True}},
+         "video (policy.tokenizer.video.num_frames = 16)"),
     ],
 )
 def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.config.files import user_path
 from rlctl.data.image_sources import IMAGE, IMAGES, MARK, ImageLimits, ImageSource, image_source
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (IMAGES, IMAGE)
 """Columns of a row with its images."""
+PICTURE = "image_path"
+"""Column of the path of a picture in rows of RefCOCO."""
 IN_TEXT = "<image>"
 """Place of an image in a text prompt, as rows of LLaVA and others have it."""
 PART_TYPES = ("image", "image_url", "input_image")
@@ -40,7 +43,7 @@ def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> 
         return row
     if row.answer == ():
         raise InputError(f"{row.where}: a plain `text` has no place for images.", "Give `messages`, or a `prompt`.")
-    sources = [_source(value, row.where, data) for value in held]
+    sources = [image_in(value, row.where, data) for value in held]
     prompt = _marked(row.prompt, len(sources), row.where) if not any(_places(one) for one in told) else row.prompt
     prompt, rest = _filled(prompt, sources, row.where, data)
     completions = [_filled(one, rest, row.where, data) for one in answers]
@@ -100,7 +103,7 @@ def without_marks(text: str) -> str:
 
 
 def holds_images(record: Mapping[str, Any]) -> bool:
-    return bool(_in_columns(record)) or any(_names_images(value) for value in record.values())
+    return bool(_in_columns(record)) or PICTURE in record or any(_names_images(value) for value in record.values())
 
 
 def _names_images(value: Any) -> bool:
@@ -125,8 +128,10 @@ def _in_columns(record: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def _source(value: Any, where: str, data: DataConfig) -> ImageSource:
-    folder = Path(data.name).parent if data.name and Path(data.name).is_file() else Path()
+def image_in(value: Any, where: str, data: DataConfig) -> ImageSource:
+    """Return the image that a value of a row stands for. Raises InputError where it stands for none."""
+    own = Path(data.name).parent if data.name and Path(data.name).is_file() else Path()
+    folder = user_path(data.image_folder) if data.image_folder else own
     return image_source(value, where, folder, ImageLimits(data.image_pixels, data.image_bytes))
 
 
@@ -169,7 +174,7 @@ def _taken(values: Sequence[Any], left: Iterator[ImageSource], where: str, data:
         if isinstance(value, ImageSource):
             yield value
         elif value is not FOLLOWS:
-            yield _source(value, where, data)
+            yield image_in(value, where, data)
         elif (source := next(left, None)) is not None:
             yield source
         else:

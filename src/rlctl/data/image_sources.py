@@ -65,7 +65,9 @@ class ImageSource:
                 return self._within(file.read(self.limits.bytes + 1))
         except OSError as error:
             why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-            raise InputError(f"{self.where}: {why}.", "Paths are relative to the data file.") from error
+            raise InputError(
+                f"{self.where}: {why}.", "Paths are relative to the data file, or to data.image_folder."
+            ) from error
 
     def size(self) -> tuple[int, int]:
         """Return (height, width) after its EXIF orientation, from the header. Raises InputError."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlctl.data.image_rows import PART_TYPES, images_of, part_image, with_images, without_marks
 from rlctl.data.image_sources import IMAGES, MARK, ImageSource
+from rlctl.data.refcoco import ADDED, is_refcoco, refcoco_record
 from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError, suggest
 from rlctl.settings.data import DataConfig
@@ -151,6 +152,7 @@ class PromptSource:
 
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     """Return the row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
+    record = refcoco_record(record, index, where, data)
     require_fields(record, data, where)
     if name := next((name for name in OTHER_MEDIA if record.get(name)), None):  # without it there is no answer
         raise InputError(
@@ -158,7 +160,7 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
             "rlctl does not train on sound or video. To train on the text, leave that field out.",
         )
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
-    answer = _answer_in(record, data.answer_field)
+    answer = matched(_answer_in(record, data.answer_field), data)
     if isinstance(answer, str) and "\n#### " in answer:  # a worked solution, as in GSM8K
         answer = answer.rsplit("\n#### ", 1)[1].strip()
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
@@ -190,6 +192,14 @@ def value_of(record: Mapping[str, Any], named: str) -> Any:
 def has_field(present: Collection[str], named: str) -> bool:
     """Return whether there is a field of this name, or one that may hold it, with a dot between."""
     return named in present or ("." in named and named.partition(".")[0] in present)
+
+
+def matched(answer: Any, data: DataConfig) -> Any:
+    """Return the part of an answer that `data.answer_pattern` takes out of its text; else the answer as it is."""
+    if data.answer_pattern is None or not isinstance(answer, str):
+        return answer
+    found = re.search(data.answer_pattern, answer, re.DOTALL)
+    return (found[1] or "" if found else answer).strip()
 
 
 def _from_json(value: Any) -> Any:
@@ -237,6 +247,7 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
     """Raise InputError unless prompt, answer and template fields are in `present`. Only a named answer is required, and
     a prompt unless a template builds it."""
     names, template = list(present), template_of(data)
+    names += ADDED if is_refcoco(names) else ()
     if template is None or PROMPT in template.names:
         _require_field(prompt_field_in(names, data.prompt_field), "--prompt-field", names, where)
     if data.answer_field != ANSWER:

@@ -264,11 +264,22 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
         kind = AbsentError if isinstance(error, ConnectionError) else InputError
+        why = f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}"
+        if kind is AbsentError:
+            raise AbsentError(why, f"{download_of(name)} fetches it where the hub can be reached; {LOCAL}") from error
         raise kind(
-            f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}",
+            why,
             "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
+
+
+LOCAL = "a copy in a directory DIR is --data DIR."
+
+
+def download_of(name: str) -> str:
+    """Return the command that fetches a dataset of the hub."""
+    return f"`hf download {name.partition(':')[0]} --repo-type dataset`"
 
 
 def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptSource:

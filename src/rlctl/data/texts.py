@@ -29,8 +29,10 @@ from rlctl.data.prompt_rows import (
     checked_prompt,
     decoded_messages,
     has_field,
+    matched,
     value_of,
 )
+from rlctl.data.refcoco import refcoco_record
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
 from rlctl.errors import InputError
@@ -97,6 +99,7 @@ class TrainedText:
 def text_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     """Return a record's text; `answer` is the completion, or none for plain text. Raises InputError naming row and
     field."""
+    record = refcoco_record(record, index, where, data)
     return with_images(_text_from_record(record, index, where, data), record, data)
 
 
@@ -111,7 +114,7 @@ def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: D
     usual = data.answer_field == ANSWER and COMPLETION in record
     completion = data.answer_field if has_field(record.keys(), data.answer_field) and not usual else COMPLETION
     if has_field(record.keys(), completion) and (prompt := _prompt(record, where, data)) is not None:
-        return PromptRow(index, where, prompt, (_completion(value_of(record, completion), completion, where),), fields)
+        return PromptRow(index, where, prompt, (_completion(matched(value_of(record, completion), data), completion, where),), fields)
     if data.answer_field != ANSWER and not has_field(record.keys(), data.answer_field):
         raise _without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:

@@ -63,14 +63,18 @@ def _seeing(source: ModelSource) -> ModelSource:
     rlctl does not train on."""
     config = read_config(source.directory)
     if vision_family(config) is None:
-        raise InputError(
-            f"{source.label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
-            "Name such a model, or train only on text: --set model.images=false.",
-        )
+        raise _without_images(source.label)
     said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
     if config["model_type"] == CAUSAL_HERE:
         said += ". Its tokens of an image attend to earlier ones alone, as in vLLM on CPUs"
     return source if source.note else replace(source, note=said)
+
+
+def _without_images(label: str) -> InputError:
+    return InputError(
+        f"{label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
+        "Name such a model, or train only on text: --set model.images=false.",
+    )
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,8 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
         if known.text_part and facts.vision is None:
             tell(planned_text_part(model.name, facts, "bfloat16"))
         return _repositioned(facts, model)
+    if not here and known is not None and known.text_part and model.images:
+        raise _without_images(model.name)
     try:
         source = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
     except InputError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlctl.data.holdout import hold_out, open_validation
 from rlctl.data.mixing import SourceSettings, source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
-from rlctl.data.prompts import open_prompts
+from rlctl.data.prompts import download_of, open_prompts
 from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.process import EnvironmentHost
 from rlctl.errors import AbsentError
@@ -44,7 +44,8 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
         try:
             source = open_prompts(one.data, config.run.seed, method.rows)
         except AbsentError:
-            skipped.append(f"rows of {name}{' and their rewards' * scored}: the dataset is not on this machine")
+            fetched = f"the dataset is not on this machine; {download_of(str(one.data.name))} fetches it"
+            skipped.append(f"rows of {name}{' and their rewards' * scored}: {fetched}")
             if scored:
                 passed.append(f"reward: {require_usable(one.reward, name)} can be loaded")
             continue
@@ -83,7 +84,8 @@ def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource])
     try:
         open_validation(config, held_out, method.rows)
     except AbsentError:
-        yield f"rows of {config.validation.data.name}: the dataset is not on this machine"
+        name = str(config.validation.data.name)
+        yield f"rows of {name}: the dataset is not on this machine; {download_of(name)} fetches it"
 
 
 def _environment(config: RlctlConfig) -> Iterator[str]:

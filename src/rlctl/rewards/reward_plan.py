@@ -72,12 +72,16 @@ def _require_params(term: RewardTerm) -> None:
     takes = inspect.signature(TAG_SCORERS[term.name]).parameters if term.name in TAG_SCORERS else {}
     for name, value in term.params.items():
         if name not in takes:
-            known = f"It takes {', '.join(takes)}." if takes else f"Scorers with arguments are {', '.join(TAG_SCORERS)}."
+            known = (
+                f"It takes {', '.join(takes)}." if takes else f"Scorers with arguments are {', '.join(TAG_SCORERS)}."
+            )
             raise InputError(f"Reward {term.name!r} has no argument {name!r} (params of reward.terms).", known)
         wanted = str if isinstance(takes[name].default, str) else int | float
         if isinstance(value, bool) or not isinstance(value, wanted):
             kind = "a text" if wanted is str else "a number"
-            raise InputError(f"Reward {term.name!r}: {name} is {value!r}, which is not {kind} (params of reward.terms).")
+            raise InputError(
+                f"Reward {term.name!r}: {name} is {value!r}, which is not {kind} (params of reward.terms)."
+            )
 
 
 def require_usable(reward: RewardConfig, label: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from rlctl.config.section import PathText, Positive, PositiveNumber, Section
 from rlctl.settings.rewards import SourceReward
@@ -77,6 +78,9 @@ class DataConfig(Section):
     """Field that holds the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
     """Field that holds the reference answer."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group is the answer in the text of that field, such as `<answer>(.*?)</answer>`;
+    where it matches nothing, the whole text is."""
     system_prompt: str | None = None
     """System message before every prompt; an empty text suppresses the chat template's."""
     prompt_template: str | None = None
@@ -87,6 +91,8 @@ class DataConfig(Section):
     """Maximum number of pixels of an image; larger images are refused before they are decoded."""
     image_bytes: Positive = 50_000_000
     """Maximum size of an image file, in bytes."""
+    image_folder: PathText | None = None
+    """Folder that paths of images are relative to; unset: the folder of the data file."""
     broken_images: Literal["stop", "drop"] = "stop"
     """Treatment of rows with a missing, damaged or too large image: refuse the data before the run starts, or drop the
     rows and report their number."""
@@ -105,6 +111,18 @@ class DataConfig(Section):
         if self.name and self.sources:
             raise ValueError("data.name names one source and data.sources lists several: give one of them")
         return self
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def validate_pattern(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                groups = re.compile(value).groups
+            except re.error as error:
+                raise ValueError(f"it is no regular expression: {error}") from error
+            if not groups:
+                raise ValueError("it has no group: put the part that is the answer in parentheses")
+        return value
 
     @model_validator(mode="after")
     def validate_order_fits_shuffle(self) -> DataConfig:

@@ -48,6 +48,26 @@ PAIR_DATASETS = {
     "Tulu3Preference": ("allenai/llama-3.1-tulu-3-8b-preference-mixture", None, None, None),
 }
 """Data sets of SFT and DPO, as in `DATASETS`; None: the rows have the fields that rlctl looks for."""
+CLEVR, MMPR, REFCOCO = "clevr-cogent", "mmpr-tiny", "refcoco"
+"""NeMo-RL's data sets with images whose names on the hub depend on the split, or whose images are files apart."""
+CLEVR_PARTS = {
+    **dict.fromkeys(("train", "trainA"), "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex"),
+    "valA": "MMInstruction/Clevr_CoGenT_ValA",
+    "valB": "MMInstruction/Clevr_CoGenT_ValB",
+}
+"""Names on the hub of the splits of CLEVR-CoGenT, each of which has one split, `train`."""
+IMAGE_DATASETS = {
+    "geometry3k": ("hiyouga/geometry3k", "problem", "answer", None),
+    REFCOCO: ("jxu124/refcoco", None, None, None),
+}
+"""Data sets with images of all algorithms, as in `DATASETS`, next to those above."""
+ALL_IMAGE_DATA = (CLEVR, *IMAGE_DATASETS, MMPR)
+OTHER_DATA = {
+    "avqa": "sound", "audiomcq": "sound", "mmau": "sound", "daily-omni": "video", "intent-train": "video",
+    "intent-bench": "video",
+}  # fmt: skip
+"""NeMo-RL's data sets of sound or video."""
+IN_ANSWER_TAGS = "<answer>(.*?)</answer>"
 END_OF_TEXT = "{% if messages[-1]['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
 
 JOINED_MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -132,7 +152,20 @@ MULTI_REWARD = "math_multi_reward"
 GYM, GYM_DATA = "nemo_gym", "NemoGymDataset"
 """The environment of NeMo Gym, and the data set of its rows."""
 TEXT_DATA = frozenset({*DATASETS, "ResponseDataset", GYM_DATA})
+PLACES = ("data.train", "data.default", "data", "data.validation")
+"""Sections that name data sets."""
 OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
+
+
+def data_names(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of a recipe's data sets, those of a list too, by their keys."""
+    found = {f"{place}.dataset_name": leaves.get(f"{place}.dataset_name") for place in PLACES}
+    for place in PLACES:
+        listed = leaves.get(place)
+        for index, each in enumerate(listed if isinstance(listed, list) else ()):
+            if isinstance(each, Mapping):
+                found[f"{place}.{index}.dataset_name"] = each.get("dataset_name")
+    return {key: name for key, name in found.items() if name is not None}
 
 
 def of_images(leaves: Mapping[str, Any]) -> bool:
@@ -143,15 +176,49 @@ def of_images(leaves: Mapping[str, Any]) -> bool:
     names += [each.get(name) for each in listed if isinstance(each, Mapping) for name in handling]
     if not any(str(leaves.get(f"{place}.dataset_name")) in TEXT_DATA for place in ("data", "data.train")):
         names.append(leaves.get("policy.model_name"))  # no word of its data says that they are texts
-    return leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in names)
+    of_data = any(name in (*ALL_IMAGE_DATA, *OTHER_DATA) for name in data_names(leaves).values())
+    return of_data or leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in names)
+
+
+MEDIA_LIMITS = re.compile(r"\.limit_mm_per_prompt\.(audio|video)\b")
+MEDIA_SECTIONS = re.compile(r"(policy\.tokenizer|policy\.generation\.vllm_cfg)\.(audio|video)\.|data\.default\.video_")
+HEARING = re.compile(r"(^|[-_/.])(omni|audio|video)([-_.]|$)", re.IGNORECASE)
+
+
+def sound_or_video(leaves: Mapping[str, Any]) -> str | None:
+    """Return the sentence on a recipe of sound or video, which names the key that says so; None: it has images."""
+    key, kind = next(((key, OTHER_DATA[name]) for key, name in data_names(leaves).items() if name in OTHER_DATA),
+                     (None, ""))  # fmt: skip
+    if key is None:
+        limit = next((key for key, value in leaves.items() if value and MEDIA_LIMITS.search(key)), None)
+        section = next((key for key, value in leaves.items() if value and MEDIA_SECTIONS.match(key)), None)
+        key = limit or section
+        kind = "video" if key and "video" in key else "sound"
+    hears = HEARING.search(str(leaves.get("policy.model_name")))
+    if (
+        key is None
+        and hears
+        and not leaves.get("policy.is_vlm")
+        and not data_names(leaves).keys() & _with_images(leaves)
+    ):
+        key, kind = "policy.model_name", "sound or video"
+    if key is None:
+        return None
+    value = data_names(leaves).get(key, leaves.get(key))
+    return f"This recipe trains on {kind} ({key} = {short(value)}), and rlctl trains on texts and images."
+
+
+def _with_images(leaves: Mapping[str, Any]) -> set[str]:
+    """Return the keys that name data sets with images."""
+    return {key for key, name in data_names(leaves).items() if name in ALL_IMAGE_DATA}
 
 
 def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return why rlctl cannot run this kind of recipe, and its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
-    if of_images(leaves):
-        return "This recipe is for images, sound or video, and rlctl trains on text.", algorithm
+    if of_images(leaves) and "eval" not in sections and (line := sound_or_video(leaves)):
+        return line, algorithm
     if "eval" in sections:
         task = TASKS.get(str(leaves.get("data.dataset_name")).lower(), "TASK")
         command = f"rlctl eval --model {leaves.get('generation.model_name', 'NAME')} --task {task}"
@@ -912,8 +979,14 @@ def named_data(
         return data_files(found)
     if name == GYM_DATA:
         return (path, None, None, None) if path else None
+    if name == CLEVR:
+        part = CLEVR_PARTS.get(str(found.get("split", *places) or "train"))
+        return (part, "problem", "solution", "train") if part else None
+    if name == MMPR:
+        folder = found.get("download_dir", *places)
+        return (f"{folder}/mmpr_tiny.parquet", None, "reward_model.ground_truth", None) if folder else None
     if name not in BY_PATH:
-        return data_sets(found).get(str(name))
+        return {**data_sets(found), **IMAGE_DATASETS}.get(str(name))
     algorithm = found.result.values.get("run.algorithm")
     if name == "openai_format":  # rlctl reads conversations and tools by these names alone
         usual = {"chat_key": "messages", "tool_key": "tools", "system_key": None}
@@ -943,7 +1016,8 @@ def holds_out(found: Found) -> bool:
 def validation_period(found: Found) -> None:
     """Map the validation interval and data; NeMo-RL samples as in training."""
     values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(found) or (), strict=False))
-    values["split"] = found.get("data.validation.split") or values.get("split")
+    if found.get("data.validation.dataset_name") != CLEVR:  # whose splits are data sets of their own
+        values["split"] = found.get("data.validation.split") or values.get("split")
     for key, value in values.items():
         if value is not None:
             found.set(f"validation.data.{key}", value)
@@ -971,7 +1045,7 @@ def dataset(found: Found) -> None:
         return
     if (known := named_data(found, found.value, path, DATA)) is None:
         by_path = BY_PATH[1:3] if found.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[::3]
-        names = f"{', '.join(data_sets(found))}, and {' and '.join(by_path)} with a data_path"
+        names = f"{', '.join((*data_sets(found), *ALL_IMAGE_DATA))}, and {' and '.join(by_path)} with a data_path"
         names = f"rlctl knows {names}; --data names another"
         found.say("not yet", names, "data.name")
         return
@@ -980,9 +1054,25 @@ def dataset(found: Found) -> None:
     fields = {key: field for key, field in {"prompt_field": prompt, "answer_field": answer}.items() if field}
     for key, value in {"name": name, **fields}.items():
         found.set(f"data.{key}", value)
-    if split and found.get("split", *DATA) is None:
+    if split and (found.value == CLEVR or found.get("split", *DATA) is None):
         found.set("data.split", split)
+    if found.value == CLEVR:
+        found.set("data.answer_pattern", IN_ANSWER_TAGS)
+    if found.value == MMPR:
+        found.set("data.prompt_template", "{{ extra_info.question }}")
+    if found.value == REFCOCO:
+        found.set("data.image_folder", found.get("download_dir", *DATA) or "coco_images")
+        why = (
+            "pictures keep their shape, where NeMo-RL makes squares of 256 x 256; a row keeps its caption in all epochs"
+        )
+        found.say("changed", f"data.name: {name}; {why}")
+        return
     found.say("mapped", f"data.name: {name}" + (f", fields {' and '.join(fields.values())}" if fields else ""))
+
+
+def split(found: Found) -> None:
+    """Map the split, but for data whose splits are data sets of their own."""
+    when(lambda found: found.get("dataset_name", *DATA) != CLEVR, to("data.split"), "read with dataset_name")(found)
 
 
 def pairs_of_path(
@@ -1059,11 +1149,35 @@ def environment(found: Found) -> None:
     name, used = found.name.split(".")[1], environment_used(found.leaves)
     if name != used:
         found.skip(f"the data's environment is {used}" if used else "there is no environment")
+    elif found.name == f"env.{name}.reward_functions":
+        reward_functions(found)
+    elif f"env.{name}.reward_functions" in found.leaves:
+        found.skip("rewards are computed in processes of their own")
     elif any(entry.key.startswith(f"env.{name}.") and entry.status == "not yet" for entry in found.result.entries):
         found.skip(f"it belongs to the environment {name}")
     else:
         why = f"the environment {name} is not there yet; --reward names rlctl's own rewards"
         found.say("not yet", why, "reward.terms")
+
+
+REWARD_FUNCTIONS = ("format", "exact_alnum", "math_expr", "bbox_giou", "geo3k")
+"""Rewards of NeMo-RL's environments of images; rlctl's have the same names and arguments."""
+
+
+def reward_functions(found: Found) -> None:
+    """Map weighted rewards. NeMo-RL divides the weights by their sum."""
+    total = sum(one["weight"] for one in found.value)
+    unknown = [one["name"] for one in found.value if one["name"] not in REWARD_FUNCTIONS]
+    if unknown or not total:
+        why = f"rlctl knows {', '.join(REWARD_FUNCTIONS)}, with weights whose sum is not 0"
+        found.say("not yet", f"{why}; --reward names another", "reward.terms")
+        return
+    terms = [
+        {"name": one["name"], "weight": float(f"{one['weight'] / total:.12g}")}
+        | ({"params": dict(one["kwargs"])} if one.get("kwargs") else {})
+        for one in found.value
+    ]
+    found.map("reward.terms", terms)
 
 
 def gym(found: Found) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlctl.config.recipes import Import
 from rlctl.recipes.nemo_rl import mapping_rules as rules
+from rlctl.recipes.nemo_rl.images import forbidden_words, freezes, keeps_template, media_limit
 from rlctl.recipes.nemo_rl.mapping_rules import (
     DDP,
     DTENSOR,
@@ -56,6 +57,14 @@ REPLACED = without("an engine that fails is replaced, and its rollouts are begun
 BOUNDED = without("rollouts.max_staleness bounds what is begun")
 KV_CACHE = differs(None, True, why="caches that older weights have filled are always computed again")
 
+FREEZING: dict[str, Rule] = {
+    **dict.fromkeys(("freeze_vision_tower", "freeze_vision_model"), freezes("vision")),
+    **dict.fromkeys(("freeze_vision_projection", "freeze_vision_projector"), freezes("projector")),
+    "freeze_language_model": freezes("language"),
+    **dict.fromkeys(("freeze_audio_tower", "freeze_audio_model", "freeze_sound_encoder", "freeze_sound_projection"),
+                    without("no part of a model that reads sound is trained")),
+}  # fmt: skip
+"""Switches that freeze parts of a model, of Automodel and of Megatron."""
 DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 WSD_DECAYS = {name: name.replace("_", "-") for name in ("linear", "cosine", "exponential", "minus_sqrt")}
 
@@ -170,7 +179,7 @@ _GRPO: dict[str, Rule] = {
     "grpo.stop_at_validation_metric": NO_VALIDATION,
     "grpo.stop_at_validation_threshold": only(None, why="a plateau can end a run (validation.stop_after), no value"),
     "grpo.debug_payload_metrics": LOGS,
-    "grpo.deduplicate_multimodal_data": without("prompts are texts"),
+    "grpo.deduplicate_multimodal_data": without("the images of a group are stored and sent once"),
     "grpo.invalid_tool_call_advantage": rules.of_turns("advantage.invalid_tool_call"),
     "grpo.malformed_thinking_advantage": rules.of_turns("advantage.malformed_thinking"),
     "grpo.advantage_clip_low": to("advantage.clip_low"),
@@ -251,9 +260,13 @@ _POLICY: dict[str, Rule] = {
         "the model's own",
     ),
     "policy.tokenizer.chat_template": when(
-        lambda found: found.value != "default",
-        to("model.chat_template", null=rules.JOINED_MESSAGES),
-        "model.chat_template stays at its default",
+        keeps_template,
+        without("the processor of a model that reads images has its own, which NeMo-RL keeps"),
+        when(
+            lambda found: found.value != "default",
+            to("model.chat_template", null=rules.JOINED_MESSAGES),
+            "model.chat_template stays at its default",
+        ),
     ),
     "policy.tokenizer.chat_template_kwargs.*": rules.template_variables,
     "policy.train_global_batch_size": rules.batches,
@@ -283,7 +296,7 @@ _POLICY: dict[str, Rule] = {
     "policy.is_vlm": without("read with the model"),
     "policy.reward_model_cfg.enabled": only(None, True, why="a reward model ends in a score"),
     "policy.reward_model_cfg.reward_model_type": only(None, "bradley_terry", why="the loss is Bradley and Terry's"),
-    "policy.tokenizer.video.*": without("prompts are texts"),
+    "policy.tokenizer.video.*": without("prompts are texts and images"),
     "policy.tokenizer.use_fastokens": without("the tokenizer is the model's own, of transformers"),
     "policy.dynamic_batching.enabled": rules.dynamic_batching,
     "policy.dynamic_batching.train_mb_tokens": when(
@@ -319,7 +332,7 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}._v2": without("both of NeMo-RL's workers are this one backend"),
     **each(DTENSOR, "clear_cache_every_n_steps moe_parallelizer.* automodel_kwargs.* lora_cfg.use_triton", KERNELS),
     f"{DTENSOR}.automodel_kwargs.backend.gate_precision": differs(None, "float32", why="routers compute in float32"),
-    f"{DTENSOR}.automodel_kwargs.freeze_config.*": without("models are of text"),
+    **{f"{DTENSOR}.automodel_kwargs.freeze_config.{key}": rule for key, rule in FREEZING.items()},
     f"{DTENSOR}.lora_cfg.enabled": without("`dim` is the rank: training.lora.rank"),
     f"{DTENSOR}.lora_cfg.dim": rules.dtensor_adapters,
     f"{DTENSOR}.lora_cfg.exclude_modules": to("training.lora.exclude"),
@@ -354,10 +367,8 @@ _MEGATRON: dict[str, Rule] = {
         ("calculate_per_token_loss", "scale_loss_by_dp_cp_size", "do_not_average_loss", "cp_normalize"),
         without("the loss carries its own normalization, and gradients are summed"),
     ),
-    **dict.fromkeys((
-        "freeze_config.*", "freeze_vision_model", "freeze_vision_projection", "freeze_sound_encoder",
-        "freeze_sound_projection", "radio_force_cpe_eval_mode",
-    ), without("models are of text")),
+    **{f"{place}{key}": rule for place in ("freeze_config.", "") for key, rule in FREEZING.items()},
+    "radio_force_cpe_eval_mode": KERNELS,
     "checkpoint.*": without("checkpoints are written by rlctl"),
     "model_overrides.*": passes(only(why="it is not a field of Megatron-Core's configuration")),
     "recompute_modules": when(
@@ -460,7 +471,7 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.top_p": to("generation.top_p"),
     "policy.generation.top_k": to("generation.top_k"),
     "policy.generation.stop_token_ids": to("generation.stop_token_ids"),
-    "policy.generation.bad_words": only(None, why="no words are forbidden"),
+    "policy.generation.bad_words": forbidden_words,
     "policy.generation.val_temperature": READ_WITH_PERIOD,
     **each("policy.generation", "val_top_p val_top_k", NO_VALIDATION),
     "policy.generation.use_async_rollouts": ENGINE_CALLS,
@@ -493,11 +504,13 @@ _GENERATION: dict[str, Rule] = {
     **each(VLLM, "expose_http_server http_server_serving_chat_kwargs http_server_serving_chat_kwargs.* "
            "reasoning_parser_plugin http_refit_server_port http_refit_api_key_env_var zmq_refit_server_port",
            without("engines take and return token ids, and have no server")),
-    f"{VLLM}.video.*": without("prompts are texts"),
+    f"{VLLM}.video.*": without("prompts are texts and images"),
     f"{VLLM}.enable_expert_parallel": without("read with expert_parallel_size"),
     "policy.generation.stop_strings": to("generation.stop"),
     **each("policy.generation", "port_range_low port_range_high", without("ports are chosen by Ray")),
     "policy.generation.vllm_kwargs.*": passes(),
+    **each("policy.generation", "vllm_kwargs.limit_mm_per_prompt.* vllm_cfg.limit_mm_per_prompt.*", media_limit),
+    "policy.generation.vllm_kwargs.allowed_local_media_path": without("engines are sent the images"),
     "policy.generation.vllm_kwargs.speculative_config.*": rules.drafting,
     "policy.generation.colocated.enabled": to("generation.colocated"),
     **each("policy.generation.colocated.resources", "gpus_per_node num_nodes", rules.engine_devices),
@@ -521,7 +534,7 @@ _REST: dict[str, Rule] = {
         for key, rule in {
             "dataset_name": rules.dataset,
             "prompt_file": rules.across_tokenizers(without("texts have no prompt"), rules.prompt_file),
-            "system_prompt_file": rules.system_prompt_file, "split": to("data.split"), "max_samples": to("data.size"),
+            "system_prompt_file": rules.system_prompt_file, "split": rules.split, "max_samples": to("data.size"),
             "env_name": without("read with the environment"), "processor": without("rlctl reads the fields by name"),
             "split_validation_size": when(
                 rules.holds_out,
@@ -544,7 +557,7 @@ _REST: dict[str, Rule] = {
     "data.shuffle": to("data.shuffle"),
     **each("data", "train_data_path input_key output_key subset data_paths file_format problem_key solution_key "
            "chat_key tool_key system_key use_preserving_dataset", without("read with dataset_name")),
-    "data.train_split": to("data.split"),
+    "data.train_split": rules.split,
     "data.max_input_seq_length": when(
         lambda found: 0 < (found.value or 0) < (found.get("policy.max_total_sequence_length") or 0),
         differs(why="longer rows are trained on as well, up to model.max_length"),

@@ -22,6 +22,7 @@ from rlctl.config.recipes import Entry, Import, Status
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError
 from rlctl.recipes.hydra import Override, sentence
+from rlctl.recipes.nemo_rl.images import MODEL, on_dtensor
 from rlctl.recipes.nemo_rl.mapping_rules import (
     FOREIGN,
     HANDED_ON,
@@ -36,6 +37,7 @@ from rlctl.recipes.nemo_rl.mapping_rules import (
     is_field,
     left_out,
     not_read,
+    of_images,
     of_other_backend,
 )
 from rlctl.recipes.nemo_rl.mapping_table import RENAMED, RULES, finish
@@ -158,6 +160,8 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     if algorithm == "distill":
         result.set("teacher.own_tokenizer", True, f"{ONE_TEACHER}.tokenizer")
         leaves, known = ({_of_teacher(key): value for key, value in one.items()} for one in (leaves, known))
+    if result.foreign is None and of_images(known):
+        result.set("model.images", True, MODEL)
     if is_ppo := algorithm == "grpo" and any(key.startswith("ppo.") for key in found):
         algorithm = "ppo"
     if algorithm is not None and result.foreign is None:
@@ -174,6 +178,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
             apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
     carry_over(result, other, known)
     finish(result, known)
+    on_dtensor(result, known)
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
     if is_ppo:
         _import_critic(result, known)

@@ -1,0 +1,92 @@
+"""Recipes with images: the backend that trains them, frozen parts, and words that are never sampled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlctl.config.recipes import Import
+from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON, megatron_on
+from rlctl.recipes.rules import Found, Rule
+from rlctl.settings.data import VisionPart
+
+MODEL = "policy.model_name"
+ONLY_MEGATRON = (
+    "megatron.", "ddp.", "training.pp", "training.vpp", "training.cp", "training.etp", "training.sequence_parallel",
+    "training.first_stage_layers", "training.last_stage_layers",
+)  # fmt: skip
+"""Beginnings of keys that the backend which trains images does without."""
+PARTS: tuple[VisionPart, ...] = ("vision", "projector", "language")
+_PLACEHOLDER = re.compile(r"</?\|?\w*(image|img|vision|video|so_|audio|sound)\w*\|?>")
+"""Texts of tokens that stand for images or sound, or around them."""
+
+
+def reads_images(found: Found) -> bool:
+    """Return whether the recipe's model is trained with its vision part."""
+    return found.result.values.get("model.images") is True
+
+
+def keeps_template(found: Found) -> bool:
+    """Return whether the chat template of the model's processor stays, whatever the recipe's is; the command line can
+    replace it."""
+    return reads_images(found) and found.name not in found.result.overridden
+
+
+def freezes(*parts: VisionPart) -> Rule:
+    """Return the rule of a switch that freezes parts of a model that reads images."""
+
+    def rule(found: Found) -> None:
+        if not reads_images(found):
+            found.skip("the text part alone is trained")
+        elif not found.value:
+            found.skip("it is off")
+        else:
+            own: tuple[VisionPart, ...] = parts
+            if parts == ("vision",) and found.name.endswith("_tower") and "qwen" in str(found.get(MODEL)).lower():
+                own = ("vision", "projector")  # Automodel freezes the whole of `visual`, which holds Qwen's projector
+            frozen = {*found.result.values.get("model.freeze", ()), *own}
+            found.map_all({"model.freeze": [part for part in PARTS if part in frozen]})
+
+    return rule
+
+
+def forbidden_words(found: Found) -> None:
+    """Leave out words that rlctl never samples: tokens that stand for images, or around them."""
+    others = [word for word in found.value or () if not _PLACEHOLDER.fullmatch(str(word))]
+    if others:
+        found.say("not yet", f"tokens of images are never sampled, and no other words are forbidden: {others[0]}")
+    else:
+        found.skip("tokens that stand for images are never sampled")
+
+
+def media_limit(found: Found) -> None:
+    """Map the most images of a prompt, after which vLLM reserves memory."""
+    kind = found.name.rpartition(".")[2]
+    if kind == "image" and isinstance(found.value, int):
+        found.map("vllm.limit_mm_per_prompt", {"image": found.value})
+    else:
+        found.skip("prompts are texts and images")
+
+
+def on_dtensor(result: Import, leaves: Mapping[str, Any]) -> None:
+    """Give a recipe of Megatron the backend that trains images, and say so in one line. Learning rate and schedule stay
+    those of Megatron's block."""
+    if result.values.get("model.images") is not True or not megatron_on(leaves):
+        return
+    left_out = {key for key in result.values if key.startswith(ONLY_MEGATRON)}
+    sources = {result.source[key] for key in left_out}
+    for key in left_out:
+        del result.values[key], result.source[key]
+    told = "images are trained by the backend dtensor, which has no such key"
+    result.entries = [
+        replace(one, status="not applicable", note=told) if one.key in sources and one.status != "not yet" else one
+        for one in result.entries
+    ]
+    if result.values.get("training.recompute") == "selective":
+        result.values["training.recompute"] = "full"
+    switch = f"{MEGATRON}.enabled"
+    result.set("training.backend", "dtensor", switch)
+    said = "runs with training.backend: dtensor, because Megatron trains no images here"
+    result.entries = [replace(one, status="changed", note=said) if one.key == switch else one for one in result.entries]
