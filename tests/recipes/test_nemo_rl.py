@@ -660,10 +660,14 @@ def test_what_a_critic_cannot_do_is_refused_by_the_recipes_own_key(tmp_path: Pat
         ),
         ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "evaluates"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "policy.model_name = Qwen/Qwen2.5-Omni-3B"),
-        ({"grpo": {}, "data": {"train": [{"dataset_name": "gsm8k"}, {"dataset_name": "avqa"}]}},
-         "sound (data.train.1.dataset_name = avqa)"),
-        ({"sft": {}, "policy": {"tokenizer": {"video": {"num_frames": 16}}, "is_vlm": True}},
-         "video (policy.tokenizer.video.num_frames = 16)"),
+        (
+            {"grpo": {}, "data": {"train": [{"dataset_name": "gsm8k"}, {"dataset_name": "avqa"}]}},
+            "sound (data.train.1.dataset_name = avqa)",
+        ),
+        (
+            {"sft": {}, "policy": {"tokenizer": {"video": {"num_frames": 16}}, "is_vlm": True}},
+            "video (policy.tokenizer.video.num_frames = 16)",
+        ),
     ],
 )
 def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(
