@@ -135,7 +135,7 @@ def test_frozen_parts_are_those_of_the_recipe(tmp_path: Path, changes: dict[str,
         ({"train": {"dataset_name": "refcoco", "split": "train", "download_dir": "./pictures"}},
          {"data.name": "jxu124/refcoco", "data.split": "train", "data.image_folder": "./pictures"}),
         ({"train": {"dataset_name": "mmpr-tiny", "download_dir": "here"}},
-         {"data.name": "here/mmpr_tiny.parquet", "data.prompt_template": "{{ extra_info.question }}",
+         {"data.name": "here/mmpr_tiny.parquet", "data.prompt_field": "extra_info.question",
           "data.answer_field": "reward_model.ground_truth"}),
     ],
 )  # fmt: skip
@@ -261,6 +261,7 @@ def test_rows_of_mmpr_tiny_are_read_where_they_are_at_hand(tmp_path: Path) -> No
     data = resolve(files=[result.path], environment={}).config.data
     [found] = [open_prompts(data)[0]]
     assert found.answer == "red"
+    assert found.prompt[0]["content"] == f"{MARK}Which color?"  # type: ignore[index]
     assert len(found.images) == 1
 
 

@@ -114,7 +114,9 @@ def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: D
     usual = data.answer_field == ANSWER and COMPLETION in record
     completion = data.answer_field if has_field(record.keys(), data.answer_field) and not usual else COMPLETION
     if has_field(record.keys(), completion) and (prompt := _prompt(record, where, data)) is not None:
-        return PromptRow(index, where, prompt, (_completion(matched(value_of(record, completion), data), completion, where),), fields)
+        return PromptRow(
+            index, where, prompt, (_completion(matched(value_of(record, completion), data), completion, where),), fields
+        )
     if data.answer_field != ANSWER and not has_field(record.keys(), data.answer_field):
         raise _without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:

@@ -984,7 +984,8 @@ def named_data(
         return (part, "problem", "solution", "train") if part else None
     if name == MMPR:
         folder = found.get("download_dir", *places)
-        return (f"{folder}/mmpr_tiny.parquet", None, "reward_model.ground_truth", None) if folder else None
+        fields = ("extra_info.question", "reward_model.ground_truth", None)
+        return (f"{folder}/mmpr_tiny.parquet", *fields) if folder else None
     if name not in BY_PATH:
         return {**data_sets(found), **IMAGE_DATASETS}.get(str(name))
     algorithm = found.result.values.get("run.algorithm")
@@ -1058,8 +1059,6 @@ def dataset(found: Found) -> None:
         found.set("data.split", split)
     if found.value == CLEVR:
         found.set("data.answer_pattern", IN_ANSWER_TAGS)
-    if found.value == MMPR:
-        found.set("data.prompt_template", "{{ extra_info.question }}")
     if found.value == REFCOCO:
         found.set("data.image_folder", found.get("download_dir", *DATA) or "coco_images")
         why = (
