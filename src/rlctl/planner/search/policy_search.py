@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any, Protocol
 
 from rlctl.config.parallel import ParallelSpec
@@ -229,13 +229,20 @@ def _least_saving(
     turns = choice.critic and colocated and request.workload.rollouts and not cluster.is_cpu
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
-    for saving, wait in product(memory_savings(request), (False, True)[: 1 + turns]):
-        saved = replace(choice, **saving, critic_offload=wait)
-        peak = mem.training_memory(request, saved, asleep, number)
-        if peak.total <= limit:
-            seconds = timing.training_time(request, saved, colocated).total
-            critic = timing.critic_time(request, saved, colocated)
-            return TrainingCandidate(saved, peak, seconds, timing.logprobs_time(request, saved), critic)
+    for _, savings in groupby(memory_savings(request), key=lambda saving: saving["optimizer_offload"]):
+        some = [
+            replace(choice, **saving, critic_offload=wait)
+            for saving, wait in product(savings, (False, True)[: 1 + turns])
+        ]
+        saved = some[-1]  # the most that is saved there: if that does not fit, nothing does
+        if (peak := mem.training_memory(request, saved, asleep, number)).total > limit:
+            continue
+        saved, peak = next(
+            (one, held) for one in some if (held := mem.training_memory(request, one, asleep, number)).total <= limit
+        )
+        seconds = timing.training_time(request, saved, colocated).total
+        critic = timing.critic_time(request, saved, colocated)
+        return TrainingCandidate(saved, peak, seconds, timing.logprobs_time(request, saved), critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
     needs = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f}, {peak.parts[part] / GIB:.0f} of them for {part}"
