@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from published_refits import show_shard_to_shard
 from published_rows import PROVEN, Row, device_of, facts_of, size, usable, workload_of
-from published_steps import left_out, model_of, read_steps, show_fit, show_ranges, show_steps
+from published_steps import left_out, model_of, read_steps, show_choices, show_fit, show_ranges, show_steps
 
 from rlctl.errors import RlctlError
 from rlctl.models.catalog import lookup
@@ -40,7 +40,6 @@ from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import make_plan
-from rlctl.planner.result import Plan
 
 CUDA_GRAPHS = {"layer_host_s": 0.0, "moe_layer_host_s": 0.001, "micro_batch_host_s": 0.0, "host_exposed": 0.0}
 """Megatron-Bridge's tables are of runs with CUDA graphs, which leave the host little to do."""
@@ -324,6 +323,8 @@ def show_published_steps(data: Path, every: bool, refit: bool) -> None:
         columns["each model on each GPU left out of the fit"] = left_out(steps, model_of)
     columns["all rows in the fit"] = {i: step.errors(DEFAULTS) for i, step in enumerate(steps)}
     show_steps(steps, every, columns)
+    section("The planner's own choice against the published layout, both predicted")
+    show_choices(steps)
     if refit:
         section("Ranges that hold nine of ten published times (published over predicted), each publication left out")
         show_ranges(next(iter(columns.values())))
@@ -443,29 +444,6 @@ def throughput(row: Row) -> float | None:
 # --- own choice
 
 
-def show_choices(rows: list[Row]) -> None:
-    section("The planner's own choice against the published parallelism")
-    for row in rows:
-        if row.published("train_s") is None or row.fields["train_backend"] != "megatron":
-            continue
-        began = time.perf_counter()
-        plan = make_plan(
-            Request(row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes),
-            prefer_runnable=False,
-        )
-        took = time.perf_counter() - began
-        published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))["total"]
-        own = plan.total_s
-        verdict = "no worse" if own <= published * 1.01 else "WORSE"
-        print(
-            f"   {row.name} published {row.training.name()}: {published:.0f} s; own {plan.name()}: "
-            f"{own:.0f} s, {verdict} ({took:.2f} s to plan)"
-        )
-        print(f"       {difference(row, plan)}")
-        for rejected in plan.rejected[:2]:
-            print(f"       {rejected.plan}: {rejected.why}")
-
-
 def show_divisions(rows: list[Row]) -> None:
     section(
         "Engines on devices of their own: the published division of the devices, and the planner's (policy + engines)"
@@ -526,26 +504,6 @@ def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
         )
 
 
-def difference(row: Row, plan: Plan) -> str:
-    """Explain why the planner's own layout differs from the published one; both are planned in the same way."""
-    if plan.training.name() == replace(row.training, grouped_experts=True).name():
-        return "the same layout of the policy"
-    both = []
-    for choice in (row.training, plan.training):
-        chosen = replace(choice, grouped_experts=True)
-        request = Request(row.facts, row.cluster, row.workload)
-        time_, forward = timing.training_time(request, chosen), timing.logprobs_time(request, chosen)
-        memory = mem.training_memory(
-            request, chosen, DEFAULTS.engine_asleep_bytes, timing.micro_batches(request, chosen)[0]
-        )
-        both.append(
-            f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
-            f"{1e3 * time_.forward.tensor:.0f} ms a micro-batch), log-probs {forward:.1f} s, "
-            f"{memory.total / GIB:.0f} GiB"
-        )
-    return "published " + "; own ".join(both)
-
-
 def show_speed() -> None:
     section("Planning time: 671B MoE on 10,000 GPUs (limit 2 s)")
     facts = lookup("deepseek-ai/DeepSeek-V3")
@@ -576,7 +534,6 @@ def main() -> None:
     show_shard_to_shard(arguments.data / "refit_numbers.csv")
     show_bounds(rows, arguments.rows)
     show_throughput(rows, arguments.rows)
-    show_choices(rows)
     show_divisions(rows)
     show_partly_stated(skipped)
     show_speed()

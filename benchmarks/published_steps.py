@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,8 @@ import yaml
 from rlctl.config.load import resolve
 from rlctl.errors import RlctlError
 from rlctl.jobs.prepare import shown_plan
-from rlctl.planner.inputs.constants import DEFAULTS, FITTED, Constants
+from rlctl.planner.inputs.constants import DEFAULTS, FITTED, RESOLUTION, Constants
+from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.search.feasible_plans import repriced
 from rlctl.telemetry.phases import Phase
@@ -34,6 +36,9 @@ PHASES = {
 }
 WEIGHTS = {"step_s": 3.0, "training_s": 0.5, "generation_s": 0.5, "refit_s": 0.2, "logprobs_s": 0.5}
 """Weights of a row's times in the fit. The total is what users wait for."""
+SPLIT = ("generation.colocated", "generation.devices")
+"""Pins that say whether the engines have GPUs of their own: a published run is compared with one of its kind."""
+SIZES = (*(f"training.{size}" for size in ("tp", "pp", "cp", "ep")), "generation.tp", "generation.pp", "generation.dp")
 GROUPS = ("dense", "moe", "dtensor", "long", "gb200", "async", "fp8")
 
 
@@ -74,6 +79,7 @@ class Step:
 
 def read_steps(data: Path, tell: Callable[[str], None] = print) -> list[Step]:
     """Plan all published runs as `rlctl plan` does; a run without a plan is told and left out."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the recipes' datasets are not read
     found = []
     with tempfile.TemporaryDirectory() as folder, (data / "published_steps.csv").open(newline="") as file:
         write_recipes(data / "published_settings.csv", Path(folder))
@@ -110,17 +116,28 @@ def write_recipes(settings: Path, folder: Path) -> None:
 # --- the fit
 
 
-def loss(steps: Iterable[Step], constants: Constants) -> float:
+def loss(steps: Sequence[Step], constants: Constants) -> float:
     """Return the mean of |e| + 3 e^2 over the rows of a publication, where e is ln(predicted / published), and then
-    over publications, with the root of their rows as weight: rows of one publication depend on each other."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
+    over publications, with the root of their rows as weight: rows of one publication depend on each other.
+
+    Of a recipe that several releases published, a row counts less for each later one: software becomes faster."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step, age in zip(steps, ages(steps), strict=True):
         errors = step.errors(constants)
         weight = sum(WEIGHTS[field] for field in errors)
         total = sum(WEIGHTS[field] * (abs(e) + 3 * e * e) for field, e in errors.items())
-        groups[step.publication].append(total / weight)
-    weights = {name: math.sqrt(len(values)) for name, values in groups.items()}
-    return sum(weights[name] * sum(values) / len(values) for name, values in groups.items()) / sum(weights.values())
+        groups[step.publication].append((1 / (1 + age), total / weight))
+    rows = {name: sum(weight for weight, _ in values) for name, values in groups.items()}
+    means = {name: sum(weight * value for weight, value in values) / rows[name] for name, values in groups.items()}
+    return sum(math.sqrt(rows[name]) * mean for name, mean in means.items()) / sum(map(math.sqrt, rows.values()))
+
+
+def ages(steps: Sequence[Step]) -> list[int]:
+    """Return for each step the number of later releases that published its recipe."""
+    releases: dict[str, set[str]] = defaultdict(set)
+    for step in steps:
+        releases[Path(step.fields["recipe"]).name].add(step.fields["recipe"])
+    return [sum(one > step.fields["recipe"] for one in releases[Path(step.fields["recipe"]).name]) for step in steps]
 
 
 def fit(steps: Sequence[Step], start: Constants = DEFAULTS, rounds: int = 3) -> Constants:
@@ -207,6 +224,28 @@ def selections(steps: Sequence[Step], errors: dict[int, dict[str, float]]) -> It
         yield field, [one[field] for one in errors.values() if field in one]
     for group in GROUPS:
         yield group, [errors[i]["step_s"] for i, step in enumerate(steps) if group in step.groups]
+
+
+def show_choices(steps: Sequence[Step]) -> None:
+    """Compare the planner's own choice for each model and machine with the newest published layout, both predicted: it
+    must not be slower beyond the resolution, and a reason is printed for each size that differs."""
+    newest = {(model_of(step), step.plan.cluster.gpus, step.plan.workload.staleness): step for step in steps}
+    slower = 0
+    for step in newest.values():
+        request = step.plan.request
+        pins = {key: value for key, value in request.pins.items() if key in ("training.backend", *SPLIT)}
+        own = make_plan(replace(request, pins=pins), prefer_runnable=False)
+        worse = own.total_s > step.plan.total_s * (1 + RESOLUTION)
+        slower += worse
+        verdict = "SLOWER" if worse else "equal" if own.equals(step.plan) else "faster"
+        print(f"   {step.name}: published {step.plan.name()}: {step.plan.total_s:.0f} s")
+        print(f"       own {own.name()}: {own.total_s:.0f} s, {verdict}")
+        theirs, ours = step.plan.config_values(), own.config_values()
+        for reason in own.reasons:
+            key = reason.value.split("=")[0]
+            if key in SIZES and theirs.get(key) != ours.get(key):
+                print(f"       {reason.value} (published {theirs.get(key)}): {reason.rule}")
+    print(f"   {len(newest) - slower} of {len(newest)} own choices are no slower than the published layout")
 
 
 def show_fit(steps: Sequence[Step]) -> None:

@@ -26,6 +26,7 @@ def test_steps_are_averaged_next_to_the_prediction(tmp_path: Path) -> None:
         "mean_generated_tokens": 30.0,
     }  # fmt: skip
     assert (table["predicted"]["generation"], table["predicted"]["total"]) == (0.75, 4.0)
+    assert table["measured/predicted"]["total"] == 3.0
     text = table_text(table)
     assert "mean of steps 2 to 3" in text
     assert "policy training" in text

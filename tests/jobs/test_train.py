@@ -87,7 +87,8 @@ def test_the_plan_is_held_against_what_the_run_took(uninterrupted):
     """By phase and by process; a tiny model's processes are mostly libraries, whose size the planner knows."""
     rows = {row.name: row for row in compare_memory(uninterrupted[0])}
     assert rows.keys() == {"policy", "engine"}
-    assert all(0.3 < row.ratio < 3 for row in rows.values())
+    assert 0.7 < rows["policy"].ratio < 1.3
+    assert 0.3 < rows["engine"].ratio < 3
     assert {row.name for row in compare_run(uninterrupted[0])} > {"generation", "training", "total"}
 
 

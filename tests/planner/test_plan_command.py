@@ -90,6 +90,48 @@ def test_any_number_of_plans_side_by_side(capsys: pytest.CaptureFixture[str]) ->
         assert "--compare generation.tp=1" in err
 
 
+def test_a_table_of_machines_counts_gpus_seconds_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPU-hours are GPUs times seconds; a machine that is too small has the reason in place of a layout."""
+    asked = ["plan", "--preset", "1node", "--gpu", "h100", "--model", "Qwen/Qwen2.5-14B", "--table"]
+    code, out, _ = rlctl(capsys, *asked, "--json")
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    assert [row["gpus"] for row in rows] == [1, 2, 4, 8, 16, 32]
+    assert not rows[0]["fits"]
+    assert "fit" in rows[0]["why"]
+    able = [row for row in rows if row["fits"]]
+    for row in able:
+        low, high = row["seconds_range"]
+        assert low < row["seconds"] < high
+        assert row["gpu_hours"] == pytest.approx(row["gpus"] * row["seconds"] / 3600, abs=0.002)
+        assert row["memory_gib"] <= 80
+    assert [row["seconds"] for row in able] == sorted((row["seconds"] for row in able), reverse=True)
+    code, out, _ = rlctl(capsys, *asked)
+    assert (code, len(out.splitlines())) == (0, 1 + len(rows))
+    for more in (["--explain"], ["--top", "2"], ["--gpu", "cpu"]):
+        code, _, err = rlctl(capsys, *asked, *more)
+        assert code == 2
+        assert "--table" in err
+    for none, code in (("deepseek-ai/DeepSeek-V3", 4), ("meta-llama/Llama-9", 2)):  # no machine fits, or no such model
+        assert rlctl(capsys, *asked[:-2], none, "--table", "--set", "generation.tp=1")[0] == code
+
+
+def test_a_plan_names_the_size_of_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """14 bytes a parameter: a bfloat16 weight, and three float32 numbers of the optimizer. Adapters alone are saved."""
+
+    def saved(*more: str) -> dict[str, float]:
+        code, out, _ = rlctl(capsys, *NODE, *more, "--json")
+        assert code == 0
+        return json.loads(out)["checkpoint"]
+
+    assert saved()["gb"] == pytest.approx(14 * 8.03, rel=0.01)
+    assert saved("--set", "training.tp=4", "--set", "training.pp=2")["gb"] == pytest.approx(14 * 8.03, rel=0.02)
+    assert saved("--backend", "dtensor")["gb"] == pytest.approx(12 * 8.03, rel=0.01)
+    assert saved("--set", "training.lora.rank=16")["gb"] < 2
+    assert saved("--set", "run.checkpoint_every=0", "--set", "run.save_final=false") is None
+    assert 0 < saved()["copy_s"] < saved()["write_s"] < 120
+
+
 def test_the_arithmetic_of_two_plans(capsys: pytest.CaptureFixture[str]) -> None:
     sides = ["--compare", "training.tp=1", "training.tp=4", "--explain"]
     code, out, _ = rlctl(capsys, *NODE, *sides)

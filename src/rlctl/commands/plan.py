@@ -257,24 +257,28 @@ MOST_NODES = 4
 
 def show_table(resolved_with: Callable[[list[str]], Resolved], json_: bool) -> None:
     """Print a line for each of a range of GPU counts: a part of a node, and nodes by powers of two."""
-    from rlctl.jobs.prepare import shown_plan
+    from rlctl.jobs.prepare import ASSUMED_GPU, shown_plan
+    from rlctl.planner.from_config import cluster_from_config
     from rlctl.planner.views.table import machine_row, rows_text
 
     once = functools.cache(message)
-    asked = shown_plan(resolved_with([]), 1, once).cluster
+    asked = cluster_from_config(resolved_with([]).config, ASSUMED_GPU)
     if asked.is_cpu:
         raise InputError("--table counts GPUs, and this plan is for a CPU.", "Name a GPU: --gpu h100.")
     sizes = [(1, 1 << power) for power in range(asked.gpus_per_node.bit_length()) if 1 << power < asked.gpus_per_node]
     most = MOST_NODES * asked.nodes
     sizes += [(1 << power, asked.gpus_per_node) for power in range(most.bit_length()) if 1 << power <= most]
     sizes = sorted({*sizes, (asked.nodes, asked.gpus_per_node)}, key=lambda size: size[0] * size[1])
-    rows = []
+    rows, errors = [], list[RlctlError]()
     for nodes, gpus in sizes:
         given = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
         try:
             rows.append(machine_row(nodes, gpus, shown_plan(resolved_with(given), 1, once)))
         except RlctlError as error:
+            errors.append(error)
             rows.append(machine_row(nodes, gpus, error.message))
+    if len(errors) == len(rows):
+        raise errors[-1]
     if json_:
         print_json({"rows": rows})
         return

@@ -39,8 +39,8 @@ class PlannedAndMeasured:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured."""
-        return self.predicted / self.measured if self.measured else None
+        """Measured over predicted, as a calibration takes it; None: nothing was predicted."""
+        return self.measured / self.predicted if self.predicted else None
 
 
 def recorded_plan(run: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ ELSEWHERE = (
 )  # fmt: skip
 """Entries of a GPU's memory that are no part that torch's allocator hands out in the process itself."""
 MEMORY_SUSPECTS = {
-    "policy": "fragmentation or logit_copy_bytes (CPU: cpu_process_bytes)",
+    "policy": "fragmentation or logit_copy_bytes (CPU: cpu_policy_bytes)",
     "engine": "sampler_bytes (CPU: CPU_ENGINE_BYTES or cpu_process_bytes)",
 }
 
@@ -99,9 +99,9 @@ def compare_memory(run: Path) -> list[PlannedAndMeasured]:
 
 def comparison_text(rows: list[PlannedAndMeasured], title: str, unit: str) -> str:
     """A table, and what to look at."""
-    lines = [f"  {title:<12}{f'predicted {unit}':>15}{f'measured {unit}':>14}{'ratio':>8}"]
+    lines = [f"  {title:<12}{f'predicted {unit}':>15}{f'measured {unit}':>14}{'measured/predicted':>20}"]
     for row in rows:
         ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
         mark = f"  look at {row.suspect}" if row.suspect else ""
-        lines.append(f"  {row.name:<12}{row.predicted:>15.2f}{row.measured:>14.2f}{ratio:>8}{mark}")
+        lines.append(f"  {row.name:<12}{row.predicted:>15.2f}{row.measured:>14.2f}{ratio:>20}{mark}")
     return "\n".join(lines)

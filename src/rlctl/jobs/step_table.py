@@ -47,12 +47,15 @@ def step_table(run: Path, steps: str) -> dict[str, Any]:
     chosen = [lines[step] for step in range(first, last + 1)]
     plan = recorded_plan(run)
     work = plan.get("workload") or {}
-    return {
-        "run": str(run),
-        "steps": [first, last],
-        "measured": _row([line["seconds"] for line in chosen]) | {"mean_generated_tokens": _tokens(chosen)},
-        "predicted": _row([plan["seconds"]]) | {"mean_generated_tokens": work.get("mean_new_tokens")},
-    }
+    measured = _row([line["seconds"] for line in chosen]) | {"mean_generated_tokens": _tokens(chosen)}
+    predicted = _row([plan["seconds"]]) | {"mean_generated_tokens": work.get("mean_new_tokens")}
+    ratios = {key: _ratio(measured[key], predicted[key]) for key in measured}
+    rows = {"measured": measured, "predicted": predicted, "measured/predicted": ratios}
+    return {"run": str(run), "steps": [first, last]} | rows
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return round(measured / predicted, 2) if measured is not None and predicted else None
 
 
 def _row(seconds: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
@@ -73,7 +76,7 @@ def table_text(table: Mapping[str, Any]) -> str:
     first, last = table["steps"]
     head = f"{table['run']}, mean of steps {first} to {last}, seconds a step"
     rows = [["", *names.values()]]
-    for kind in ("measured", "predicted"):
+    for kind in ("measured", "predicted", "measured/predicted"):
         values = (table[kind][key] for key in names)
         rows.append([kind, *("-" if value is None else f"{value:.2f}" for value in values)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

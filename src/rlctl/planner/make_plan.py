@@ -225,13 +225,12 @@ def _slower(plan: Plan, best: Plan) -> str:
     if best.runnable and not plan.runnable and ratio < 0.005:
         gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
         return f"{gain}, but it cannot be run yet: {plan.not_runnable_because[0]}"
-    if plan.equals(best) and not best.cluster.is_cpu:
+    if plan.equals(best):
         seconds = f"({plan.total_s:.1f} s{' a step' * (plan.training is not None)})"
-        return f"equal as far as the prediction can tell {seconds}; {_less_believable(plan, best)}"
+        why = "" if best.cluster.is_cpu else f"; {_less_believable(plan, best)}"
+        return f"equal as far as the prediction can tell {seconds}{why}"
     if ratio < -0.005:
         return f"{-100 * ratio:.0f}% faster, but less simple"
-    if ratio < 0.005:
-        return "as fast, but less simple"
     return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
 
 

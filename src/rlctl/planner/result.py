@@ -13,7 +13,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
-from rlctl.planner.inputs.constants import DEFAULTS, RANGES, RESOLUTION
+from rlctl.planner.inputs.constants import CALIBRATED_RANGE, CPU_RANGE, DEFAULTS, RANGES, RESOLUTION
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.search.layout_rules import not_runnable
 from rlctl.planner.search.policy_search import TeacherPlan
@@ -104,11 +104,11 @@ class Plan:
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Seconds between which a phase is expected, and `total`, by the residuals of published steps."""
+        """Seconds between which each phase and `total` are expected, by the residuals of earlier steps."""
         named = {phase.value: seconds for phase, seconds in self.seconds.items() if seconds} | {"total": self.total_s}
-        if self.cluster.is_cpu:
-            return {}
-        factors = {name: RANGES.get(name, RANGES["total"]) for name in named}
+        known = {"total", *dict(self.cluster.factors)} if self.cluster.factors else set()
+        usual = dict.fromkeys(named, CPU_RANGE) if self.cluster.is_cpu else RANGES
+        factors = {name: CALIBRATED_RANGE if name in known else usual.get(name, RANGES["total"]) for name in named}
         return {name: (low * named[name], high * named[name]) for name, (low, high) in factors.items()}
 
     def equals(self, other: Plan) -> bool:

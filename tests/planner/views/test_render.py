@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlctl import cli
+from rlctl.planner.inputs.cluster import save_calibration
 from support.commands import rlctl
 
 BIG = ("--model", "meta-llama/Llama-3.1-70B", "--preset", "8nodes", "--gpu", "a100")
@@ -42,6 +43,27 @@ def test_a_plan_says_where_the_cache_bounds_concurrency_and_only_there(capsys: p
     assert "the KV cache bounds them: " in text
     roomy = said(capsys, "plan", "--model", "Qwen/Qwen3-0.6B", "--preset", "1gpu", "--gpu", "h100")
     assert "bounds" not in roomy
+
+
+def test_every_time_has_a_range_also_on_a_cpu_and_a_narrower_one_after_a_calibration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCTL_MACHINE_PROFILE", str(tmp_path / "machine.json"))
+    seen = {}
+    for kind in ("table", "calibrated"):
+        if kind == "calibrated":
+            save_calibration("cpu", "runs/first", {"training": 2.0})
+        for command in (("plan", "--json"), ("train", "grpo", "--dry-run", "--json")):
+            code, out, _ = rlctl(capsys, *command, "--preset", "laptop", "--gpu", "cpu")
+            assert code == 0
+            data = json.loads(out)
+            plan = data if "seconds_range" in data else data["plan"]
+            timed = {name: seconds for name, seconds in plan["seconds"].items() if seconds}
+            assert plan["seconds_range"].keys() == timed.keys()
+            for name, (low, high) in plan["seconds_range"].items():
+                assert low - 0.05 <= timed[name] <= high + 0.05
+            seen[kind] = plan["seconds_range"]["training"][1] / timed["training"]
+    assert seen["calibrated"] < 1.25 < seen["table"]
 
 
 def test_a_plan_for_another_machine_speaks_of_that_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,7 @@ def logit_bytes(
 def runtime_bytes(request: Request, choice: TrainingChoice) -> float:
     """Return the bytes that a training process holds in addition to the model's tensors."""
     if request.cluster.is_cpu:
-        return request.constants.cpu_process_bytes
+        return request.constants.cpu_policy_bytes
     p = choice.parallel
     groups = sum(size > 1 for size in (p.tp, p.pp, p.cp, p.ep, p.dp))
     return request.constants.runtime_bytes + groups * request.constants.communicator_bytes

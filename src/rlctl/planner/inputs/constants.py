@@ -125,8 +125,10 @@ class Constants:
     engine_asleep_bytes: float = 7 * GIB
     """Bytes of a sleeping vLLM engine: context, CUDA graphs, NCCL (6.8 to 7.2 GiB with graphs and TP, published, e.g.
     vLLM issue 47654; below 1 GiB without)."""
+    cpu_policy_bytes: float = 0.6 * GIB
+    """Resident size of a policy's process without weights (28 runs of tiny models, both backends: 0.47 to 0.63 GiB)."""
     cpu_process_bytes: float = 1.1 * GIB
-    """Resident size of a Python process with torch and Megatron or vLLM loaded."""
+    """Resident size of a Python process with torch and vLLM loaded."""
     logit_copy_bytes: float = 4.0
     """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
     staging_bytes: float = 0.25 * GIB
@@ -161,5 +163,10 @@ RANGES = {
 }
 """Prediction factors that contain nine of ten published times (per phase, all but the extremes), cross-validated by
 `benchmarks/planner.py --fit`."""
+CPU_RANGE = (0.5, 2.0)
+"""The same on a CPU, for all phases. On a machine with two cores the laptop preset took 1.3 to 1.5 times the predicted
+seconds, training 1.6 times, a refit 0.5 times (`benchmarks/RESULTS.md`)."""
+CALIBRATED_RANGE = (0.85, 1.18)
+"""The same for phases that a run on this machine calibrated. Medians of equal runs differ by up to 8%."""
 RESOLUTION = 0.15
 """Plans whose seconds differ by less are equal: two of three published steps are within this part of the prediction."""

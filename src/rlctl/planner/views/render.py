@@ -10,6 +10,7 @@ from typing import Any
 from rlctl.config.keys import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
+from rlctl.planner.costs.checkpoint import save_of
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Workload
@@ -73,6 +74,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "mover": plan.mover,
         "memory_gib": {phase: memory.gib() for phase, memory in plan.memory.items()},
         "host_memory_gib": round(plan.host_memory / GIB, 2),
+        "checkpoint": _checkpoint(plan),
         "seconds": {phase.value: round(seconds, 3) for phase, seconds in plan.seconds.items()}
         | {"total": round(plan.total_s, 3)},
         "seconds_range": {name: [round(low, 1), round(high, 1)] for name, (low, high) in plan.ranges.items()},
@@ -87,10 +89,18 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 NULL = (
-    "cluster", "workload", "training", "generation", "teacher", "colocated", "mover", "host_memory_gib", "waits",
-    "beside", "tokens_per_s_per_gpu", "mfu", "seconds_range",
+    "cluster", "workload", "training", "generation", "teacher", "colocated", "mover", "host_memory_gib", "checkpoint",
+    "waits", "beside", "tokens_per_s_per_gpu", "mfu", "seconds_range",
 )  # fmt: skip
 """Keys of `plan_json` that are null where nothing fits."""
+
+
+def _checkpoint(plan: Plan) -> dict[str, float] | None:
+    """Return the size of a checkpoint in GB and the seconds to save it; None: the run saves nothing."""
+    if plan.training is None or not plan.request.saves:
+        return None
+    save = save_of(plan.request, plan.training)
+    return {"gb": round(save.size / 1e9, 2), "copy_s": round(save.copy_s, 1), "write_s": round(save.write_s, 1)}
 
 
 def no_plan_values(error: NoPlanError) -> dict[str, Any]:
@@ -136,6 +146,9 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         bound = f"; the KV cache bounds them: {full:,} of full length at once" if full < g.max_concurrent else ""
         most = f"at most {g.max_concurrent:,} sequences at once in each replica{bound}{placed}"
         lines += wrapped(most, INDENT, INDENT)
+    if (saved := _checkpoint(plan)) is not None:
+        said = f"{saved['gb']:,.1f} GB; a save stops training for {saved['copy_s']:.0f} s and writes for another "
+        lines += wrapped(f"{said}{saved['write_s']:.0f} s meanwhile", "  checkpoint  ", INDENT)
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
     if plan.next_best and reasons:
         lines += ["", "  next best", *aligned((f"{one.side} {one.layout}", _next_text(one)) for one in plan.next_best)]
@@ -217,7 +230,7 @@ def _memory_table(plan: Plan) -> list[str]:
 def _seconds_table(plan: Plan) -> list[str]:
     listed = [(phase.value, plan.seconds[phase]) for phase in Phase if plan.seconds[phase]] + [("total", plan.total_s)]
     ranges = plan.ranges
-    between = {name: f" ({low:.0f} to {high:.0f})" for name, (low, high) in ranges.items() if high >= 5}
+    between = {name: f" ({_between(low, high)})" for name, (low, high) in ranges.items() if high >= 1}
     parts = "  ".join(kept(f"{name} {seconds:.1f}{between.get(name, '')}") for name, seconds in listed)
     devices = "node" if plan.cluster.is_cpu else "GPU"
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
@@ -238,6 +251,10 @@ def _seconds_table(plan: Plan) -> list[str]:
     ]
 
 
+def _between(low: float, high: float) -> str:
+    return f"{low:.0f} to {high:.0f}" if high >= 10 else f"{low:.1f} to {high:.1f}"
+
+
 def compare_text(plans: list[Plan], names: list[str]) -> str:
     """Plans side by side; lines that differ are marked."""
     rows = [("", *names)]
@@ -248,7 +265,7 @@ def compare_text(plans: list[Plan], names: list[str]) -> str:
     for i, (key, *values) in enumerate(rows):
         mark = "*" if i and len(set(values)) > 1 else " "
         lines.append("  ".join([f"{mark} {key:<{first}}", *map(str.rjust, values, widths)]))
-    if all(plan.equals(plans[0]) for plan in plans[1:]) and not plans[0].cluster.is_cpu:
+    if all(plan.equals(plans[0]) for plan in plans[1:]):
         lines.append("The seconds of these plans are equal as far as the prediction can tell.")
     return "\n".join(lines)
 

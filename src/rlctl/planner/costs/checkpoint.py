@@ -1,0 +1,39 @@
+"""Size of a checkpoint that training resumes from, and the time to save it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.memory import element_bytes, master_and_moments, snapshot_bytes
+from rlctl.planner.costs.parameters import stages, trained_parameters
+from rlctl.planner.inputs.request import Request
+
+
+@dataclass(frozen=True)
+class Save:
+    """One checkpoint: weights and optimizer states of all trained models."""
+
+    size: float
+    """Bytes on the disk."""
+    copy_s: float
+    """Seconds in which training stands still while the states are copied to host memory."""
+    write_s: float
+    """Seconds in which each node writes its part while training goes on."""
+
+
+def save_of(request: Request, choice: TrainingChoice) -> Save:
+    """Return the checkpoint of a layout. A trained parameter has its weight, and an optimizer's master weight and
+    moments: 14 bytes in bfloat16, 12 in float32 and with FSDP2, whose only weight is the float32 one."""
+    facts, p, cluster, constants = request.facts, choice.parallel, request.cluster, request.constants
+    models = 1 + choice.critic
+    trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
+    parameters = sum(one.dense * p.tp + one.experts * p.expert_size for one in trained)
+    full = choice.sharding == "full"
+    each = 4 + choice.moment_bytes if full else element_bytes(choice) + master_and_moments(choice)
+    gpus = max(1, p.world_size // cluster.nodes if cluster.is_cpu else cluster.gpus_per_node)
+    node = models * snapshot_bytes(facts, choice, gpus)
+    rate = cluster.device.memory_bandwidth / 2  # read and written
+    if not cluster.is_cpu:
+        rate = gpus * cluster.device.host_link * constants.pageable_copy
+    return Save(models * each * parameters, node / rate, node / constants.disk_bytes_per_s)
