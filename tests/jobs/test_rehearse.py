@@ -27,6 +27,7 @@ from rlctl.runs.directory import RunDirectory
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 from support.commands import Run, rlctl
+from support.image_recipes import write_image_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "nemo_rl"
 
@@ -148,6 +149,16 @@ def rehearsed(run_here: Run, *arguments: str) -> dict:
     assert "transformers loads them as" in parts["export"]
     assert parts.keys() >= {"plan", "step 1", "step 2"}
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vlm_grpo_3B", "vlm_grpo_3B_megatron", "sft_vlm_3B"])
+def test_a_recipe_with_images_is_rehearsed(run_here: Run, tmp_path: Path, name: str) -> None:
+    """A tiny model of the same type, with its tower and processor, reads drawn images."""
+    found = rehearsed(run_here, "--config", str(write_image_recipe(tmp_path, name)), "--gpu", "h100")
+    assert "Qwen/Qwen2.5-VL-3B-Instruct" in found["stand_ins"]["model"]
+    assert "Qwen2_5_VLForConditionalGeneration" in found["rehearsed"]["export"]
+    assert "dtensor" in found["rehearsed"]["plan"].lower() or "fsdp" in found["rehearsed"]["plan"].lower()
 
 
 @pytest.mark.slow

@@ -21,32 +21,15 @@ from rlctl.jobs.prepare import check_plan, checked_method
 from rlctl.jobs.tiny_vision import square
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 from rlctl.settings.data import DataConfig
+from support.image_recipes import IMAGE_RECIPES, write_image_recipe
 
-RECIPES = Path(__file__).parent / "nemo_rl"
-LISTED: dict[str, dict[str, Any]] = yaml.safe_load((RECIPES / "image_recipes.yaml").read_text())
-WITH_IMAGES = [name for name, asked in LISTED.items() if "refused" not in asked]
-REFUSED = {name: asked["refused"] for name, asked in LISTED.items() if "refused" in asked}
-
-
-def written(tmp_path: Path, values: dict[str, Any]) -> Path:
-    """A recipe on top of base.yaml; a section of null is left out."""
-    base = yaml.safe_load((RECIPES / "base.yaml").read_text())
-    kept = {key: value for key, value in base.items() if values.get(key, value) is not None}
-    kept["data"] = {key: value for key, value in kept["data"].items() if key != "dataset_name"}
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(kept))
-    (tmp_path / "prompts").mkdir(exist_ok=True)
-    (tmp_path / "prompts" / "think.txt").write_text("Think.\n{}\nNow answer.\n")
-    own = {key: value for key, value in values.items() if value is not None and key != "refused"}
-    if own.get("data", {}).get("dataset_name", 0) is None:
-        own["data"] = {key: value for key, value in own["data"].items() if key != "dataset_name"}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"defaults": "base.yaml"} | own))
-    return path
+WITH_IMAGES = [name for name, asked in IMAGE_RECIPES.items() if "refused" not in asked]
+REFUSED = {name: asked["refused"] for name, asked in IMAGE_RECIPES.items() if "refused" in asked}
 
 
 def recipe(tmp_path: Path, **changes: Any) -> Import:
     """The GRPO recipe of Qwen2.5-VL-3B with changes by dotted key (`__` for a dot)."""
-    path = written(tmp_path, LISTED["vlm_grpo_3B"])
+    path = write_image_recipe(tmp_path, "vlm_grpo_3B")
     changed = tmp_path / "changed.yaml"
     values = nest({key.replace("__", "."): value for key, value in changes.items()})
     changed.write_text(yaml.safe_dump({"defaults": str(path)} | values))
@@ -57,8 +40,8 @@ def recipe(tmp_path: Path, **changes: Any) -> Import:
 def test_a_recipe_with_images_is_imported_and_planned(name: str, tmp_path: Path) -> None:
     """As `rlctl train --config RECIPE --dry-run` does. Those of Megatron run on dtensor, which one line says, with the
     learning rate and the schedule of Megatron's block."""
-    asked = LISTED[name]
-    resolved = resolve(files=[written(tmp_path, asked)], environment={})
+    asked = IMAGE_RECIPES[name]
+    resolved = resolve(files=[write_image_recipe(tmp_path, name)], environment={})
     assert not resolved.refusals, resolved.refusals
     config, policy = resolved.config, asked["policy"]
     assert config.model.images is True
@@ -88,7 +71,7 @@ def test_a_recipe_with_images_is_imported_and_planned(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_recipe_of_sound_or_video_is_refused_by_its_key(name: str, tmp_path: Path) -> None:
-    resolved = resolve(files=[written(tmp_path, LISTED[name])], environment={})
+    resolved = resolve(files=[write_image_recipe(tmp_path, name)], environment={})
     for one in (resolved, resolved.allowing_differences()):
         with pytest.raises(ConfigError) as caught:
             one.require_supported()
@@ -128,6 +111,8 @@ def test_frozen_parts_are_those_of_the_recipe(tmp_path: Path, changes: dict[str,
          {"data.name": "MMInstruction/Clevr_CoGenT_ValB", "data.split": "train", "data.prompt_field": "problem"}),
         ({"train": {"dataset_name": "clevr-cogent", "split": "trainA"}},
          {"data.name": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "data.split": "train"}),
+        ({"train": {"dataset_name": "clevr_cogent", "split": "trainA"}},
+         {"data.name": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "data.answer_field": "solution"}),
         ({"train": {"dataset_name": "geometry3k", "split": "train"},
           "validation": {"dataset_name": "geometry3k", "split": "test"}},
          {"data.name": "hiyouga/geometry3k", "data.prompt_field": "problem", "data.answer_field": "answer",
@@ -199,7 +184,7 @@ def table(folder: Path, split: str, rows: list[dict[str, Any]], images: str) -> 
 def test_rows_of_clevr_are_read_where_they_are_at_hand(name: str, tmp_path: Path) -> None:
     """The image stands in front of the prompt file's text, and the answer is what stands between the tags."""
     folder = table(tmp_path / "clevr", "train", CLEVR, "image")
-    path = written(tmp_path, LISTED[name])
+    path = write_image_recipe(tmp_path, name)
     resolved = resolve(files=[path], sets=[f"data.name={folder}"], environment={})
     config = resolved.config
     source = open_prompts(config.data, rows=checked_method(resolved).rows)

@@ -48,8 +48,9 @@ PAIR_DATASETS = {
     "Tulu3Preference": ("allenai/llama-3.1-tulu-3-8b-preference-mixture", None, None, None),
 }
 """Data sets of SFT and DPO, as in `DATASETS`; None: the rows have the fields that rlctl looks for."""
-CLEVR, MMPR, REFCOCO = "clevr-cogent", "mmpr-tiny", "refcoco"
-"""NeMo-RL's data sets with images whose names on the hub depend on the split, or whose images are files apart."""
+CLEVR, MMPR, REFCOCO = ("clevr-cogent", "clevr_cogent"), "mmpr-tiny", "refcoco"
+"""NeMo-RL's data sets with images whose names on the hub depend on the split, or whose images are files apart. SFT had
+another name of the first up to version 0.5."""
 CLEVR_PARTS = {
     **dict.fromkeys(("train", "trainA"), "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex"),
     "valA": "MMInstruction/Clevr_CoGenT_ValA",
@@ -61,7 +62,7 @@ IMAGE_DATASETS = {
     REFCOCO: ("jxu124/refcoco", None, None, None),
 }
 """Data sets with images of all algorithms, as in `DATASETS`, next to those above."""
-ALL_IMAGE_DATA = (CLEVR, *IMAGE_DATASETS, MMPR)
+ALL_IMAGE_DATA = (*CLEVR, *IMAGE_DATASETS, MMPR)
 OTHER_DATA = {
     "avqa": "sound", "audiomcq": "sound", "mmau": "sound", "daily-omni": "video", "intent-train": "video",
     "intent-bench": "video",
@@ -979,7 +980,7 @@ def named_data(
         return data_files(found)
     if name == GYM_DATA:
         return (path, None, None, None) if path else None
-    if name == CLEVR:
+    if name in CLEVR:
         part = CLEVR_PARTS.get(str(found.get("split", *places) or "train"))
         return (part, "problem", "solution", "train") if part else None
     if name == MMPR:
@@ -1017,7 +1018,7 @@ def holds_out(found: Found) -> bool:
 def validation_period(found: Found) -> None:
     """Map the validation interval and data; NeMo-RL samples as in training."""
     values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(found) or (), strict=False))
-    if found.get("data.validation.dataset_name") != CLEVR:  # whose splits are data sets of their own
+    if found.get("data.validation.dataset_name") not in CLEVR:  # whose splits are data sets of their own
         values["split"] = found.get("data.validation.split") or values.get("split")
     for key, value in values.items():
         if value is not None:
@@ -1055,9 +1056,9 @@ def dataset(found: Found) -> None:
     fields = {key: field for key, field in {"prompt_field": prompt, "answer_field": answer}.items() if field}
     for key, value in {"name": name, **fields}.items():
         found.set(f"data.{key}", value)
-    if split and (found.value == CLEVR or found.get("split", *DATA) is None):
+    if split and (found.value in CLEVR or found.get("split", *DATA) is None):
         found.set("data.split", split)
-    if found.value == CLEVR:
+    if found.value in CLEVR:
         found.set("data.answer_pattern", IN_ANSWER_TAGS)
     if found.value == REFCOCO:
         found.set("data.image_folder", found.get("download_dir", *DATA) or "coco_images")
@@ -1071,7 +1072,7 @@ def dataset(found: Found) -> None:
 
 def split(found: Found) -> None:
     """Map the split, but for data whose splits are data sets of their own."""
-    when(lambda found: found.get("dataset_name", *DATA) != CLEVR, to("data.split"), "read with dataset_name")(found)
+    when(lambda found: found.get("dataset_name", *DATA) not in CLEVR, to("data.split"), "read with dataset_name")(found)
 
 
 def pairs_of_path(
