@@ -109,8 +109,8 @@ def require_backends(config: RlctlConfig) -> None:
     """Raise ConfigError for an unknown `training.backend` or `generation.backend`. Imports and registers installed
     backends."""
     _require(POLICIES, PolicyBackend, "training.backend", config.training.backend)
-    if isinstance(config, EngineConfig):
-        _require(ENGINES, EngineBackend, "generation.backend", config.generation.backend)
+    if engines := config.engine_settings:
+        _require(ENGINES, EngineBackend, "generation.backend", engines.generation.backend)
 
 
 def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], key: str, name: str) -> None:

@@ -229,7 +229,6 @@ def resolve_config(
     and the nearest known key."""
     from rlctl.config.load import resolve
     from rlctl.config.sources import GivenFlag
-    from rlctl.settings.config import RolloutConfig
 
     if params.get("steps") is not None and params.get("epochs") is not None:
         raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")
@@ -255,7 +254,7 @@ def resolve_config(
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )
-    if (length := given.get("max_length")) and isinstance(resolved.config, RolloutConfig):
+    if (length := given.get("max_length")) and resolved.config.rollout_settings:
         # By default completions get what a prompt of 256 tokens, or of an eighth, leaves.
         new = max(1, length - min(256, length // 8))
         resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")

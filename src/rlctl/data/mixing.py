@@ -11,7 +11,7 @@ from math import gcd, lcm
 import numpy as np
 
 from rlctl.data.prompt_rows import GYM_PREFIX
-from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 
@@ -34,7 +34,7 @@ class SourceSettings:
 
 def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
     """Return each source's settings: its keys over `data` and `reward`."""
-    shared_reward = config.reward if isinstance(config, RolloutConfig) else RewardConfig()
+    shared_reward = rollouts.reward if (rollouts := config.rollout_settings) else RewardConfig()
     if not config.data.sources:
         return (SourceSettings("", 1.0, config.data, shared_reward),)
     named = Counter(source.name for source in config.data.sources)

@@ -22,7 +22,7 @@ from rlctl.data.texts import (
     trained_texts,
 )
 from rlctl.errors import InputError
-from rlctl.settings.data import DataConfig, TextDataConfig
+from rlctl.settings.data import DataConfig
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -91,7 +91,7 @@ class TextRows(RowType):
     def texts(
         self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
     ) -> tuple[TrainedText, ...]:
-        asked = data.train_on if isinstance(data, TextDataConfig) else "assistant"
+        asked = data.trained_part
         return trained_texts(encoder, row, everything=asked == "all", marked=asked == "marked")
 
 

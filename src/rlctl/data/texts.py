@@ -36,7 +36,7 @@ from rlctl.data.refcoco import refcoco_record
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
 from rlctl.errors import InputError
-from rlctl.settings.data import DataConfig, TextDataConfig
+from rlctl.settings.data import DataConfig
 
 COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 SQUAD = {"context", "question", "answers"}
@@ -121,7 +121,7 @@ def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         raise _without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:
         messages = _messages(record[MESSAGES], MESSAGES, where)
-        first = _first_trained(messages, where, last=isinstance(data, TextDataConfig) and data.train_on == "last")
+        first = _first_trained(messages, where, last=data.trained_part == "last")
         return PromptRow(index, where, messages[:first], (messages[first:],), fields)
     if isinstance(record.get(TEXT), str) and record[TEXT]:
         return PromptRow(index, where, record[TEXT], (), fields)

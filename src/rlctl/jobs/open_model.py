@@ -26,7 +26,6 @@ from rlctl.planner.from_config import plan_from_config
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
-from rlctl.settings.other_models import TextTeacherConfig
 from rlctl.settings.rewards import MODEL
 
 if TYPE_CHECKING:
@@ -244,12 +243,7 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
                 f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
         raise InputError(
             f"The teacher {named.model} does not read the tokens of {config.model.name}: {what}.",
-            "A teacher needs the policy's tokenizer: choose one of the same family."
-            + (
-                " With plain texts, --set teacher.own_tokenizer=true compares them across tokenizers."
-                if isinstance(named, TextTeacherConfig)
-                else ""
-            ),
+            f"A teacher needs the policy's tokenizer: choose one of the same family.{named.other_tokenizer_hint}",
         )
 
 

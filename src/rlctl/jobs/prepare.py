@@ -64,7 +64,7 @@ from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
-from rlctl.settings.config import EngineConfig, RlctlConfig, RolloutConfig
+from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
 from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
@@ -377,8 +377,8 @@ def _checked_plan(
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", hint)
     if new >= (length or facts.max_length):
         raise _no_room(new, length or facts.max_length)
-    samples = isinstance(resolved.config, EngineConfig)
-    stop_ids = resolved.config.generation.stop_token_ids if samples else ()
+    engines = resolved.config.engine_settings
+    stop_ids = engines.generation.stop_token_ids if engines else ()
     if beyond := [token for token in stop_ids if token >= facts.vocab]:
         raise InputError(
             f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
@@ -394,7 +394,8 @@ def _checked_plan(
             "false): policy and engines share no device.",
             "Leave it out.",
         )
-    if samples and config.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
+    engines = config.engine_settings
+    if engines and engines.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
         raise ConfigError(
             "refit.in_flight = turns: engines that share their devices with the policy pause in the middle of a turn.",
             "Choose refit.in_flight=wait or keep, or give the engines devices: --set generation.colocated=false.",
@@ -402,8 +403,8 @@ def _checked_plan(
     planned_policy(config, facts, plan, method)
     if teacher is not None:
         planned_teacher(config, facts, teacher, plan, method)
-    if plan.generation is not None:
-        engine_backend(config.generation.backend).refuse(config, facts, device_of(plan))
+    if engines and plan.generation is not None:
+        engine_backend(engines.generation.backend).refuse(engines, facts, device_of(plan))
     return plan
 
 
@@ -487,15 +488,15 @@ def _require_places(config: RlctlConfig) -> None:
         read_template(config.model.chat_template)
     for one in source_settings(config):
         require_known(one.reward)
-    if isinstance(config, RolloutConfig):
-        plan_environment(config.environment)
-        require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
+    if rollouts := config.rollout_settings:
+        plan_environment(rollouts.environment)
+        require_known(rollouts.reward.model_copy(update={"terms": rollouts.validation.reward}))
 
 
 def _require_refit_directory(config: RlctlConfig) -> None:
     """Raise InputError where the disk mover could write nothing; it makes the directory itself."""
-    directory = config.refit.directory if isinstance(config, EngineConfig) else None
-    if directory is None:
+    engines = config.engine_settings
+    if engines is None or (directory := engines.refit.directory) is None:
         return
     place = Path(directory).absolute()
     there = next(folder for folder in (place, *place.parents) if folder.exists())

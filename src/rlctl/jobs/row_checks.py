@@ -19,7 +19,7 @@ from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.rollouts.prompt_order import OpenedSource
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import read_samples
-from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.metrics import read_metrics
 
@@ -93,8 +93,7 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
         notices.append("No step had a gradient: nothing that was sampled or read was learned from.")
     if dropped := sum(line.get("dropped_rollouts", 0) for line in lines):
         notices.append(f"{dropped} rollouts were left out: a reward function failed on them.")
-    stops = config.generation.stop if isinstance(config, RolloutConfig) else None
-    if stops is None:
+    if (rollouts := config.rollout_settings) is None:
         return notices
     samples = read_samples(run.path)
     for source in job.prompts.sources:
@@ -106,7 +105,7 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
         texts += [str(row.answer) for row in rows]
         notices += [
             f"The stop text {stop!r} (generation.stop) is in no prompt, answer or completion that was looked at."
-            for stop in stops
+            for stop in rollouts.generation.stop
             if stop != own_stop and not any(stop in text for text in texts)
         ]
     return list(dict.fromkeys(notices))

@@ -486,10 +486,9 @@ def planned_workers(
     policy = replace(planned_policy(config, facts, plan, method), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
     engines, pairs = None, method is not None and method.whole_groups
-    if plan.generation is not None:
-        assert isinstance(config, EngineConfig)  # others have no engines
+    if plan.generation is not None and (with_engines := config.engine_settings):
         engines = planned_engines(
-            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
+            with_engines, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
         )
     return RunWorkersSpec(
         backend=policy_backend(plan.backend),

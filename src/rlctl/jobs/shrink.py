@@ -18,11 +18,9 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
 from rlctl.data.mixing import source_settings
 from rlctl.jobs.run_workers import training_of
-from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.planner.result import Plan
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.rewards import MODEL, RewardTerm, SourceReward
-from rlctl.settings.run import SampledValidationConfig
 
 STEPS = 2
 PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16
@@ -139,26 +137,28 @@ def small_values(config: RlctlConfig, plan: Plan, stage: StandIns) -> dict[str, 
         values["validation.every"] = 1
     if config.validation.wanted:
         values |= {"validation.max_prompts": VALIDATED}
-        if isinstance(config.validation, SampledValidationConfig):
-            values["validation.samples"] = min(2, config.validation.samples)
     if config.validation.holdout:
         values["validation.holdout"] = VALIDATED
-    samples = isinstance(config, RolloutConfig)
-    generations = min(GENERATIONS, config.batch.generations) if samples else 1
+    rollouts = config.rollout_settings
+    generations = min(GENERATIONS, rollouts.batch.generations) if rollouts else 1
     values |= {
         "batch.prompts": PROMPTS if generations > 1 else 2 * PROMPTS,
-        "batch.generations": generations,
         "batch.optimizer_steps": min(2, config.batch.optimizer_steps),
         **small_layout(plan),
         **_data(config, stage),
     }
-    if samples:
-        new = min(NEW_TOKENS, config.generation.max_new_tokens)
-        stop = (*config.generation.stop, *([stage.stop] if stage.stop else []))
-        values |= {"generation.max_new_tokens": new, "generation.mean_length": None, "generation.stop": stop}
-        if config.environment.wanted:
-            values["environment.turns"] = min(TURNS, config.environment.turns)
-        values["filter.max_rounds"] = min(2, config.filter.max_rounds)
+    if rollouts:
+        values |= {
+            "batch.generations": generations,
+            "generation.max_new_tokens": min(NEW_TOKENS, rollouts.generation.max_new_tokens),
+            "generation.mean_length": None,
+            "generation.stop": (*rollouts.generation.stop, *([stage.stop] if stage.stop else [])),
+            "filter.max_rounds": min(2, rollouts.filter.max_rounds),
+        }
+        if rollouts.validation.wanted:
+            values["validation.samples"] = min(2, rollouts.validation.samples)
+        if rollouts.environment.wanted:
+            values["environment.turns"] = min(TURNS, rollouts.environment.turns)
     return values
 
 
@@ -166,17 +166,14 @@ def _data(config: RlctlConfig, stage: StandIns) -> dict[str, Any]:
     """Return the values of data and rewards: rows in place of those that cannot be had here, and for each source a
     scorer that varies."""
     values: dict[str, Any] = {}
+    rollouts = config.rollout_settings
     if config.data.sources:
         settings = source_settings(config)
         values["data.sources"] = [
             {
                 **one.model_dump(mode="json"),
                 "name": stage.data(one.name),
-                **(
-                    {"reward": _with_variation(config, own.reward, stage)}
-                    if one.reward and isinstance(config, RolloutConfig)
-                    else {}
-                ),
+                **({"reward": _with_variation(rollouts, own.reward, stage)} if one.reward and rollouts else {}),
             }
             for one, own in zip(config.data.sources, settings, strict=True)
         ]
@@ -185,12 +182,13 @@ def _data(config: RlctlConfig, stage: StandIns) -> dict[str, Any]:
     held = config.validation.data.name
     if stage.data(held) != held:
         values |= {"validation.data.name": stage.data(held), "validation.data.params": {}}
-    if isinstance(config, RlConfig) and config.learns_from_rewards:
-        values["reward.terms"] = _with_variation(config, config.reward, stage)["terms"]
-        if config.validation.wanted and not config.validation.reward and config.reward.terms:
-            values["validation.reward"] = _played(config.reward.terms, stage)
-        elif config.validation.reward:
-            values["validation.reward"] = _played(config.validation.reward, stage)
+    if rollouts and rollouts.learns_from_rewards:
+        reward, validation = rollouts.reward, rollouts.validation
+        values["reward.terms"] = _with_variation(rollouts, reward, stage)["terms"]
+        if validation.wanted and not validation.reward and reward.terms:
+            values["validation.reward"] = _played(reward.terms, stage)
+        elif validation.reward:
+            values["validation.reward"] = _played(validation.reward, stage)
     return values
 
 

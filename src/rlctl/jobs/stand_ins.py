@@ -25,7 +25,7 @@ from rlctl.jobs.tiny_model import FAMILIES, VOCAB_SIZE, tiny_config, write_tiny_
 from rlctl.jobs.tiny_vision import square, write_vision_model
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
-from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.rewards import RewardConfig
 
@@ -85,11 +85,11 @@ def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, Reward
     found = [(one.data, one.reward) for one in source_settings(config)]
     if config.validation.wanted and config.validation.data.name:
         held = validation_data(config.data, config.validation.data)
-        sampled = isinstance(config, RolloutConfig)
-        reward = config.reward if sampled else RewardConfig()
-        found.append(
-            (held, reward.model_copy(update={"terms": config.validation.reward or reward.terms}) if sampled else reward)
-        )
+        reward = RewardConfig()
+        if rollouts := config.rollout_settings:
+            terms = rollouts.validation.reward or rollouts.reward.terms
+            reward = rollouts.reward.model_copy(update={"terms": terms})
+        found.append((held, reward))
     for data, reward in found:
         if data.name and not data.name.startswith(GYM_PREFIX):
             yield data.name, data, reward

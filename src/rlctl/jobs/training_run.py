@@ -36,7 +36,6 @@ from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
-from rlctl.settings.config import EngineConfig
 from rlctl.settings.run import BatchConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline, removed
@@ -222,9 +221,10 @@ def _weight_sync(
 ) -> WeightSync:
     """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
     checkpoint."""
-    assert isinstance(job.config, EngineConfig)  # it has engines
+    settings = job.config.engine_settings
+    assert settings is not None  # weights are sent to engines
     sync = workers.weight_sync(
-        job.config.refit, source, offload=job.offload, tell=display.say,
+        settings.refit, source, offload=job.offload, tell=display.say,
         restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
     )  # fmt: skip
     assert workers.spec.engines is not None  # weights are sent to engines
@@ -321,7 +321,7 @@ def _load_policy(job: Job, workers: RunWorkers, display: Display) -> PolicyClien
     if workers.teacher is not None and job.teacher is not None:
         display.doing(f"loading the {workers.teacher.group.name}")
         # Rollouts are scored while the policy trains, where they are sampled meanwhile.
-        stays = getattr(job.config, "samples_while_training", False) and not job.config.named_teacher
+        stays = job.config.samples_while_training and not job.config.named_teacher
         policy.teacher = Teacher(workers.teacher, job.offload and not stays)
         policy.teacher.load_model(job.teacher.source.weights)
         if job.projection is not None:

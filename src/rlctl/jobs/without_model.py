@@ -16,7 +16,7 @@ from rlctl.errors import AbsentError
 from rlctl.methods.available import method_from_config
 from rlctl.rewards.reward_plan import prepare_rewards, require_usable
 from rlctl.rewards.scorers import Trial
-from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.settings.config import RlctlConfig
 from rlctl.training.method import Method
 
 
@@ -61,7 +61,7 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
 
 
 def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
-    environment = config.environment.name if isinstance(config, RolloutConfig) else None
+    environment = rollouts.environment.name if (rollouts := config.rollout_settings) else None
     alone = environment and not (config.data.name or config.data.sources)
     return () if alone else source_settings(config)
 
@@ -89,8 +89,8 @@ def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource])
 
 
 def _environment(config: RlctlConfig) -> Iterator[str]:
-    if isinstance(config, RolloutConfig) and config.environment.wanted:
-        plan = plan_environment(config.environment)
+    if (rollouts := config.rollout_settings) and rollouts.environment.wanted:
+        plan = plan_environment(rollouts.environment)
         with closing(EnvironmentHost(plan)) as host:
             host.start()
         yield f"environment: {plan.label} can be loaded; no episode was begun"

@@ -161,17 +161,15 @@ def text_workload(
     """
     length = config.model.max_length or min(facts.max_length, TEXT_TOKENS)
     packs = not facts.unpacked
-    answers = getattr(config.validation, "answers", 0)
-    sampled = isinstance(config, EngineConfig)
     return Workload(
         algorithm=config.run.algorithm,
         measured=tokens is not None,
         prompts=config.batch.prompts,
         generations=1,
         rollouts=False,
-        answers=answers,
-        max_new_tokens=min(config.new_tokens if sampled else 1, length),
-        mean_new_tokens=min(config.mean_new_tokens if sampled else 1, length),
+        answers=config.validation.answered,
+        max_new_tokens=min(config.new_tokens or 1, length),
+        mean_new_tokens=min(config.mean_new_tokens or 1, length),
         valued=valued,
         max_length=size * length,
         mean_tokens=float(size * (tokens or max(1, length // 2))),
@@ -241,8 +239,8 @@ def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
         values = getattr(config, section, None)
         set_keys = ((key, getattr(values, key, None)) for key in keys)
         found |= {f"{section}.{key}": value for key, value in set_keys if value is not None}
-    if isinstance(config, EngineConfig) and config.refit.mover != "auto":
-        found["refit.mover"] = config.refit.mover
+    if (engines := config.engine_settings) and engines.refit.mover != "auto":
+        found["refit.mover"] = engines.refit.mover
     return found
 
 
@@ -335,12 +333,12 @@ def plan_from_config(
             if idle := [key for key in pins if key.startswith(section)]:
                 raise ConfigError(f"{idle[0]} = {pins[idle[0]]} has no effect: there is {what}.", f"Name one: {flag}.")
     constants, engine = DEFAULTS, PLAIN_ENGINE
-    if isinstance(config, EngineConfig):
-        require_mover(config, pins, trains=workload.trains)
-        passed = config.vllm
+    if with_engines := config.engine_settings:
+        require_mover(with_engines, pins, trains=workload.trains)
+        passed = with_engines.vllm
         engine = EngineNumbers(passed.matrix_bytes, passed.cache_element_bytes, passed.graphs)
-        if config.refit.staging_mb is not None and not cluster.is_cpu:
-            constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
+        if with_engines.refit.staging_mb is not None and not cluster.is_cpu:
+            constants = replace(constants, staging_bytes=with_engines.refit.staging_mb * 1024.0**2)
     if not workload.engines:
         pins = {key: value for key, value in pins.items() if not key.startswith(("generation.", "refit."))}
     if not workload.trains:

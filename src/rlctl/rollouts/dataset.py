@@ -33,7 +33,7 @@ from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.rewards import RewardConfig
-from rlctl.settings.run import VALIDATION_PREFIX, TextValidationConfig
+from rlctl.settings.run import VALIDATION_PREFIX
 from rlctl.telemetry.metrics import LOSS
 
 if TYPE_CHECKING:
@@ -224,8 +224,7 @@ class HeldOutTexts:
         stream = type(texts)([opened], Mixing([1.0]), len(rows))
         stream.rows = texts.rows
         stream.precomputes, stream.others = texts.precomputes, texts.sources[0].prompts
-        answers = wanted.answers if isinstance(wanted, TextValidationConfig) else 0
-        return cls(source.label, stream, rows, source.fingerprint(), answers)
+        return cls(source.label, stream, rows, source.fingerprint(), wanted.answered)
 
     def fitted(self, limit: int, room: int) -> HeldOutTexts:
         """Return the texts. Raises InputError for one of more than `limit` tokens, unless such texts are left out."""

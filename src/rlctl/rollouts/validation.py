@@ -118,8 +118,9 @@ class ValidationSet:
         return replace(self, rows=rows, tokens=tokens, changed=f", {len(long)} longer ones left out")
 
     def describe(self, config: RlctlConfig) -> str:
-        assert isinstance(config, RolloutConfig)  # prompts are validated on by sampling
-        wanted = config.validation
+        rollouts = config.rollout_settings
+        assert rollouts is not None  # prompts are validated on by sampling
+        wanted = rollouts.validation
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
         return (

@@ -72,9 +72,39 @@ class RlctlConfig(Section):
     run: RunConfig = RunConfig()
 
     @property
+    def engine_settings(self) -> EngineConfig | None:
+        """The configuration with its sections on engines; None where the method has no engines."""
+        return None
+
+    @property
+    def rollout_settings(self) -> RolloutConfig | None:
+        """The configuration with its sections on rollouts; None where the method samples none to train on."""
+        return None
+
+    @property
     def named_teacher(self) -> TeacherConfig | None:
         """The teacher; None where none is named."""
         return None
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards make advantages; if not, a run need not have any."""
+        return False
+
+    @property
+    def samples_while_training(self) -> bool:
+        """Whether engines sample while the policy trains."""
+        return False
+
+    @property
+    def new_tokens(self) -> int:
+        """The largest number of tokens after a prompt; 0: nothing is sampled."""
+        return 0
+
+    @property
+    def mean_new_tokens(self) -> float:
+        """The mean number of tokens after a prompt that the planner assumes; 0: nothing is sampled."""
+        return 0.0
 
     @property
     def reward_models(self) -> tuple[str, ...]:
@@ -116,23 +146,20 @@ class EngineConfig(RlctlConfig):
     vllm: VllmConfig = VllmConfig()
 
     @property
+    def engine_settings(self) -> EngineConfig:
+        return self
+
+    @property
     def rollout_timeout_s(self) -> float:
         """Longest time from the first token of a completion to its last, in seconds."""
         return self.cluster.step_timeout_s / 2
 
     @property
-    def samples_while_training(self) -> bool:
-        """Whether engines sample while the policy trains."""
-        return False
-
-    @property
     def new_tokens(self) -> int:
-        """The largest number of tokens after a prompt."""
         return self.generation.max_new_tokens
 
     @property
     def mean_new_tokens(self) -> float:
-        """The mean number of tokens after a prompt that the planner assumes."""
         return self.generation.mean_length or self.generation.max_new_tokens / 2
 
     @model_validator(mode="after")
@@ -167,6 +194,10 @@ class RolloutConfig(EngineConfig):
     teacher: TeacherConfig = TeacherConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     checks: RolloutChecksConfig = RolloutChecksConfig()
+
+    @property
+    def rollout_settings(self) -> RolloutConfig:
+        return self
 
     @property
     def named_teacher(self) -> TeacherConfig | None:

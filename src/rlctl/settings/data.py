@@ -130,6 +130,11 @@ class DataConfig(Section):
             raise ValueError("data.order = shuffled, but data.shuffle = false: give one of them")
         return self
 
+    @property
+    def trained_part(self) -> str:
+        """The tokens of a text with a loss, in the words of `data.train_on`."""
+        return "assistant"
+
 
 class TextDataConfig(DataConfig):
     """The texts to train on: their source, and their tokens with a loss."""
@@ -138,6 +143,10 @@ class TextDataConfig(DataConfig):
     """Tokens with a loss. Rows with `messages`: all messages of the assistant, the last one, the parts that the chat
     template marks with {% generation %}, or all tokens. Rows with `prompt`: the completion, or with `all` every token.
     Rows with `text`: every token."""
+
+    @property
+    def trained_part(self) -> str:
+        return self.train_on
 
 
 class ValidationData(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rlctl.config.section import PathText, Positive, Section
 
 
@@ -35,11 +37,17 @@ class TeacherConfig(ModelSizes):
     """Local Hugging Face directory, or name on the hub; unset: no teacher."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    other_tokenizer_hint: ClassVar[str] = ""
+    """How a teacher with another tokenizer can be used; empty: it cannot."""
 
 
 class TextTeacherConfig(TeacherConfig):
     """The teacher, which provides probabilities of the texts. The policy's training backend computes it on the policy's
     devices."""
+
+    other_tokenizer_hint: ClassVar[str] = (
+        " With plain texts, --set teacher.own_tokenizer=true compares them across tokenizers."
+    )
 
     own_tokenizer: bool = False
     """With plain texts: allow a teacher with another tokenizer. Both models are compared on tokens that cover the same

@@ -36,6 +36,11 @@ class ValidationConfig(Section):
         """Whether a run validates at all."""
         return self.every > 0 or self.at_start or self.at_end
 
+    @property
+    def answered(self) -> int:
+        """Number of held-out texts whose prompts an engine answers."""
+        return 0
+
     @model_validator(mode="after")
     def validate_what_can_be_stopped_by(self) -> ValidationConfig:
         if self.stop_after is not None and not self.every:
@@ -61,6 +66,10 @@ class TextValidationConfig(ValidationConfig):
     """Number of held-out texts whose prompts an engine answers at each validation; 0 starts no engine."""
     temperature: NonNegativeNumber = 0.0
     """Sampling temperature of these answers; 0 is greedy."""
+
+    @property
+    def answered(self) -> int:
+        return self.answers
 
     @model_validator(mode="after")
     def validate_answers_are_asked_for(self) -> TextValidationConfig:
@@ -144,6 +153,17 @@ class ChecksConfig(Section):
     max_skipped_steps: Positive = 5
     """Number of consecutive steps without a finite gradient that stops the run."""
 
+    @property
+    def signal_steps(self) -> int:
+        """Number of consecutive steps without a signal to learn from after which the run warns; 0: it never does."""
+        return 0
+
+    @property
+    def largest_difference(self) -> float | None:
+        """The mean absolute difference of log-probs between engines and policy that stops the run; None: the limit of
+        the precision."""
+        return None
+
 
 class RolloutChecksConfig(ChecksConfig):
     """Limits at which a step warns, or the run stops."""
@@ -155,6 +175,14 @@ class RolloutChecksConfig(ChecksConfig):
     """Mean absolute difference that stops the run; unset: 0.01 for float32, else 0.5."""
     max_steps_without_signal: Positive = 5
     """Number of consecutive steps with equal rewards in every group after which the run warns."""
+
+    @property
+    def signal_steps(self) -> int:
+        return self.max_steps_without_signal
+
+    @property
+    def largest_difference(self) -> float | None:
+        return self.logprob_diff_error
 
 
 class ClusterConfig(Section):

@@ -9,7 +9,6 @@ from typing import Any
 
 from rlctl.errors import DivergenceError
 from rlctl.settings.config import RlctlConfig, RolloutConfig
-from rlctl.settings.run import RolloutChecksConfig
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
 # 10 to 20 is off by about 16 times the unit roundoff (2^-24 in float32, 2^-8 in bfloat16), so by 1e-6 and by 0.06 at
@@ -27,8 +26,7 @@ def precision_of(config: RlctlConfig, dtype: str) -> str:
 
 def error_limit(config: RlctlConfig, dtype: str) -> float:
     """Return the mean absolute difference that stops a run in which all tokens are sampled from."""
-    asked = config.checks.logprob_diff_error if isinstance(config.checks, RolloutChecksConfig) else None
-    return asked or LIMITS[precision_of(config, dtype)][1]
+    return config.checks.largest_difference or LIMITS[precision_of(config, dtype)][1]
 
 
 @dataclass(frozen=True)

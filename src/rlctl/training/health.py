@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
-from rlctl.settings.run import ChecksConfig, RolloutChecksConfig
+from rlctl.settings.run import ChecksConfig
 from rlctl.telemetry.headline import NO_SIGNAL
 
 LEAST_CARRIED = 0.5
@@ -20,7 +20,7 @@ class Health:
 
     def __init__(self, checks: ChecksConfig) -> None:
         self.checks = checks
-        self._signal_steps = checks.max_steps_without_signal if isinstance(checks, RolloutChecksConfig) else 0
+        self._signal_steps = checks.signal_steps
         self._skipped = self._without_signal = 0
         self._warned_of_rounding = False
 

@@ -34,7 +34,6 @@ class RlConfig(RolloutConfig):
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether rewards make advantages; if not, a run need not have any."""
         return True
 
     @property
