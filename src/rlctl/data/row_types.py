@@ -14,6 +14,7 @@ from rlctl.data.texts import (
     CHOSEN,
     COMPLETION,
     LABEL,
+    MARGIN,
     REJECTED,
     TrainedText,
     label_from_record,
@@ -36,6 +37,9 @@ class RowType(ABC):
 
     needs_another: bool = False
     """Whether each row also uses another row's completion."""
+    numbers: tuple[str, ...] = ()
+    """Names in `PromptRow.fields` of numbers for the loss. A row may lack one; each token has the number of its row in
+    `TokenBatch.extra_R[name]`."""
 
     @abstractmethod
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
@@ -112,6 +116,12 @@ class PairRows(RowType):
 
     def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
         return {CHOSEN: answer, REJECTED: "nobody knows"}
+
+
+class MarginPairRows(PairRows):
+    """Pairs with an optional `margin`: by how much the score of the chosen completion is to be the higher one."""
+
+    numbers = (MARGIN,)
 
 
 class LabelRows(RowType):

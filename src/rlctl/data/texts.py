@@ -47,7 +47,7 @@ LABEL = "label"
 RANKED = "completions"
 """Field of the completions of a prompt with their ranks, the best of which has the lowest."""
 MARGIN = "margin"
-"""Field of a pair, and column of its texts: by how much the score of the chosen one is to be the higher one."""
+"""Field of a pair, and column of its texts, with the least difference of scores that its loss asks for."""
 REFERENCE = "reference_logps"
 """Column of a pair's texts: the log-prob of its completion under the reference, divided between its tokens."""
 REFERENCE_FIELDS = ("ref_chosen_logps", "ref_rejected_logps")

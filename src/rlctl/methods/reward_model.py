@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.data.row_types import MarginPairRows
 from rlctl.data.texts import MARGIN
 from rlctl.methods.preference import PAIRS, REWARDS, PairMethod, Pairs, measure_pairs, summed
 from rlctl.settings.config import RlctlConfig
@@ -61,6 +62,7 @@ class RewardModel(PairMethod):
         "rlctl train rm --resume --run-dir runs/my-run",
     )
     valued = True
+    rows = MarginPairRows()
     metrics = (Metric(PAIRS, "sum"), *REWARDS)
 
     def refuse_model(self, directory: Path) -> None:

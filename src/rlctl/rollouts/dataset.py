@@ -19,7 +19,6 @@ from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
 from rlctl.data.texts import (
-    MARGIN,
     REFERENCE,
     REFERENCE_FIELDS,
     TrainedText,
@@ -71,7 +70,7 @@ class TextStream(PromptStream):
         for row in self._first(self.planned):
             if row.images or self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
                 self.tokens(row)
-        if self.scored or self.precomputes:
+        if self.rows.numbers or self.precomputes:
             for row in self.used:
                 self.require_numbers(row)
         rows = (self._row(source, place) for source in self.sources for place in range(len(source.prompts)))
@@ -117,8 +116,8 @@ class TextStream(PromptStream):
             return source.prompts[(row.index + 1) % size]
         if self.others is None:
             raise InputError(
-                f"{row.where} is the only row of {source.prompts.label}, and `train kto` compares each completion with "
-                "that of another row.",
+                f"{row.where} is the only row of {source.prompts.label}, and each completion is compared with that of "
+                "another row.",
                 "Give at least two rows.",
             )
         return self.others[0]
@@ -127,22 +126,24 @@ class TextStream(PromptStream):
         """Raise InputError where a field of `row` that the loss is computed from is not a finite number."""
         if self.precomputes:
             self.brings_reference(row)
-        margin = row.fields.get(MARGIN)
-        if self.scored and margin is not None and not is_number(margin):
-            raise InputError(
-                f"{row.where}: the field {MARGIN!r} is {margin!r:.40}, which is not a finite number.",
-                "Write one, or leave the field out.",
-            )
+        for name, value in self._numbers(row).items():
+            if not is_number(value):
+                raise InputError(
+                    f"{row.where}: the field {name!r} is {value!r:.40}, which is not a finite number.",
+                    "Write one, or leave the field out.",
+                )
+
+    def _numbers(self, row: PromptRow) -> dict[str, Any]:
+        return {name: row.fields[name] for name in self.rows.numbers if row.fields.get(name) is not None}
 
     def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
         """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong number."""
         self.require_numbers(row)
+        count = sum(len(text.tokens_T) for text in texts)
+        found = {name: np.full(count, value, np.float32) for name, value in self._numbers(row).items()}
         if self.reference is not None:
-            return {REFERENCE: self._reference_column(row, texts)}
-        margin = row.fields.get(MARGIN)
-        if not self.scored or margin is None:
-            return {}
-        return {MARGIN: np.full(sum(len(text.tokens_T) for text in texts), margin, np.float32)}
+            found[REFERENCE] = self._reference_column(row, texts)
+        return found
 
     def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
         """Return a row's text in the teacher's tokenization up to the limit, and the column [T] of chunks."""
