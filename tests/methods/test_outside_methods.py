@@ -29,6 +29,7 @@ from rlctl.methods.rl.policy_gradient import PolicyGradient
 from rlctl.methods.rl.sections import LossConfig
 from rlctl.methods.sft import SftConfig
 from rlctl.methods.text_method import TextMethod
+from rlctl.settings.run import GroupBatchConfig
 from rlctl.telemetry.metrics import Metric
 
 
@@ -37,6 +38,8 @@ class Weighting(Section):
 
     power: float = 1.0
     """Exponent of the probability of a token."""
+    by_kind: dict[str, float] = {"sum": 1.0}
+    """Weights of rows by their kind."""
 
 
 class WeightedConfig(SftConfig):
@@ -46,10 +49,13 @@ class WeightedConfig(SftConfig):
 
 
 class Scored(TextRows):
-    """Rows with `question` and `reply`."""
+    """Rows with `question`, `reply`, and a mapping `meta` with the `quality` of the reply."""
+
+    numbers = ("quality",)
 
     def read(self, record, index, where, data):
-        return super().read({"prompt": record["question"], "completion": record["reply"]}, index, where, data)
+        given = {"prompt": record["question"], "completion": record["reply"], **record["meta"]}
+        return super().read(given, index, where, data)
 
 
 class Weighted(TextMethod):
@@ -59,16 +65,19 @@ class Weighted(TextMethod):
     defaults = {"optimizer.lr": 1e-3}
     command = "weighted"
     rows = Scored()
-    metrics = (Metric("mean_weight", "mean", curve="mean weight of a token"),)
+    metrics = (
+        Metric("mean_weight", "mean", curve="mean weight of a token"),
+        Metric("mean_quality", "mean"),
+    )
 
     def _weights(self, batch):
         return (self.config.weighting.power * batch.logprobs_R.detach()).exp()
 
     def token_loss(self, batch):
-        return -self._weights(batch) * batch.logprobs_R
+        return -self._weights(batch) * batch.extra_R["quality"] * batch.logprobs_R
 
     def measure(self, batch):
-        return {"mean_weight": self._weights(batch)}
+        return {"mean_weight": self._weights(batch), "mean_quality": batch.extra_R["quality"]}
 
 
 class Softness(Section):
@@ -76,18 +85,21 @@ class Softness(Section):
 
     scale: float = 2.0
     """Scale of the ratio."""
+    hard: bool = False
+    """Whether the gate is a step."""
 
 
 class TemperedLoss(LossConfig):
     """The loss of `tempered`."""
 
-    softness: Softness = Softness()
+    softness: Softness = Softness(scale=4.0)
 
 
 class TemperedConfig(RlConfig):
     """The configuration of `--algorithm tempered`."""
 
     loss: TemperedLoss = TemperedLoss()
+    batch: GroupBatchConfig = GroupBatchConfig(generations=2)
 
 
 class Tempered(PolicyGradient):
@@ -111,7 +123,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Name: toy-methods\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    rows = [{"question": f"What is {a} + 3?", "reply": f"It is {a + 3}."} for a in range(9)]
+    rows = [
+        {"question": f"What is {a} + 3?", "reply": f"It is {a + 3}.", "meta": {"quality": 0.5, "kind": "sum"}}
+        for a in range(9)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -135,9 +150,19 @@ def test_its_section_is_known_and_no_other(package: Path, tiny_llama: Path) -> N
     assert wrong.returncode == 2
     assert "`train weighted` has no section `reward`" in wrong.stderr
     nested = rlctl(package, "config", "schema", "tempered", "loss")
-    assert "scale: number = 2.0" in nested.stdout, nested.stderr
+    assert "scale: number = 4.0" in nested.stdout, nested.stderr
     wrong = rlctl(package, "train", "grpo", "--set", "loss.softness.scale=1", "--dry-run")
     assert "`train grpo` has no key `softness.scale` in the section `loss`" in wrong.stderr
+    wrong = rlctl(package, "train", "grpo", "--algorithm", "tempered", "--set", "loss.softness.scal=1", "--dry-run")
+    assert "did you mean `loss.softness.scale`?" in wrong.stderr
+
+
+def test_an_argument_of_a_section_is_a_default_when_its_neighbor_is_set(package: Path) -> None:
+    sets = ["run.algorithm=tempered", "loss.softness.hard=true", "batch.prompts=4"]
+    shown = rlctl(package, "config", "show", "--json", *(word for one in sets for word in ("--set", one)))
+    config = json.loads(shown.stdout)
+    assert config["loss"]["softness"] == {"scale": 4.0, "hard": True}, shown.stderr
+    assert config["batch"]["generations"] == 2
 
 
 def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_llama: Path) -> None:
@@ -170,6 +195,7 @@ def test_both_train_and_resume(package: Path, tiny_llama: Path, tmp_path: Path) 
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(0 < line["mean_weight"] <= 1 for line in lines)
     assert lines[-1]["mean_weight"] > lines[0]["mean_weight"]
+    assert all(line["mean_quality"] == 0.5 for line in lines)
     assert "mean weight of a token" in (Path(run) / "report.html").read_text()
     rl = str(tmp_path / "rl")
     sampled = rlctl(

@@ -52,8 +52,11 @@ def schema(
     from rlctl.config.kinds import method_names, sections_of
     from rlctl.errors import ConfigError
 
-    method = next((name for name in names or () if name in method_names()), None)
-    section = next((name for name in names or () if name != method), None)
+    words = list(names or ())
+    method = next((name for name in words if name in method_names()), None)
+    if method is not None:
+        words.remove(method)  # a section may have the method's name
+    section = next(iter(words), None)
     sections = tuple(config_class(method).model_fields) if method else section_names()
     if section is not None and section not in sections:
         meant = nearest(section)

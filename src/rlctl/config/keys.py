@@ -176,7 +176,10 @@ def nearest(key: str) -> str | None:
     """Return the nearest known key: another trainer's counterpart, the same name elsewhere, or the most similar one."""
     if key in OTHER_TRAINERS:
         return OTHER_TRAINERS[key]
-    last = key.rpartition(".")[2]
+    outer, _, last = key.rpartition(".")
+    inner = section_of(found.annotation) if "." in outer and (found := field(outer)) else None
+    if inner is not None and (alike := difflib.get_close_matches(last, inner.model_fields, n=1)):
+        return f"{outer}.{alike[0]}"
     passing = section_with(last)
     if passing is not None:
         return f"{passing}.{last}"

@@ -51,3 +51,13 @@ def changed(section: Section, plain: Section, prefix: str) -> Iterator[tuple[str
             yield from changed(value, usual, f"{prefix}{name}.")
         elif value != usual:
             yield f"{prefix}{name}", usual
+
+
+def given_keys(section: Section, prefix: str) -> Iterator[tuple[str, object]]:
+    """Yield each key that `section` or a section in it was made with, with its value."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from given_keys(value, f"{prefix}{name}.")
+        elif name in section.model_fields_set:
+            yield f"{prefix}{name}", value

@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, origin, plugin_names
+from rlctl.config.section import Section, given_keys
 from rlctl.errors import ConfigError, InputError, RlctlError, suggest
 from rlctl.isolation.user_function import UserCode, is_reference
 from rlctl.methods.rl.algorithm import Algorithm
@@ -109,9 +111,13 @@ def names() -> tuple[str, ...]:
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """Return the values by key that a method or algorithm sets in place of defaults."""
-    method = method_class(name)
-    return {} if method is None else dict(method.defaults)
+    """Return the values by key that a method or algorithm sets in place of defaults: `defaults`, and arguments of the
+    sections in its configuration class, such as `batch: BatchConfig = BatchConfig(prompts=4)`."""
+    if (method := method_class(name)) is None:
+        return {}
+    sections = {name: field.default for name, field in method.Config.model_fields.items()}
+    of_sections = (given_keys(one, f"{name}.") for name, one in sections.items() if isinstance(one, Section))
+    return dict(chain.from_iterable(of_sections)) | dict(method.defaults)
 
 
 def command_of(name: str) -> str:
