@@ -1,4 +1,9 @@
-"""Call a function in a child process, for torch, memory, threads or user code. The child ends with its caller."""
+"""Call a function in a child process, for torch, memory, threads or user code. The child ends with its caller.
+
+Two other launchers differ for a reason. User code that answers many requests runs under supervisors
+(`isolation/child_process.py`), because it may start processes and ignore signals. Probes of the machine are commands
+with logs that users read (`doctor/deep.py`).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from rlctl.errors import EXIT_INTERRUPTED, KilledError, RlctlError, WaitTimeoutE
 T = TypeVar("T")
 
 PACKAGES = str(Path(__file__).parents[1])
-MAIN = "import sys; sys.path.append(sys.argv[1]); from rlctl.child import main; main(int(sys.argv[2]))"
+MAIN = "import sys; sys.path.append(sys.argv[1]); from {module} import main; main()"
 CLEARING_S = 30.0
 """Seconds for an interrupted child to remove its files."""
 
@@ -33,8 +38,7 @@ def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | Non
     WaitTimeoutError after `limit_s`, KilledError after a signal, RlctlError for other failures.
     """
     with tempfile.TemporaryFile() as answer:
-        # -P: no module of the directory that the user works in replaces one of Python's.
-        command = [sys.executable, "-P", "-c", MAIN, PACKAGES, str(answer.fileno())]
+        command = module_command(__name__, answer.fileno())
         errors_to = subprocess.DEVNULL if quiet else None
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors_to, pass_fds=[answer.fileno()])
         try:
@@ -51,6 +55,14 @@ def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | Non
                 process.wait()
         answer.seek(0)
         return _result(doing, process.returncode, answer.read())
+
+
+def module_command(module: str, descriptor: int) -> list[str]:
+    """Return the command that calls `main` of a module in a new interpreter, where `sys.argv[2]` is the open file
+    `descriptor`."""
+    # -P: no module of the directory that the user works in replaces one of Python's. Not -m: pickle would look the
+    # child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
+    return [sys.executable, "-P", "-c", MAIN.format(module=module), PACKAGES, str(descriptor)]
 
 
 def _result(doing: str, code: int, answer: bytes) -> Any:
@@ -83,9 +95,9 @@ def adopt_orphans(on: bool = True) -> None:
     ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
-def main(answer: int) -> None:
-    """Call the function that stdin holds, and write (result, error) to the file with the descriptor `answer`."""
-    interrupted = False
+def main() -> None:
+    """Call the function that stdin holds, and write (result, error) to the file with the descriptor `sys.argv[2]`."""
+    answer, interrupted = int(sys.argv[2]), False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted

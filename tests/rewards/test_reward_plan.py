@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlctl.child import MAIN
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
-from rlctl.isolation import child_process
 from rlctl.rewards import scoring_process
 from rlctl.rewards.extraction import Extraction
 from rlctl.rewards.reward_plan import mixed_rewards, prepare_rewards, require_known
@@ -457,7 +457,7 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
 def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = "; from rlctl.rewards.scorers import TaskScorer as T; score = T.__call__"
     ends += "; T.__call__ = lambda self, c, row: __import__('os')._exit(9) if c == 'end' else score(self, c, row)"
-    monkeypatch.setattr(child_process, "CHILD", child_process.CHILD.replace("; main()", f"{ends}; main()"))
+    monkeypatch.setattr("rlctl.child.MAIN", MAIN.replace("; main()", f"{ends}; main()"))
     source = gym("chain_sum", max_terms=2, max_digits=1)
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
     assert scores.rewards == (1, 0, 1)

@@ -1,4 +1,7 @@
-"""A child process for untrusted code, started with a plan under supervisors."""
+"""A child process for user code: started with a plan, under supervisors that end whatever it starts.
+
+rlctl's own functions do not need supervisors and run in `rlctl.child.call_in_child`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import sys
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeVar
 
+from rlctl.child import module_command
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.isolation.supervisor import supervise
 
@@ -19,9 +22,6 @@ T = TypeVar("T")
 START_TIMEOUT_S = 180.0
 """To import reasoning-gym or a user's file; seconds from a local disk."""
 CLOSE_TIMEOUT_S = 20.0
-PACKAGES = str(Path(__file__).parents[2])
-# Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
-CHILD = "import sys; sys.path.append(sys.argv[2]); from {module} import main; main()"
 
 
 class ChildProcess:
@@ -37,9 +37,7 @@ class ChildProcess:
     def start(self, plan: object, environment: dict[str, str] | None = None) -> Connection:
         """Start it and wait until it can work. Raises what building the plan raised."""
         ours, theirs = Pipe()
-        # -P: no module of the directory that the user works in replaces one of Python's.
-        script = CHILD.format(module=self._module)
-        command = [sys.executable, "-P", "-c", script, str(theirs.fileno()), PACKAGES]
+        command = module_command(self._module, theirs.fileno())
         # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
@@ -87,7 +85,7 @@ class ChildProcess:
 def begun(build: Callable[[Any], T]) -> tuple[Connection, Any, T]:
     """Start in the child under supervisors: receive the plan and return connection, plan and `build`'s result. User
     errors are reported to the parent."""
-    number = int(sys.argv[1])
+    number = int(sys.argv[2])
     supervise(number)
     connection = Connection(number)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
