@@ -260,7 +260,6 @@ def parse_size(text: str) -> int:
 
 @contextlib.contextmanager
 def _settings(json_: bool, **chosen: Any) -> Iterator[Options]:
-    """Provide the options of a conversion with a progress bar that removes partial output when stopped."""
     from rlctl.checkpoints.conversion.hf_megatron import Options
     from rlctl.checkpoints.conversion.stream import progress_bar
 

@@ -188,7 +188,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _compared(first: Result, other: Result) -> str:
-    """Return the comparison with the first model by mean@n, the metric that uses every sample."""
     from rlctl.rewards.statistics import paired_difference
 
     name = next(iter(first.metrics))

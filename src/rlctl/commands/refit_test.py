@@ -91,7 +91,6 @@ def refit_test(
 
 
 def _show(test: RefitTestReport, json_: bool, explain: bool) -> None:
-    """Print the result and exit with code 5 if tensors differ."""
     print_json(test.to_json(explain)) if json_ else print("\n".join(text_of(test, explain)))
     if not test.passed:
         raise typer.Exit(EXIT_MISMATCH)

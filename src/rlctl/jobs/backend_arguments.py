@@ -55,7 +55,6 @@ class BackendArguments:
 
 
 def _usual(one: SectionArguments, key: str) -> Any:
-    """The value of a field without the user's."""
     if key in one.ours:
         return one.ours[key]
     field = (TARGETS[one.section].fields() or {}).get(key)

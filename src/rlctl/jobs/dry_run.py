@@ -120,13 +120,11 @@ class DryRun:
         return found.pop() if len(found) == 1 else None
 
     def _differing(self) -> list[str]:
-        """Return lines on what runs differently from what a file has."""
         told = [line.removeprefix("note: ").removeprefix("runs differently: ") for line in self.resolved.notes]
         lines = [line for text in told for line in wrapped(text, "    ", "      ")]
         return ["  differs from the file", *lines, ""] if lines else []
 
     def _values(self, every: bool) -> list[str]:
-        """Return lines of key, value and origin; without `every`, of those that somebody set."""
         origin = self.resolved.origin
         if self.recipe is not None:
             origin = {key: one.removeprefix(f"file {self.recipe}, ") for key, one in origin.items()}
@@ -223,7 +221,6 @@ def _with_images_named(job: Job, row: PromptRow, text: str) -> tuple[str, int, i
 
 
 def _shown(text: str) -> list[str]:
-    """Return the lines of a prompt; of a long one, its beginning and its end."""
     lines = [
         f"    | {line}".rstrip()
         for paragraph in text.split("\n")
@@ -293,14 +290,12 @@ def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None
 
 
 def _unopened(resolved: Resolved) -> ModelSource:
-    """Where the model is or would be."""
     name = resolved.config.model.name or ""
     local = find(user_path(name))
     return of_megatron(name, local) if local is not None else ModelSource(Path(name), name)
 
 
 def _assumed(resolved: Resolved, plan: Plan) -> list[str]:
-    """Notes on what differs from a recipe, and on what was assumed about the machine."""
     return [*differences(resolved), *_machine(resolved, plan)]
 
 

@@ -154,7 +154,6 @@ def candidates(
 
 
 def _leading(found: Sequence[Candidate]) -> Candidate:
-    """Return the one whose prompts and sampling are those of all: a run knows how its own prompts are put."""
     return next((one for one in found if one.checkpoint), found[0])
 
 
@@ -388,13 +387,11 @@ class Encoded:
 
 
 def _identity_of(term: RewardTerm) -> str:
-    """Return weight and name of a scorer, and the digest of a function's file."""
     digest = reward_digest(term.name)
     return f"{term.weight:g} x {term.name}" + (f" ({digest})" if digest else "")
 
 
 def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progress: WorkProgress) -> None:
-    """Sample and score what the file lacks of one model; engines are started only where it lacks something."""
     missing = {task.label: one.missing(task, file, job.samples) for task in job.tasks}
     if not any(missing.values()):
         return
@@ -415,7 +412,6 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
 
 
 def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, list[int]]]:
-    """Yield the samples of each call to the engines, about `size` of them, by row."""
     part: dict[int, list[int]] = {}
     for number, (row, sample) in enumerate(missing):
         part.setdefault(row, []).append(sample)

@@ -192,7 +192,6 @@ def _file_prompts(path: Path, data: DataConfig) -> Iterator[PromptRow]:
 
 
 def _stdin() -> str:
-    """Return all of stdin. Raises InputError where that is a terminal or no text."""
     if sys.stdin.isatty():
         raise InputError("--prompts-file -: stdin is a terminal.", "Pipe the prompts in, one on each line.")
     try:

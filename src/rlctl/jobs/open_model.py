@@ -150,7 +150,6 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
 
 
 def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
-    """Return the facts with the positions that the configuration gives the model."""
     most = most_positions(model.max_position_embeddings, model.rope_scaling)
     most = most or facts.max_length
     rope = rope_of(model.rope_scaling, facts.rope.theta, most) if model.rope_scaling else facts.rope
@@ -159,7 +158,6 @@ def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
 
 
 def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
-    """Return the positions that `model.extend_positions` gives a model; None: it has enough, or they are learned."""
     wanted = model.max_length if model.extend_positions and facts.family in FAMILIES else None
     return wanted if wanted and wanted > facts.max_length else None
 

@@ -153,7 +153,6 @@ class Job:
         return replace(workers, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
-        """Digest of the files of a directory, or of the vocabulary of a tokenizer that came from the hub."""
         if directory.is_dir():
             return model_fingerprint(directory)
         vocabulary = sorted(self.prompts.encoder.tokenizer.get_vocab().items())
@@ -428,7 +427,6 @@ def step_plan(
 
 
 def _scores(method: Method, prompts: PromptStream | None) -> bool:
-    """Whether rollouts are scored; without `prompts`, their own scorers are not known."""
     sources = prompts.sources if prompts and method.rewarded else ()
     return method.has_scores(bool(sources) and any_reward((one.label, one.reward, one.prompts) for one in sources))
 

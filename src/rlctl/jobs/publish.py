@@ -123,7 +123,6 @@ def _reported(run: RunDirectory) -> ReportedRun | None:
 
 
 def _whole_class(directory: Path) -> str | None:
-    """The class of a model that takes images or sound as well; None: it is a text model."""
     config = read_config(directory) if (directory / "config.json").exists() else {}
     return str(config["architectures"][0]) if sees(config) else None
 

@@ -240,7 +240,6 @@ def run_without_engine(
 
 
 def _compared(session: RefitSession, test: RefitTestReport) -> list[TensorComparison]:
-    """Every tensor of every engine, added to the record with the seconds it took."""
     begun = time.perf_counter()
     found = session.compare()
     test.verify_seconds.append(time.perf_counter() - begun)
@@ -256,7 +255,6 @@ def _generate(
     timeout_s: float,
     never: tuple[int, ...],
 ) -> list[GroupResult]:
-    """Greedy and sampled completions of each prompt, from the first engine."""
     results: list[GroupResult] = []
     for offset, temperature in ((0, 0.0), (len(prompts), 1.0)):
         asked = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
@@ -269,7 +267,6 @@ def _generate(
 
 
 def _held(session: RefitSession) -> dict[str, int]:
-    """Fingerprint of the first copy of each tensor in the engine, to recognize stale ones."""
     return {reading.tensor: reading.value for reading in session.engines.call(WeightReceiver.readings)[0]}
 
 

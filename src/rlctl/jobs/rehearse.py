@@ -99,7 +99,6 @@ class Rehearsal:
 
 
 def _short(value: Any, most: int = 60) -> str:
-    """Return a value as a user would write it, cut where it is long."""
     text = "unset" if value is None else str(value)
     return text if len(text) <= most else f"{text[:most]}..."
 

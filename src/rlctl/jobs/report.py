@@ -132,7 +132,6 @@ def _steps(manifest: Mapping[str, Any]) -> int | None:
 
 
 def _identity(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what the run is, by label; what an older manifest lacks is left out."""
     command, model, data = manifest.get("command") or [], manifest.get("model") or {}, manifest.get("data") or {}
     packages = {"rlctl": manifest.get("rlctl"), "python": manifest.get("python"), **(manifest.get("packages") or {})}
     found = {
@@ -147,7 +146,6 @@ def _identity(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _facts(manifest: Mapping[str, Any], run: RunDirectory) -> list[tuple[str, str]]:
-    """Return how and where it ran, by label; what an older manifest lacks is left out."""
     plan = manifest.get("plan") or {}
     found = {
         "machine": _machine(plan.get("cluster") or {}),
@@ -183,7 +181,6 @@ def _settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _forecasts(run: Path) -> list[Forecast]:
-    """Return the plan against what was measured; nothing where the run has no measurement."""
     with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError, RecursionError):
         times = [Forecast(row.name, "s", row.predicted, row.measured) for row in compare_run(run)]
         shown = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
@@ -201,7 +198,6 @@ def _validations(lines: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return the samples that were kept of the first, the middle and the last of `steps`."""
     if not steps:
         return []
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))

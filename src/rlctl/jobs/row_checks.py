@@ -112,7 +112,6 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
 
 
 def _of_rewards(plan: RewardPlan, rows: Sequence[PromptRow], samples: Sequence[dict], label: str) -> Iterator[str]:
-    """Yield a notice for each of the run's own scorers that gives everything the same."""
     own = replace(plan, terms=plan.terms[:-1])  # the last one is the rehearsal's
     right = reference_scores(own, rows) if own.terms else {}
     for scorer in own.labels:

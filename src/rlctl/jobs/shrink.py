@@ -193,7 +193,6 @@ def _data(config: RlctlConfig, stage: StandIns) -> dict[str, Any]:
 
 
 def _played(terms: Sequence[RewardTerm], stage: StandIns) -> list[dict[str, Any]]:
-    """Return the terms of a reward, with the tiny reward model in place of the run's."""
     tiny = {"name": f"{MODEL}{stage.teacher}"}
     return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
 

@@ -67,7 +67,6 @@ def write_model(
 
 
 def _tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """Return the tokenizer of a run, or why there is none here."""
     try:
         directory = (
             model.tokenizer
@@ -123,7 +122,6 @@ COLORS = ("red", "green", "blue", "yellow")
 
 
 def _drawn(number: int) -> str:
-    """Return a drawn image as a data URL."""
     held = io.BytesIO()
     square(COLORS[number % len(COLORS)]).save(held, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"

@@ -65,7 +65,6 @@ def _row(seconds: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
 
 
 def _tokens(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean tokens of a completion; None: the run generates nothing."""
     seen = [float(line[TOKENS]) for line in lines if line.get(TOKENS) is not None]
     return round(fmean(seen), 1) if seen else None
 

@@ -209,7 +209,6 @@ def _train(
 def _validation(
     job: Job, workers: RunWorkers, policy: PolicyClient, sync: WeightSync | None, journal: RunJournal
 ) -> Validation | None:
-    """Return the measure of held-out texts, or of answers to held-out prompts; None: the run does not validate."""
     if job.validation is None:
         return None
     scorers = _scorers(job, workers.validation, policy)
@@ -267,8 +266,6 @@ def _converted(job: Job, display: Display) -> Job:
 
 
 def _progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
-    """Return how far a phase of a step has come: completions of all engines, or micro-batches of a rank."""
-
     def progress(phase: Phase) -> tuple[int, int] | None:
         if phase is Phase.GENERATION and workers.engines is not None:
             told = workers.engines.group.progress()
@@ -288,7 +285,6 @@ def _rollouts(
 
 
 def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
-    """Return the scorers of `workers`, with the reward model where that is what computes beside the policy."""
     model = None if job.config.named_teacher else policy.teacher
     return Scorers(workers, model) if workers is not None else None
 
@@ -311,7 +307,6 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
 
 
 def _load_policy(job: Job, workers: RunWorkers, display: Display) -> PolicyClient:
-    """Return the policy on running processes, with the weights that the run begins with."""
     policy = workers.policy
     display.doing("loading weights")
     policy.load_model(job.source.weights)
@@ -455,7 +450,6 @@ class RunJournal:
 
 
 def _sampled(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Return the groups that engines sampled; nobody needs to see again what a dataset holds."""
     return [group for group in groups if group.texts is not None]
 
 
@@ -480,7 +474,6 @@ class Machine:
 def _loggers(
     job: Job, run: RunDirectory, resume_from: Checkpoint | None, display: Display, stack: contextlib.ExitStack
 ) -> Sequence[MetricsFile | LoggerThread]:
-    """Return the metrics file and what else is wanted; closed by `stack`."""
     finished = 0 if resume_from is None else resume_from.step
     loggers: list[MetricsFile | LoggerThread] = [run.open_metrics(resume_from)]
     config, options = job.config.model_dump(mode="json"), job.config.run

@@ -67,13 +67,11 @@ def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
 
 
 def _scored(config: RlctlConfig, method: Method) -> bool:
-    """Whether rollouts are scored apart from what their environment says."""
     own = any(one.reward.terms or (one.data.name or "").startswith(GYM_PREFIX) for one in _sources(config))
     return method.has_scores(own)
 
 
 def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource]) -> Iterator[str]:
-    """Open the rows of validation; yield what was skipped."""
     if not config.validation.wanted:
         return
     held_out = None

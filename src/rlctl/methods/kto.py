@@ -147,7 +147,6 @@ class _Divergence:
 
 
 def _summed(values_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return the sum [N] over the tokens of each text."""
     import torch
 
     sums = torch.zeros(int(batch.rollout_R.max()) + 1, dtype=values_R.dtype, device=values_R.device)

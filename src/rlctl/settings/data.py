@@ -195,5 +195,4 @@ class DataSource(Section):
 
     @model_serializer(mode="wrap")
     def _set_keys(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the keys that are set: a plan and a manifest show no others."""
         return {key: value for key, value in whole(self).items() if value is not None}

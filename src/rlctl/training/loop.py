@@ -199,7 +199,6 @@ class Loop:
         return {"refit_seconds": seconds, "refit_verified": report.verified}
 
     def _validate(self, name: str) -> dict[str, Any]:
-        """Validate where that is due after the steps so far; return its metrics as `name`."""
         validation, journal = self.parts.validation, self.parts.journal
         if validation is None or not validation.due(self.step):
             return {}
@@ -211,7 +210,6 @@ class Loop:
 
     @property
     def _plateau(self) -> str | None:
-        """The sentence that ends the run where validation does not get better; None: it goes on."""
         return self.parts.validation.plateau if self.parts.validation is not None else None
 
     def _save(self, step: int, metrics: dict[str, Any], *, ending: bool) -> None:

@@ -54,7 +54,6 @@ class TextValidation(Validation):
         return Validated(metrics, len(self._groups), tuple(self._answers(version)))
 
     def _answers(self, version: int) -> list[RolloutGroup]:
-        """Return the answers of the engines, where there are some, to the prompts of held-out texts."""
         sync = self._sync
         if sync is None:
             return []

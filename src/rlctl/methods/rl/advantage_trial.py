@@ -66,7 +66,6 @@ def _shown(values_G: np.ndarray) -> str:
 
 
 def _group(position: int, rewards_G: np.ndarray) -> RolloutGroup:
-    """Return a group of finished rollouts of four tokens with these rewards."""
     rollouts = tuple(
         Rollout(position, sample, sample, ((0, 4),), "stop", 1, 5, 4, float(reward), {}, None)
         for sample, reward in enumerate(rewards_G)
