@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlctl.child import PACKAGES
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import WorkerError
-from rlctl.isolation.child_process import PACKAGES
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.settings.rewards import RewardTerm
