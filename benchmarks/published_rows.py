@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
+from rlctl.planner.choice import GenerationChoice, LoraChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
 from rlctl.planner.inputs.request import Workload
 
@@ -185,12 +185,12 @@ def training_of(fields: dict[str, str], facts: ModelFacts, gpus: int, workload: 
     )  # fmt: skip
 
 
-def adapters_of(fields: dict[str, str]) -> Adapters | None:
+def adapters_of(fields: dict[str, str]) -> LoraChoice | None:
     """Return the adapters of a LoRA row. An unstated rank counts as 16; frozen weights are much larger anyway."""
     if "lora" not in (fields["algorithm"] + fields["source_path"] + fields["notes"]).lower():
         return None
     rank = re.search(r"LoRA rank (\d+)", fields["notes"])
-    return Adapters(int(rank[1]) if rank else 16)
+    return LoraChoice(int(rank[1]) if rank else 16)
 
 
 def generation_of(fields: dict[str, str], workload: Workload) -> GenerationChoice | None:

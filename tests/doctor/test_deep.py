@@ -16,7 +16,7 @@ import pytest
 from rlctl.backends.vllm import compat
 from rlctl.cli import run
 from rlctl.doctor import deep
-from rlctl.doctor.deep import Outcome, Runner
+from rlctl.doctor.deep import ProbeOutcome, Runner
 from rlctl.doctor.probes import CPU, LAYERS, Probe
 from rlctl.errors import MachineError
 
@@ -63,7 +63,7 @@ def test_a_probe_that_fails_hangs_or_dies_is_told_and_the_others_run(
     assert "exit code 1; the log says: rlctl: the model is too wide." in outcomes["says nothing useful"].detail
     assert "No plan fits." in outcomes["fits nowhere"].detail
     with contextlib.suppress(psutil.NoSuchProcess):  # the hanging probe's own child has ended with it
-        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
+        assert psutil.ProbeProcess(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
     line = deep.line_of(outcomes["fails"])
     assert line.startswith("FAIL  fails")
     assert "layer of fails: RuntimeError: no peers" in line
@@ -90,8 +90,8 @@ def test_what_there_is_no_time_or_no_gpu_for_is_left_out_with_the_reason(tmp_pat
 
 
 def test_the_page_compares_the_largest_run_with_its_plan() -> None:
-    small = Outcome("grpo", "", "ok", phases=[{"phase": "generation", "measured": 1.0, "predicted": 2.0}])
-    large = Outcome("grpo-billion", "", "ok", phases=[{"phase": "generation", "measured": 7.3, "predicted": 3.9}])
+    small = ProbeOutcome("grpo", "", "ok", phases=[{"phase": "generation", "measured": 1.0, "predicted": 2.0}])
+    large = ProbeOutcome("grpo-billion", "", "ok", phases=[{"phase": "generation", "measured": 7.3, "predicted": 3.9}])
     text = deep.summary([small, large])
     assert re.search(r"step of grpo-billion +measured +planned\n +generation +7\.30 +3\.90", text)
 

@@ -15,7 +15,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError, NoPlanError
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ListedTensor
-from rlctl.planner.choice import Adapters, TrainingChoice
+from rlctl.planner.choice import LoraChoice, TrainingChoice
 from rlctl.planner.costs.memory import host_memory, training_memory
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.costs.time import logprobs_time, offload_seconds
@@ -501,13 +501,13 @@ def test_adapters_fit_where_all_weights_do_not_and_train_faster() -> None:
     whole = {"training.optimizer_offload": False}
     with pytest.raises(NoPlanError):
         make_plan(facts, cluster, workload, whole)
-    made = make_plan(facts, cluster, workload, whole, adapters=Adapters(16))
+    made = make_plan(facts, cluster, workload, whole, adapters=LoraChoice(16))
     assert made.runnable
     assert "LoRA rank 16" in made.name()
     assert "adapters" in explain(made)
     small = model("Llama-3.1-8B")
     pins = {"training.tp": 1, "training.pp": 1, "training.cp": 1, "training.recompute": "full"}
-    full, low = (make_plan(small, cluster, workload, pins, adapters=a) for a in (None, Adapters(16)))
+    full, low = (make_plan(small, cluster, workload, pins, adapters=a) for a in (None, LoraChoice(16)))
     # Of four forward passes' worth of multiplications with the weights three are left.
     assert 0.7 < low.seconds[Phase.TRAINING] / full.seconds[Phase.TRAINING] < 0.85
 

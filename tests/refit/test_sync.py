@@ -17,7 +17,7 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.errors import WorkerError
-from rlctl.refit.sync import DeviceTurn, DeviceTurns
+from rlctl.refit.sync import DeviceHandover, DeviceHolder
 from rlctl.settings.training import TrainingConfig
 from support.engines import tiny_facts
 
@@ -70,11 +70,11 @@ def parties(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         group.kill()
 
 
-def turns_of(policy: WorkerGroup, engines: WorkerGroup, *, shared: bool = True) -> DeviceTurns:
+def handover_of(policy: WorkerGroup, engines: WorkerGroup, *, shared: bool = True) -> DeviceHandover:
     """Turns between the two; `shared`: on the same devices."""
     spec = PolicySpec(tiny_facts(tied=False))
     client = PolicyClient(policy, spec, TrainingConfig(), micro_batch_tokens=64)
-    return DeviceTurns(client, EngineClient(engines), offload=shared, engines_sleep=shared)
+    return DeviceHandover(client, EngineClient(engines), offload=shared, engines_sleep=shared)
 
 
 def happened(parties: tuple[WorkerGroup, ...]) -> list[str]:
@@ -82,28 +82,28 @@ def happened(parties: tuple[WorkerGroup, ...]) -> list[str]:
 
 
 def test_a_step_on_shared_devices(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
-    turns = turns_of(*parties)
-    turns.to_weights()
+    devices = handover_of(*parties)
+    devices.to_weights()
     assert happened(parties) == ["policy sleeps, weights kept"]
-    with turns.generating() as freed:
-        assert (freed, turns.turn) == (7, DeviceTurn.ENGINES)
+    with devices.generating() as freed:
+        assert (freed, devices.holder) == (7, DeviceHolder.ENGINES)
         assert happened(parties) == ["policy sleeps", "engine wakes"]
-    assert turns.turn is DeviceTurn.POLICY
+    assert devices.holder is DeviceHolder.POLICY
     assert happened(parties) == ["engine sleeps", "policy wakes"]
-    turns.to_weights()
-    turns.to_policy()  # to save
+    devices.to_weights()
+    devices.to_policy()  # to save
     assert happened(parties) == ["policy sleeps, weights kept", "engine sleeps", "policy wakes"]
 
 
 def test_memory_is_looked_at_once_when_both_sleep(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
-    turns, told = turns_of(*parties), list[tuple[int, int]]()
-    turns.when_all_sleep = told.append
-    turns.to_weights()
-    turns.to_policy()
+    devices, told = handover_of(*parties), list[tuple[int, int]]()
+    devices.when_all_sleep = told.append
+    devices.to_weights()
+    devices.to_policy()
     assert told == []  # the engines have captured no graphs yet
     happened(parties)
     for looked in (["policy's device is looked at"], []):
-        with turns.generating():
+        with devices.generating():
             happened(parties)
         assert happened(parties) == ["engine sleeps", *looked, "policy wakes"]
     assert told == [(3, 80)]
@@ -111,10 +111,10 @@ def test_memory_is_looked_at_once_when_both_sleep(parties: tuple[WorkerGroup, Wo
 
 def test_weights_move_in_the_middle_of_a_generation(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
     """As they do when an engine was lost: caches are dropped before the policy comes back."""
-    turns = turns_of(*parties)
-    turns.to_engines()
+    devices = handover_of(*parties)
+    devices.to_engines()
     happened(parties)
-    turns.to_weights()
+    devices.to_weights()
     assert happened(parties) == ["engine sleeps", "policy wakes", "policy sleeps, weights kept"]
 
 
@@ -122,23 +122,23 @@ def test_an_engine_that_is_gone_holds_nobody_up(placement: Any, parties: Any, tm
     specs = [WorkerSpec({"name": f"engine {rank}"}, (placement.bundles[0],)) for rank in range(2)]
     engines = WorkerGroup("two", Party, specs, placement, tmp_path, start_timeout_s=240, call_timeout_s=60)
     try:
-        turns = turns_of(parties[0], engines)
+        devices = handover_of(parties[0], engines)
         os.kill(engines.pids[0], signal.SIGKILL)
-        with turns.generating():
+        with devices.generating():
             assert happened((parties[0], engines.part([1]))) == ["policy sleeps", "engine 1 wakes"]
         assert happened((parties[0], engines.part([1]))) == ["engine 1 sleeps", "policy wakes"]
         engines.part([1]).call(Party.break_down)
         with pytest.raises(WorkerError, match="no memory"):
-            turns.to_engines()
+            devices.to_engines()
         assert happened((parties[0],)) == ["policy sleeps"]
     finally:
         engines.kill()
 
 
 def test_nothing_moves_where_nothing_is_shared(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
-    turns = turns_of(*parties, shared=False)
-    turns.to_weights()
-    with turns.generating() as freed:
+    devices = handover_of(*parties, shared=False)
+    devices.to_weights()
+    with devices.generating() as freed:
         assert freed == 0
     assert happened(parties) == []
 

@@ -176,12 +176,12 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
     planned = resolved.with_values(made.config_values())
     arguments = BackendArguments.of(planned_workers(planned.config, made.facts, made, Path(name), None))
     pinned = arguments.pinned(planned)
-    from rlctl.planner.views.bottlenecks import changes, changes_text, limits
+    from rlctl.planner.views.bottlenecks import improvements, improvements_text, limits
 
-    helpful = changes(made)
+    helpful = improvements(made)
     if json_:
         data = {"model": name} | plan_json(made)
-        data |= {"limits": limits(made), "changes": [vars(change) for change in helpful]}
+        data |= {"limits": limits(made), "changes": [vars(improvement) for improvement in helpful]}
         data["alternatives"] = [plan_json(other) for other in made.alternatives[:top]]
         data |= {"arguments": arguments.to_json(), "pinned": pinned, "notes": list(resolved.notes)}
         if explain:
@@ -189,7 +189,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
         print_json(data)
         return
     output.show(plan_text(made, name))
-    lines = (wrapped(line, "    ", "      ") for line in changes_text(made, helpful))
+    lines = (wrapped(line, "    ", "      ") for line in improvements_text(made, helpful))
     output.show("\n".join(["", "  what limits it, and what would help", *(part for line in lines for part in line)]))
     if explain:
         output.show("\n".join(("", *folded(arithmetic(made)), "", *arguments.text())))

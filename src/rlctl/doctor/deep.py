@@ -82,7 +82,7 @@ STAGES = (
 
 
 @dataclass
-class Outcome:
+class ProbeOutcome:
     """The result of one probe."""
 
     name: str
@@ -108,13 +108,13 @@ def chosen(only: Sequence[str]) -> list[list[Probe]]:
 
 
 def deep(
-    gpu: str, only: Sequence[str], limit_s: float | None, folder: Path, done: Callable[[Outcome], None]
-) -> list[Outcome]:
+    gpu: str, only: Sequence[str], limit_s: float | None, folder: Path, done: Callable[[ProbeOutcome], None]
+) -> list[ProbeOutcome]:
     """Run the probes in `folder` and return their outcomes. `gpu`: the value of `cluster.gpu`; without GPUs the CPU.
     `done` receives each outcome."""
     gpu = gpu if list_gpus() else CPU
     stages, deadline = chosen(only), time.monotonic() + (limit_s or (LIMIT_CPU_S if gpu == CPU else LIMIT_S))
-    outcomes: list[Outcome] = []
+    outcomes: list[ProbeOutcome] = []
     with temporary_folder("deep-models") as models:
         runner = Runner(gpu, folder, models, deadline)
         for stage in stages:
@@ -134,20 +134,22 @@ class Runner:
         """Arguments of runs that do without what failed."""
         self.failed: set[str] = set()
 
-    def run(self, stage: Sequence[Probe]) -> Iterator[Outcome]:
+    def run(self, stage: Sequence[Probe]) -> Iterator[ProbeOutcome]:
         """Yield each probe's outcome when it ends, running several if cores allow."""
-        waiting, live = list(stage), list[Process]()
+        waiting, live = list(stage), list[ProbeProcess]()
         at_once = max(1, len(os.sched_getaffinity(0)) // 2)
         try:
             while waiting or live:
                 while waiting and len(live) < at_once:
                     probe = waiting.pop(0)
                     if why := self.why_skipped(probe):
-                        yield Outcome(probe.name, probe.layer, "skip", why)
+                        yield ProbeOutcome(probe.name, probe.layer, "skip", why)
                         continue
                     left = self.deadline - time.monotonic()
                     limit = probe.limit_s * (CPU_PATIENCE if self.device == CPU else 1)
-                    live.append(Process(probe, self.command(probe), self.folder, min(limit, left), self.environment()))
+                    live.append(
+                        ProbeProcess(probe, self.command(probe), self.folder, min(limit, left), self.environment())
+                    )
                 time.sleep(POLL_S)
                 for process in [one for one in live if one.over()]:
                     live.remove(process)
@@ -185,7 +187,7 @@ class Runner:
         converted = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(self.models / "converted")}
         return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **compiled, **converted}
 
-    def judged(self, process: Process) -> Outcome:
+    def judged(self, process: ProbeProcess) -> ProbeOutcome:
         outcome = process.outcome()
         probe = process.probe
         if outcome.status == "fail":
@@ -209,7 +211,7 @@ class Runner:
         return []
 
 
-class Process:
+class ProbeProcess:
     """A probe's process. Its stdout, one JSON object, and its log are files in `folder`."""
 
     def __init__(
@@ -236,21 +238,21 @@ class Process:
                 os.killpg(self.process.pid, number)
                 self.process.wait(wait_s)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProbeOutcome:
         probe, code, seconds = self.probe, self.process.returncode, time.monotonic() - self.began
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # whatever it has left running
         value = json_object(self.answer.read_bytes())
         if code == NoPlanError.exit_code and not self.stopped:
-            return Outcome(
+            return ProbeOutcome(
                 probe.name, probe.layer, "skip", f"does not fit this machine: {error_of(value)}", seconds=seconds
             )
         if code == 0 and not self.stopped:
-            return Outcome(probe.name, probe.layer, "ok", seconds=seconds, figures=figures_of(value, probe))
+            return ProbeOutcome(probe.name, probe.layer, "ok", seconds=seconds, figures=figures_of(value, probe))
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         ended = f"was stopped after {self.limit_s:.0f} s" if self.stopped else ended
         why = error_of(value) if value.get("error") and not self.stopped else f"{ended}{self.said or self.last_line()}"
-        return Outcome(probe.name, probe.layer, "fail", why[:LINE_CHARACTERS], probe.advice, seconds)
+        return ProbeOutcome(probe.name, probe.layer, "fail", why[:LINE_CHARACTERS], probe.advice, seconds)
 
     def last_line(self) -> str:
         """Return rlctl's error from the log, else its last line."""
@@ -281,7 +283,7 @@ def figures_of(answer: dict[str, Any], probe: Probe) -> dict[str, float | str]:
     return {f"{at} {metric}": answer["headline"][at]["value"] for at in ("first", "last")}
 
 
-def line_of(outcome: Outcome) -> str:
+def line_of(outcome: ProbeOutcome) -> str:
     """Return an outcome as a line of the page, with the advice after a failure in a second one."""
     mark = {"ok": "ok  ", "fail": "FAIL", "skip": "skip"}[outcome.status]
     figures = ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.3g}'}"
@@ -292,7 +294,7 @@ def line_of(outcome: Outcome) -> str:
     return f"{mark}  {outcome.name:<18} {seconds}  {figures or detail}{advice}"
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[ProbeOutcome]) -> str:
     """Return the end of the page: the seconds of the largest run's step next to the plan's, and how many passed."""
     lines = []
     if largest := next((outcome for outcome in reversed(outcomes) if outcome.phases), None):

@@ -193,7 +193,7 @@ def run(
             _perturb(session, version, timeout_s)
             # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
             test.stale = compare_logprobs(generate(version))
-        sync.turns.to_weights()
+        sync.devices.to_weights()
         before = _held(session) if version > 1 else {}
         if version == 1:  # what the first refit leaves out shows as not-a-number
             session.engines.within(timeout_s).call(WeightReceiver.poison)

@@ -128,9 +128,9 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
 def _rehearse(
     resolved: Resolved, method: Method, plan: Plan, folder: Path, found: Rehearsal, tell: Tell, quiet: bool
 ) -> None:
-    stage = _stage(resolved.config, method, plan, folder, found)
+    stand_ins = _write_stand_ins(resolved.config, method, plan, folder, found)
     planned = resolved.with_values(plan.config_values())
-    small = shrunk(planned, plan, stage)
+    small = shrunk(planned, plan, stand_ins)
     found.shrunk, left_out = changes(planned, small)
     found.left_out += [(one.key, f"{_short(one.was)}: only GPUs compute or need it") for one in left_out]
     with environment(**_variables(folder)):
@@ -139,16 +139,16 @@ def _rehearse(
         said = [line.partition(": ") for line in about(job) if not line.startswith(known)]
         found.done += [(what, how) if colon else ("", what) for what, colon, how in said]
         found.done.append(("plan", job.plan.name()))
-        found.notices += look_at_rows(job, resolved.config, plan.facts, {str(path) for _, path in stage.rows})
+        found.notices += look_at_rows(job, resolved.config, plan.facts, {str(path) for _, path in stand_ins.rows})
         run = RunDirectory(folder / "run")
         _run(small, run, found, quiet)
-        found.notices += look_at_run(job, run, resolved.config, stage.stop)
+        found.notices += look_at_run(job, run, resolved.config, stand_ins.stop)
         tell("rehearsing the export")
         exported = partial(export, run.path, folder / "export")
         found.done.append(("export", call_in_child("the rehearsal of the export", exported, limit_s=LIMIT_S)))
 
 
-def _stage(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found: Rehearsal) -> StandIns:
+def _write_stand_ins(config: RlctlConfig, method: Method, plan: Plan, folder: Path, found: Rehearsal) -> StandIns:
     tokenizer, why = write_model(folder / "model", config.model, plan)
     found.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
     if why is None:

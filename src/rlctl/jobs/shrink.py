@@ -99,9 +99,9 @@ class ReplacedValue:
     now: Any
 
 
-def shrunk(resolved: Resolved, plan: Plan, stage: StandIns) -> Resolved:
+def shrunk(resolved: Resolved, plan: Plan, stand_ins: StandIns) -> Resolved:
     """Return the configuration of the rehearsal; `resolved` holds the values of `plan`."""
-    values = small_values(resolved.config, plan, stage)
+    values = small_values(resolved.config, plan, stand_ins)
     left_out = [key for key in resolved.origin if key.startswith(GPU_FIELDS) and key not in values]
     return resolved.replacing(values, REHEARSAL, without=left_out)
 
@@ -119,19 +119,19 @@ def changes(before: Resolved, after: Resolved) -> tuple[list[ReplacedValue], lis
     ]
 
 
-def small_values(config: RlctlConfig, plan: Plan, stage: StandIns) -> dict[str, Any]:
+def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[str, Any]:
     """Return the values that a rehearsal sets, by key."""
     values: dict[str, Any] = {
         "cluster.gpu": "cpu", "cluster.nodes": 1, "cluster.gpus_per_node": 0, "cluster.ray_address": None,
-        "run.dir": str(stage.folder / "run"), "run.steps": STEPS, "run.epochs": None, "run.checkpoint_every": 1,
+        "run.dir": str(stand_ins.folder / "run"), "run.steps": STEPS, "run.epochs": None, "run.checkpoint_every": 1,
         "run.log_rollouts": 2 * PROMPTS * GENERATIONS, "run.show_samples": 0, "run.keep_last": STEPS,
-        "model.name": str(stage.model), "model.revision": None,
+        "model.name": str(stand_ins.model), "model.revision": None,
         "model.dtype": resolve_dtype(config.model.dtype, "cpu" if plan.cluster.is_cpu else "cuda"),
         "model.max_length": min(config.model.max_length or plan.facts.max_length, MOST_LENGTH),
     }  # fmt: skip
-    if stage.teacher is not None and config.named_teacher:
-        values |= {"teacher.model": str(stage.teacher), "teacher.revision": None}
-    if not stage.keeps_tokenizer:
+    if stand_ins.teacher is not None and config.named_teacher:
+        values |= {"teacher.model": str(stand_ins.teacher), "teacher.revision": None}
+    if not stand_ins.keeps_tokenizer:
         values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
     if config.validation.every:
         values["validation.every"] = 1
@@ -145,14 +145,14 @@ def small_values(config: RlctlConfig, plan: Plan, stage: StandIns) -> dict[str, 
         "batch.prompts": PROMPTS if generations > 1 else 2 * PROMPTS,
         "batch.optimizer_steps": min(2, config.batch.optimizer_steps),
         **small_layout(plan),
-        **_data(config, stage),
+        **_data(config, stand_ins),
     }
     if rollouts:
         values |= {
             "batch.generations": generations,
             "generation.max_new_tokens": min(NEW_TOKENS, rollouts.generation.max_new_tokens),
             "generation.mean_length": None,
-            "generation.stop": (*rollouts.generation.stop, *([stage.stop] if stage.stop else [])),
+            "generation.stop": (*rollouts.generation.stop, *([stand_ins.stop] if stand_ins.stop else [])),
             "filter.max_rounds": min(2, rollouts.filter.max_rounds),
         }
         if rollouts.validation.wanted:
@@ -162,7 +162,7 @@ def small_values(config: RlctlConfig, plan: Plan, stage: StandIns) -> dict[str, 
     return values
 
 
-def _data(config: RlctlConfig, stage: StandIns) -> dict[str, Any]:
+def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
     """Return the values of data and rewards: rows in place of those that cannot be had here, and for each source a
     scorer that varies."""
     values: dict[str, Any] = {}
@@ -172,37 +172,37 @@ def _data(config: RlctlConfig, stage: StandIns) -> dict[str, Any]:
         values["data.sources"] = [
             {
                 **one.model_dump(mode="json"),
-                "name": stage.data(one.name),
-                **({"reward": _with_variation(rollouts, own.reward, stage)} if one.reward and rollouts else {}),
+                "name": stand_ins.data(one.name),
+                **({"reward": _with_variation(rollouts, own.reward, stand_ins)} if one.reward and rollouts else {}),
             }
             for one, own in zip(config.data.sources, settings, strict=True)
         ]
-    elif stage.data(config.data.name) != config.data.name:
-        values |= {"data.name": stage.data(config.data.name), "data.params": {}, "data.size": None}
+    elif stand_ins.data(config.data.name) != config.data.name:
+        values |= {"data.name": stand_ins.data(config.data.name), "data.params": {}, "data.size": None}
     held = config.validation.data.name
-    if stage.data(held) != held:
-        values |= {"validation.data.name": stage.data(held), "validation.data.params": {}}
+    if stand_ins.data(held) != held:
+        values |= {"validation.data.name": stand_ins.data(held), "validation.data.params": {}}
     if rollouts and rollouts.learns_from_rewards:
         reward, validation = rollouts.reward, rollouts.validation
-        values["reward.terms"] = _with_variation(rollouts, reward, stage)["terms"]
+        values["reward.terms"] = _with_variation(rollouts, reward, stand_ins)["terms"]
         if validation.wanted and not validation.reward and reward.terms:
-            values["validation.reward"] = _played(reward.terms, stage)
+            values["validation.reward"] = _played(reward.terms, stand_ins)
         elif validation.reward:
-            values["validation.reward"] = _played(validation.reward, stage)
+            values["validation.reward"] = _played(validation.reward, stand_ins)
     return values
 
 
-def _played(terms: Sequence[RewardTerm], stage: StandIns) -> list[dict[str, Any]]:
-    tiny = {"name": f"{MODEL}{stage.teacher}"}
+def _played(terms: Sequence[RewardTerm], stand_ins: StandIns) -> list[dict[str, Any]]:
+    tiny = {"name": f"{MODEL}{stand_ins.teacher}"}
     return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
 
 
-def _with_variation(config: RolloutConfig, reward: SourceReward, stage: StandIns) -> dict[str, Any]:
+def _with_variation(config: RolloutConfig, reward: SourceReward, stand_ins: StandIns) -> dict[str, Any]:
     """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
     environment gives the rewards."""
-    named = _played(reward.terms, stage)
+    named = _played(reward.terms, stand_ins)
     terms = named or ([] if config.environment.name else [{"name": "task"}])
-    return {"terms": [*terms, {"name": f"{stage.scorer}:varies"}], "extract": reward.extract}
+    return {"terms": [*terms, {"name": f"{stand_ins.scorer}:varies"}], "extract": reward.extract}
 
 
 def small_layout(plan: Plan) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.settings.run import BatchConfig
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.headline import Change, Mean, error_of, findings, headline, removed
+from rlctl.telemetry.headline import Mean, MetricChange, error_of, findings, headline, removed
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import LOSS, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
@@ -64,7 +64,7 @@ class RunSummary:
     steps: int
     """Finished steps, those before a resume included."""
     interrupted: bool
-    headline: Change | None
+    headline: MetricChange | None
     """How the reward has changed, or the loss where there is none; None: no step was finished."""
     findings: tuple[str, ...]
     """Sentences on what kept steps from teaching much, with what to do about it."""
@@ -228,7 +228,7 @@ def _weight_sync(
     )  # fmt: skip
     assert workers.spec.engines is not None  # weights are sent to engines
     flag = workers.spec.engines.backend.without_graphs
-    sync.turns.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, flag)) else None
+    sync.devices.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, flag)) else None
     return stack.enter_context(sync)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlctl.models import parts
 from rlctl.models.facts import ModelFacts, MoeFacts
 from rlctl.models.hf_config import base_facts, refuse, required
-from rlctl.models.matrices import ModelWeights, Role, StoredMatrix, Weight
+from rlctl.models.matrices import MatrixInTensor, ModelWeights, Role, Weight
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 DEFAULTS = {
@@ -72,11 +72,11 @@ def experts() -> tuple[Weight, ...]:
         weight
         for role, bias, first in halves
         for weight in (
-            Weight(role, MLP + "experts.gate_up_proj", ffn_dims, StoredMatrix(up_dims, (2, 1), (first, "0"), (2, 1))),
-            Weight(bias, MLP + "experts.gate_up_proj_bias", dims, StoredMatrix(bias_dims, (1,), (first,), (2,))),
+            Weight(role, MLP + "experts.gate_up_proj", ffn_dims, MatrixInTensor(up_dims, (2, 1), (first, "0"), (2, 1))),
+            Weight(bias, MLP + "experts.gate_up_proj_bias", dims, MatrixInTensor(bias_dims, (1,), (first,), (2,))),
         )
     ]
-    down = StoredMatrix(("experts", "expert_ffn", "hidden"), (2, 1))
+    down = MatrixInTensor(("experts", "expert_ffn", "hidden"), (2, 1))
     return (
         *weights,
         Weight(Role.EXPERT_DOWN, MLP + "experts.down_proj", ("hidden", "expert_ffn"), down),
@@ -84,6 +84,6 @@ def experts() -> tuple[Weight, ...]:
             Role.EXPERT_DOWN_BIAS,
             MLP + "experts.down_proj_bias",
             ("hidden",),
-            StoredMatrix(("experts", "hidden"), (1,)),
+            MatrixInTensor(("experts", "hidden"), (1,)),
         ),
     )

@@ -77,7 +77,7 @@ BUFFER_ROLES = frozenset({Role.EXPERT_BIAS, Role.STORED})
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
+class MatrixInTensor:
     """How a matrix lies in a tensor: dims, tensor axis of each matrix axis, start and step. Other axes are indexed by
     the expert."""
 
@@ -94,7 +94,7 @@ class Weight:
     role: Role
     name: str
     dims: tuple[str, ...]
-    stored: StoredMatrix | None = None
+    stored: MatrixInTensor | None = None
     offset: float = 0.0
     """The tensor holds the gain minus this number (Gemma's norms: 1)."""
     dtype: str = ""

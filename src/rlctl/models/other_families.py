@@ -4,7 +4,7 @@ one matrix, with unknown tensor parallelism."""
 from __future__ import annotations
 
 from rlctl.models.facts import ModelFacts
-from rlctl.models.matrices import ModelWeights, Role, StoredMatrix, Weight
+from rlctl.models.matrices import MatrixInTensor, ModelWeights, Role, Weight
 
 ROLES = {
     "model.norm.weight": Role.FINAL_NORM,
@@ -27,7 +27,7 @@ def weights(facts: ModelFacts) -> ModelWeights:
         stored = None  # the box is the tensor
         if tensor.tensor_shape:
             axes = tuple(range(len(tensor.shape)))
-            stored = StoredMatrix(_dims(tensor.tensor_shape), axes, _dims(tensor.tensor_start))
+            stored = MatrixInTensor(_dims(tensor.tensor_shape), axes, _dims(tensor.tensor_start))
         weight = Weight(role, tensor.name, _dims(tensor.shape), stored, dtype=tensor.dtype)
         for own in (layers[layer] for layer in tensor.layers) if tensor.layers else (once,):
             own.append(weight)

@@ -29,7 +29,7 @@ PLAIN_ENGINE = EngineNumbers()
 
 
 @dataclass(frozen=True)
-class Adapters:
+class LoraChoice:
     """Low-rank adapters that are trained instead of the weights (arXiv:2106.09685)."""
 
     rank: int
@@ -59,7 +59,7 @@ class TrainingChoice:
     """Bytes of an optimizer's moments of a parameter: Adam has two, in float32 unless set otherwise."""
     threads: int | None = None
     """Processor threads of each rank, on a CPU."""
-    adapters: Adapters | None = None
+    adapters: LoraChoice | None = None
     """None: all weights are trained."""
     reference: bool = False
     """A frozen copy of the weights is held next to them."""

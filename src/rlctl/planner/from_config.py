@@ -15,7 +15,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, LoraChoice, Precision
 from rlctl.planner.inputs.cluster import (
     ClusterFacts,
     calibrated,
@@ -347,7 +347,7 @@ def plan_from_config(
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
     require_format(config, cluster)
     precision, lora = precision_from_config(config, cluster), config.training.lora
-    adapters = Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
+    adapters = LoraChoice(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     own_layers = lora.rank > 0 or config.megatron.passed.get("transformer_impl") == "local"

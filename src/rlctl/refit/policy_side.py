@@ -26,7 +26,7 @@ from rlctl.transport.collective import CollectiveSender, ServedStore
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender
 from rlctl.transport.round_buffers import Packer, source_view
-from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
+from rlctl.transport.rounds import ChangeSizes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Staging, this_node
 from rlctl.weights.plan_execution import transformed
 from rlctl.weights.readings import combine
@@ -183,7 +183,7 @@ class RefitSender:
         end.sender.done(index, end.packer.lengths[index])
         return seconds
 
-    def refit_find_changes(self) -> list[Changes]:
+    def refit_find_changes(self) -> list[ChangeSizes]:
         parameters, found = self.source.sent_parameters(), []
         with torch.no_grad():
             for end in self._state().ends.values():

@@ -37,7 +37,7 @@ from rlctl.telemetry.phases import RefitPhase
 from rlctl.transport.movers import Received
 from rlctl.transport.rounds import (
     EMPTY_BYTES,
-    Changes,
+    ChangeSizes,
     Channel,
     Lengths,
     Need,
@@ -240,7 +240,7 @@ class RefitSession:
             return None, "everything: no version before to compare with"
         if self._since_full + 1 >= self.settings.full_every:
             return None, f"everything: every {self.settings.full_every} refits"
-        by_rank: list[list[Changes]] = self._wait("changes", self.policy, WeightSender.refit_find_changes)
+        by_rank: list[list[ChangeSizes]] = self._wait("changes", self.policy, WeightSender.refit_find_changes)
         found = [one for of in by_rank for one in of]
         size, changed = sum(one.bytes for one in found), sum(one.changed for one in found)
         share = f"{changed / max(1, sum(one.elements for one in found)):.1%} of the elements have changed"

@@ -27,7 +27,7 @@ from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
 
 
-class DeviceTurn(Enum):
+class DeviceHolder(Enum):
     """The side that has the devices."""
 
     POLICY = "policy"
@@ -36,14 +36,14 @@ class DeviceTurn(Enum):
     """Both, for a refit."""
 
 
-class DeviceTurns:
+class DeviceHandover:
     """Hands the devices from one to the other. Begins with the policy's turn, engines that sleep being asleep."""
 
     def __init__(self, policy: PolicyClient, engines: EngineClient, *, offload: bool, engines_sleep: bool) -> None:
         """`offload`: the policy can wait in host memory; `engines_sleep`: the engines can."""
         self._policy, self._engines = policy, engines
         self._offload, self._engines_sleep = offload, engines_sleep
-        self.turn = DeviceTurn.POLICY
+        self.holder = DeviceHolder.POLICY
         self.when_all_sleep: Callable[[tuple[int, int]], None] | None = None
         """Called once when both sides first sleep after a turn, with used and total bytes of the GPU with the least
         free memory."""
@@ -68,27 +68,27 @@ class DeviceTurns:
         freed = self.make_room()
         if self._engines_sleep:
             self._engines.wake()
-        self.turn = DeviceTurn.ENGINES
+        self.holder = DeviceHolder.ENGINES
         return freed
 
     def to_policy(self) -> None:
         if self._engines_sleep:
             self._engines.sleep()
         if self._offload:
-            if self._engines_sleep and self.turn is DeviceTurn.ENGINES:
+            if self._engines_sleep and self.holder is DeviceHolder.ENGINES:
                 tell, self.when_all_sleep = self.when_all_sleep, None
                 if tell is not None and (used := self._policy.device_used()) is not None:
                     tell(used)
             self._policy.wake()
-        self.turn = DeviceTurn.POLICY
+        self.holder = DeviceHolder.POLICY
 
     def to_weights(self) -> None:
         """Prepare a refit: gradients and optimizer wait, and engines wake only their weights."""
-        if self.turn is DeviceTurn.ENGINES:
+        if self.holder is DeviceHolder.ENGINES:
             self.to_policy()
         if self._engines_sleep and self._offload:
             self._policy.sleep(keep_weights=True)
-        self.turn = DeviceTurn.WEIGHTS
+        self.holder = DeviceHolder.WEIGHTS
 
 
 class WeightSync:
@@ -113,7 +113,7 @@ class WeightSync:
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`dtype`, `receive`, `converted`, `converted_at`: see `RefitSession`; `offload`, `engines_sleep`: see
-        `DeviceTurns`. `decode_check` follows fully compared refits. At most `restarts` lost engines are replaced;
+        `DeviceHandover`. `decode_check` follows fully compared refits. At most `restarts` lost engines are replaced;
         `tell` reports losses."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
         self.session = RefitSession(
@@ -126,7 +126,7 @@ class WeightSync:
             converted=converted,
             converted_at=converted_at,
         )
-        self.turns = DeviceTurns(policy, engines, offload=offload, engines_sleep=engines_sleep)
+        self.devices = DeviceHandover(policy, engines, offload=offload, engines_sleep=engines_sleep)
         self._restarts, self._tell = restarts, tell
         self._lost_so_far = 0
         self._agreed = False  # the engines' log-probs with the policy's, once
@@ -134,7 +134,7 @@ class WeightSync:
         """Called before each refit of a run, where rollouts are in flight that must be finished first."""
 
     def __enter__(self) -> WeightSync:
-        self.turns.to_weights()
+        self.devices.to_weights()
         self.session.open()
         return self
 
@@ -145,15 +145,15 @@ class WeightSync:
             self.session.abandon()
 
     def generating(self) -> AbstractContextManager[int]:
-        return self.turns.generating()
+        return self.devices.generating()
 
     @property
     def takes_turns(self) -> bool:
-        return self.turns.taken
+        return self.devices.taken
 
     def to_policy(self) -> None:
         """Let the policy compute: a refit leaves its optimizer aside."""
-        self.turns.to_policy()
+        self.devices.to_policy()
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
         """Send the policy's weights to every engine as `version`, replacing lost engines; `verify` as in
@@ -161,7 +161,7 @@ class WeightSync:
         begun = time.perf_counter()
         self.before_refit()
         verify = self._take_back() or verify
-        self.turns.to_weights()
+        self.devices.to_weights()
         offloaded_s = time.perf_counter() - begun
         try:
             report = self._decoded(self.session.refit(version, verify=verify))
@@ -187,7 +187,7 @@ class WeightSync:
         check = self._decode_check
         if check is None or not report.compared_all:
             return report
-        with self.turns.generating():
+        with self.devices.generating():
             # Rollouts that were kept in flight come first: this may take as long as they do.
             decoded = check.decode(self.engines, report.version, self.engines.group.call_timeout_s)
         try:
@@ -201,21 +201,21 @@ class WeightSync:
     def recover(self, error: RlctlError, version: int) -> RefitReport:
         """Replace engines lost with `error` and refit all to `version`; devices keep their owner. Raises `error` if
         none is lost or replaceable, WorkerError for too many losses."""
-        generating = self.turns.turn is DeviceTurn.ENGINES
+        generating = self.devices.holder is DeviceHolder.ENGINES
         while True:
             lost = self.engines.lost() if self._restarts else []
             if not lost:
                 raise error
             self._count(error, lost)
             try:
-                self.turns.make_room()
+                self.devices.make_room()
                 self._replace(lost)
-                self.turns.to_policy()
-                self.turns.to_weights()
+                self.devices.to_policy()
+                self.devices.to_weights()
                 self.session.reform(self.engines.receivers)
                 report = self._decoded(self.session.refit(version, verify=True))
                 if generating:
-                    self.turns.to_engines()
+                    self.devices.to_engines()
             except (WorkerError, WaitTimeoutError) as another:
                 error = another
                 continue

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlctl.backends.base import WeightSource
-from rlctl.backends.vllm.weights.write import DirectWriter, ReceivingEnd, Target
+from rlctl.backends.vllm.weights.write import Destination, DirectWriter, ReceivingEnd
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
@@ -114,8 +114,8 @@ class SyntheticEngine(ReceivingEnd):
         self.writer = DirectWriter(self.targets)
         self._version, self._updating = 0, False
 
-    def targets(self) -> dict[str, Target]:
-        return {name: Target(value, value.shape[0]) for name, value in self.params.items()}
+    def targets(self) -> dict[str, Destination]:
+        return {name: Destination(value, value.shape[0]) for name, value in self.params.items()}
 
     def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
         self.close()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
-    from rlctl.transport.rounds import Changes, Channel, Lengths
+    from rlctl.transport.rounds import ChangeSizes, Channel, Lengths
 
 
 class WeightSender(Protocol):
@@ -35,7 +35,7 @@ class WeightSender(Protocol):
         """Send this rank's boxes as `version`, from the live parameters; `attempt` numbers the session's attempts."""
         ...
 
-    def refit_find_changes(self) -> list[Changes]:
+    def refit_find_changes(self) -> list[ChangeSizes]:
         """Find what has changed since the last refit, by channel; it is kept for `refit_send_changes`."""
         ...
 

@@ -18,7 +18,7 @@ from rlctl.config.files import replace_file
 from rlctl.report.charts import COLORS, Series, bar_chart, line_chart, number
 from rlctl.report.reported_run import Arm, Forecast, ReportedRun, alike, arms, differences, unlike
 from rlctl.telemetry.conversation import as_text, conversation
-from rlctl.telemetry.headline import VALIDATION, Change
+from rlctl.telemetry.headline import VALIDATION, MetricChange
 from rlctl.telemetry.phases import Phase
 
 WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def _side_by_side(found: Sequence[Arm]) -> tuple[list[list[str]], list[str]]:
     changes = _changes(found)
     rows, apart = [], dict[str, None]()
     for metric, ones in changes.items():
-        ways: dict[str, dict[int, Change]] = {}
+        ways: dict[str, dict[int, MetricChange]] = {}
         sources = len({one.validated for one in ones if one}) > 1
         both = [*enumerate(ones), *((place, arm.change(metric, training=True)) for place, arm in enumerate(found))]
         for place, one in both if sources else enumerate(ones):
@@ -133,7 +133,7 @@ def _tiles(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     return tiles + _standing(run)
 
 
-def _changes(found: Sequence[Arm]) -> dict[str, list[Change | None]]:
+def _changes(found: Sequence[Arm]) -> dict[str, list[MetricChange | None]]:
     """Return how each metric of `TILES` has changed in each arm; the accuracy only where it is not the reward too."""
     changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
     reward, accuracy = (

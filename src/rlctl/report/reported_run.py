@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rlctl.telemetry.headline import VALIDATION, Change, Mean, change, columns, findings
+from rlctl.telemetry.headline import VALIDATION, Mean, MetricChange, change, columns, findings
 from rlctl.telemetry.metrics import Metrics
 
 SEED = "run.seed"
@@ -125,7 +125,7 @@ class Arm:
                 found.setdefault(step, []).append(value)
         return sorted(found.items())
 
-    def change(self, metric: str, *, training: bool = False) -> Change | None:
+    def change(self, metric: str, *, training: bool = False) -> MetricChange | None:
         """Return how a metric has changed: of several seeds their means, with the standard errors over the seeds."""
         found = [one for run in self.runs if (one := change(run.lines, metric, training=training))]
         if len(found) < 2:

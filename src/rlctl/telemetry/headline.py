@@ -33,7 +33,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """A metric at the start of a run and now."""
 
     metric: str
@@ -56,7 +56,7 @@ class Change:
         return f"{self.source} {HEADLINES.get(self.metric, self.metric)}: {began}{self.last} {self.ended}"
 
 
-def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> Change | None:
+def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> MetricChange | None:
     """Return how a metric changed; None if unknown.
 
     Uses the first and last validation, with standard errors over prompts; without validation (or with `training`) the
@@ -67,16 +67,16 @@ def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> 
         errors = dict(found.get(VALIDATION + error_of(metric), []))
         (began, first), (ended, last) = points[0], points[-1]
         before = Mean(first, errors.get(began)) if len(points) > 1 else None
-        return Change(metric, True, before, Mean(last, errors.get(ended)), _after(began), _after(ended))
+        return MetricChange(metric, True, before, Mean(last, errors.get(ended)), _after(began), _after(ended))
     if not (points := found.get(metric)):
         return None
     some = max(math.ceil(len(points) / 5), min(2, len(points) // 2), 1)
     first, last = points[:some], points[-some:]
     before = Mean.of([value for _, value in first]) if len(points) > 1 else None
-    return Change(metric, False, before, Mean.of([value for _, value in last]), _in(first), _in(last))
+    return MetricChange(metric, False, before, Mean.of([value for _, value in last]), _in(first), _in(last))
 
 
-def headline(lines: Sequence[Metrics]) -> Change | None:
+def headline(lines: Sequence[Metrics]) -> MetricChange | None:
     return next((found for metric in HEADLINES if (found := change(lines, metric))), None)
 
 

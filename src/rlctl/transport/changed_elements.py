@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlctl.transport.round_buffers import Packer, chunk_number
-from rlctl.transport.rounds import EMPTY_BYTES, Changes, Channel, Chunk
+from rlctl.transport.rounds import EMPTY_BYTES, ChangeSizes, Channel, Chunk
 from rlctl.weights.layout import ParamSpec, view_of
 from rlctl.weights.plan_execution import dtype_of, transformed
 from rlctl.weights.transfer_plan import Copy
@@ -120,7 +120,7 @@ class ChangePacker:
             for sent, (copy, _) in zip(self._sent, self._chunks, strict=True):
                 sent.copy_(self._values(copy))
 
-    def compare(self) -> Changes:
+    def compare(self) -> ChangeSizes:
         """Find what has changed since, and assign it to rounds. It counts as sent from here on."""
         assert self._sent is not None
         self._pieces, sizes, changed = [], [], 0
@@ -140,7 +140,7 @@ class ChangePacker:
                 self._pieces[-1].append(entry)
                 sizes[-1] += bytes_
         self.size = sum(sizes)
-        return Changes(self.channel, sum(map(len, self._sent)), changed, tuple(sizes))
+        return ChangeSizes(self.channel, sum(map(len, self._sent)), changed, tuple(sizes))
 
     def _cut(self, param: int, places: torch.Tensor, values: torch.Tensor) -> list[tuple[Entry, int]]:
         """Split changes into entries that each fit a region; return them with their bytes."""

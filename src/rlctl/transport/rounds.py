@@ -138,7 +138,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Changes:
+class ChangeSizes:
     """The changed elements that one rank would send over one channel."""
 
     channel: int

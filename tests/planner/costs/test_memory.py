@@ -10,7 +10,7 @@ import pytest
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
+from rlctl.planner.choice import GenerationChoice, LoraChoice, TrainingChoice
 from rlctl.planner.costs.engines import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import (
     activation_bytes,
@@ -105,7 +105,7 @@ def test_fsdp_shards_all_states_and_has_two_layers_whole() -> None:
 
 def test_adapters_alone_have_gradients_and_states() -> None:
     """Rank 16 on Llama-3.1-8B: A and B of the fused QKV, of the output projection, and of both halves of the MLP."""
-    choice = TrainingChoice(ParallelSpec(dp=8), adapters=Adapters(16))
+    choice = TrainingChoice(ParallelSpec(dp=8), adapters=LoraChoice(16))
     qkv, out, up, down = 4096 + 6144, 4096 + 4096, 4096 + 2 * 14336, 14336 + 4096
     adapters = 32 * 16 * (qkv + out + up + down)
     (stage,) = stages(LLAMA_8B, choice)
@@ -113,7 +113,7 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     weights = count(LLAMA_8B).total + adapters
     states = state_bytes(LLAMA_8B, stage, choice)
     assert states == pytest.approx({"weights": 2 * weights, "gradients": 4 * adapters, "optimizer": 1.5 * adapters})
-    attention = TrainingChoice(ParallelSpec(tp=2, dp=8), adapters=Adapters(16, mlp=False))
+    attention = TrainingChoice(ParallelSpec(tp=2, dp=8), adapters=LoraChoice(16, mlp=False))
     split = (
         32 * 16 * (4096 + 6144 / 2 + 4096 / 2 + 4096)
     )  # A of what splits outputs and B of what splits inputs are whole
@@ -131,8 +131,8 @@ def test_float32_weights_wait_in_host_memory_as_they_are() -> None:
 def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
     plain = TrainingChoice(ParallelSpec(dp=8), sharding="full", reference=True)
     (stage,) = stages(LLAMA_8B, plain)
-    whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, Adapters(16)))
-    own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=Adapters(16))).total / 8
+    whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, LoraChoice(16)))
+    own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=LoraChoice(16))).total / 8
     gathered = 2 * (2 * 128256 * 4096 + 2 * (4096 * (4096 + 6144 + 3 * 14336) + 2 * 4096))
     assert adapted == pytest.approx(
         {"weights": whole["weights"] + 4 * own, "gradients": 4 * own, "optimizer": 8 * own, "gathered": gathered}
@@ -164,7 +164,7 @@ def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained
     (stage,) = stages(LLAMA_8B, TrainingChoice())
     held = state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True))
     assert held["reference"] == held["weights"]
-    assert "reference" not in state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True, adapters=Adapters(16)))
+    assert "reference" not in state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True, adapters=LoraChoice(16)))
 
 
 def test_given_stages_hold_their_layers() -> None:

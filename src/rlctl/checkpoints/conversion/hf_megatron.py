@@ -25,7 +25,7 @@ from rlctl.checkpoints.conversion.stream import (
     read_back,
     stream,
 )
-from rlctl.checkpoints.conversion.text_checkpoint import OTHER, Stored, text_layouts, whole_layouts
+from rlctl.checkpoints.conversion.text_checkpoint import OTHER, RawTensors, text_layouts, whole_layouts
 from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.reward_models import OF_SCORER, require_loadable, with_score
@@ -159,7 +159,7 @@ def megatron_to_hf(
         published = {name: spec.dtype for name, spec in part.specs.items()}
         source_layout, target = whole_layouts(part, model.facts, world.layout(0))
         of_whole = [name for name in source_layout.params if name.startswith(OTHER)]
-        world, reader = SingleWorld(source_layout), Beside(model.source, Stored(part.files), of_whole)
+        world, reader = SingleWorld(source_layout), Beside(model.source, RawTensors(part.files), of_whole)
         specs = {t.name: ParamSpec(t.shape, t.dtype) for t in part.files.in_order()}
         files = {
             t.file.name: [o.name for o in part.files.in_order() if o.file == t.file] for t in part.files.in_order()
@@ -204,7 +204,7 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
     def write(aside: Path) -> Streamed:
         write_companions(source, aside, text_config(source))
         writer = SafetensorsWriter(aside, part.specs, options.shard_bytes)
-        done = _write_safetensors(aside, SingleWorld(stored), Stored(part.files), own, writer, options)
+        done = _write_safetensors(aside, SingleWorld(stored), RawTensors(part.files), own, writer, options)
         return replace(done, fingerprints={})  # in the dtypes of the files, of which nothing else is made
 
     return _write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
@@ -237,7 +237,7 @@ def _write_safetensors(
     writer.finish()
     if options.verify:
         check(aside, done.fingerprints)
-        written = _Rows(Stored(SafetensorsDirectory.open(aside)), target.params, rows)
+        written = _Rows(RawTensors(SafetensorsDirectory.open(aside)), target.params, rows)
         compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
     return done
 
@@ -273,7 +273,7 @@ def _require_as_converted(
 class _Rows:
     """Blocks of rows of the tensors of safetensors files."""
 
-    def __init__(self, files: Stored, specs: Mapping[str, ParamSpec], rows: dict[str, keys.StoredBlock]) -> None:
+    def __init__(self, files: RawTensors, specs: Mapping[str, ParamSpec], rows: dict[str, keys.StoredBlock]) -> None:
         self._files, self._specs, self._rows = files, specs, rows
 
     def read(self, param: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ OTHER = "whole:"
 """How the names of tensors begin that are not of the text part."""
 
 
-class Stored:
+class RawTensors:
     """Stored tensors as a source of params; float8 as bytes."""
 
     def __init__(self, files: SafetensorsDirectory) -> None:

@@ -11,7 +11,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ListedTensor, ModelFacts
 from rlctl.models.matrices import Role
 from rlctl.models.vision import VISION_FAMILIES
-from rlctl.planner.choice import Adapters, TrainingChoice
+from rlctl.planner.choice import LoraChoice, TrainingChoice
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def adapted_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
 
 
 @lru_cache(maxsize=65536)
-def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: Adapters, tp: int) -> tuple[float, float]:
+def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: LoraChoice, tp: int) -> tuple[float, float]:
     """(adapters of a tensor-parallel rank, adapted weights). Column-split matrices have a whole A, row-split ones a
     whole B."""
     h, moe, mla, layers = facts.hidden, facts.moe, facts.mla, stage.layers

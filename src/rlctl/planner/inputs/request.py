@@ -11,7 +11,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import PLAIN_ENGINE, Adapters, EngineNumbers, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, LoraChoice, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 
@@ -208,7 +208,7 @@ class Request:
     constants: Constants = DEFAULTS
     training_precision: Precision | None = None
     """None: float32 on a CPU, and bfloat16 on a GPU."""
-    adapters: Adapters | None = None
+    adapters: LoraChoice | None = None
     """They are trained instead of the weights."""
     engine: EngineNumbers = PLAIN_ENGINE
     grouped_experts: bool = True

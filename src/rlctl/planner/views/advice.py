@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.config.parallel import SIZES
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
-from rlctl.planner.choice import Adapters
+from rlctl.planner.choice import LoraChoice
 from rlctl.planner.inputs.cluster import DEVICES, ClusterFacts, cpu_device
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
@@ -121,7 +121,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         if length > workload.prompt_tokens:
             yield f"--max-length {length}", replace(request, workload=shorter)
     if request.adapters is None and workload.trains:
-        yield "adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16))
+        yield "adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=LoraChoice(16))
     if request.engine.matrix_bytes is None and request.generation_bytes == 2.0:
         words = "float8 weights in the engines (vllm.quantization=fp8_per_block)"
         yield words, replace(request, engine=replace(request.engine, matrix_bytes=1.0))

@@ -16,7 +16,7 @@ FIXED = ("training.", "generation.")
 
 
 @dataclass(frozen=True)
-class Change:
+class Improvement:
     """A change, and the seconds of a step with it."""
 
     words: str
@@ -35,7 +35,7 @@ def limits(plan: Plan) -> str:
     )
 
 
-def changes(plan: Plan) -> list[Change]:
+def improvements(plan: Plan) -> list[Improvement]:
     """Return changes that fit, most helpful first; empty for a CPU, a large machine, or a plan without training."""
     cluster = plan.cluster
     if plan.training is None or cluster.is_cpu or cluster.gpus > MOST_GPUS:
@@ -43,8 +43,8 @@ def changes(plan: Plan) -> list[Change]:
     found = []
     for words, request in _single_changes(plan):
         if plans := [one for one in feasible_plans(request)[0] if one.runnable]:
-            found.append(Change(words, plans[0].total_s, request.cluster.gpus))
-    return sorted(found, key=lambda change: change.seconds * change.gpus / cluster.gpus)
+            found.append(Improvement(words, plans[0].total_s, request.cluster.gpus))
+    return sorted(found, key=lambda improvement: improvement.seconds * improvement.gpus / cluster.gpus)
 
 
 def _single_changes(plan: Plan) -> Iterator[tuple[str, Request]]:
@@ -68,13 +68,13 @@ def _single_changes(plan: Plan) -> Iterator[tuple[str, Request]]:
     yield "GPUs with twice the memory", replace(request, cluster=replace(cluster, device=larger))
 
 
-def changes_text(plan: Plan, found: list[Change]) -> list[str]:
+def improvements_text(plan: Plan, found: list[Improvement]) -> list[str]:
     """Return lines on limits, and on changes with gain and cost."""
     lines = [limits(plan)]
-    for change in found:
-        gain = plan.total_s / change.seconds - 1
-        cost = change.seconds * change.gpus / (plan.total_s * plan.cluster.gpus) - 1
-        more = f", {100 * cost:+.0f}% GPU-hours" if change.gpus != plan.cluster.gpus else ""
+    for improvement in found:
+        gain = plan.total_s / improvement.seconds - 1
+        cost = improvement.seconds * improvement.gpus / (plan.total_s * plan.cluster.gpus) - 1
+        more = f", {100 * cost:+.0f}% GPU-hours" if improvement.gpus != plan.cluster.gpus else ""
         speed = f"{100 * gain:+.0f}% steps an hour" if abs(gain) >= 0.005 else "no faster"
-        lines.append(f"{change.words}: {change.seconds:.0f} s a step ({speed}{more})")
+        lines.append(f"{improvement.words}: {improvement.seconds:.0f} s a step ({speed}{more})")
     return lines

@@ -23,7 +23,7 @@ SFT = "sft_trainer"
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecipeKind:
     """What a trainer of verl's trains, with the table of its keys."""
 
     method: str | None
@@ -33,14 +33,14 @@ class Kind:
     """Returns verl's values of keys that are not given."""
 
 
-POLICY = Kind(None, mapping.RULES, mapping.left_out)
+POLICY = RecipeKind(None, mapping.RULES, mapping.left_out)
 
 
-def kind_of(module: str) -> Kind:
+def kind_of(module: str) -> RecipeKind:
     """Return what a module of verl's trains."""
     if "sft" not in module:
         return POLICY
-    return Kind("sft", texts.RULES, lambda leaves: texts.left_out(leaves, module))
+    return RecipeKind("sft", texts.RULES, lambda leaves: texts.left_out(leaves, module))
 
 
 def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str | None = None) -> Import:

@@ -19,7 +19,14 @@ from rlctl.backends.vllm.args import PLAIN_PARAMETERS
 from rlctl.backends.vllm.weights import locate, read_back
 from rlctl.backends.vllm.weights.assign import Assignment, all_loaded, assign
 from rlctl.backends.vllm.weights.reload import Reload, abandon
-from rlctl.backends.vllm.weights.write import DirectWriter, LiveParameters, ModelLoader, ReceivingEnd, Target, why_whole
+from rlctl.backends.vllm.weights.write import (
+    Destination,
+    DirectWriter,
+    LiveParameters,
+    ModelLoader,
+    ReceivingEnd,
+    why_whole,
+)
 from rlctl.errors import ConfigError, RlctlError
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import Received
@@ -65,7 +72,7 @@ class WorkerWeights(ReceivingEnd):
         direct, load = DirectWriter(self.targets), cast(Any, self.model).load_weights
         self.writer = ModelLoader(load, self.device, direct) if loaded else direct
 
-    def targets(self) -> Mapping[str, Target]:
+    def targets(self) -> Mapping[str, Destination]:
         return self.parameters.targets()
 
     def _assign(self, tensors: set[str], receive: Receive) -> Assignment:

@@ -22,7 +22,7 @@ from rlctl.weights.vllm import layout_of
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """Where a parameter's rows go: into `memory`, if there is any, and then to `packs`."""
 
     memory: torch.Tensor | None
@@ -43,9 +43,9 @@ class LiveParameters:
         shared = self.shared()
         return layout_of(0, ((s, dtype_name(s)) for at, s in enumerate(self.matrices) if at not in shared))
 
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, Destination]:
         """Where each parameter of `layout` goes, as things are now."""
-        found: dict[str, Target] = {}
+        found: dict[str, Destination] = {}
         shared = self.shared()
         for index, matrix in enumerate(self.matrices):
             name = self.matrices[shared.get(index, index)].param
@@ -53,7 +53,7 @@ class LiveParameters:
             if index in shared:
                 found[name] = replace(found[name], packs=found[name].packs + packs)
             else:
-                found[name] = Target(_memory(matrix), matrix.rows, packs)
+                found[name] = Destination(_memory(matrix), matrix.rows, packs)
         return found
 
     def shared(self) -> dict[int, int]:
@@ -120,7 +120,7 @@ class _Bound:
 class DirectWriter:
     """Writes rounds into live parameters. The copies are worked out in the first refit and kept."""
 
-    def __init__(self, targets: Callable[[], Mapping[str, Target]]) -> None:
+    def __init__(self, targets: Callable[[], Mapping[str, Destination]]) -> None:
         """`targets` locates parameters, once per refit."""
         self.look = targets
         self._bound: dict[tuple[int, int], _Bound] = {}
@@ -213,7 +213,7 @@ class ModelLoader:
 
 
 def write_changes(
-    targets: Mapping[str, Target], connection: Connection, layout: Layout, rounds: int, receiver: TimedReceiver
+    targets: Mapping[str, Destination], connection: Connection, layout: Layout, rounds: int, receiver: TimedReceiver
 ) -> None:
     """Write changed elements over the live parameters of `layout`."""
     memory = [cast(torch.Tensor, targets[name].memory) for name in layout.params]  # `why_whole` was asked before
@@ -231,7 +231,7 @@ def write_changes(
         receiver.done(index)
 
 
-def why_whole(targets: Mapping[str, Target]) -> str:
+def why_whole(targets: Mapping[str, Destination]) -> str:
     """Return why sparse refits cannot write these parameters; empty: they can."""
     for name, target in targets.items():
         if target.memory is None or target.packs:
@@ -254,7 +254,7 @@ class ReceivingEnd(ABC):
         """Version that the parameters hold whole; None: none that came through here."""
 
     @abstractmethod
-    def targets(self) -> Mapping[str, Target]:
+    def targets(self) -> Mapping[str, Destination]:
         """Where each parameter is that is written directly."""
 
     def connect(self, connection: Connection, name: str) -> None:
