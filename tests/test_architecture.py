@@ -1,4 +1,4 @@
-"""`docs/architecture.md` names files, classes and functions that are there."""
+"""`docs/architecture.md` names files, classes and functions that are there, and what it says of methods holds."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def test_named_classes_and_functions_exist() -> None:
     called = set(re.findall(r"`(\w+)\(", PAGE))
     assert not [name for name in classes if not re.search(rf"^class {name}\b|^{name} = ", CODE, re.MULTILINE)]
     assert not [name for name in methods | called if not re.search(rf"^\s*def {name}\b", CODE, re.MULTILINE)]
+
+
+def test_code_outside_of_methods_does_not_ask_which_method_runs() -> None:
+    asked = re.compile(r"isinstance\([^()]*, \(?[^()]*(Config|Method|Algorithm)\b|\balgorithm [!=]= \"")
+    room = ROOT / "src" / "rlctl"
+    paths = [path for path in room.rglob("*.py") if path.relative_to(room).parts[0] not in ("methods", "recipes")]
+    assert not [f"{path}: {line}" for path in paths for line in path.read_text().splitlines() if asked.search(line)]
