@@ -12,7 +12,7 @@ import rlctl.backends.logprobs as logprobs
 from rlctl.backends.base import Teaching
 from rlctl.backends.logprobs import VocabPart, chunked_logprobs, top_tokens
 from rlctl.backends.messages import Truncation
-from rlctl.backends.rows import VocabProjection
+from rlctl.backends.packed_rows import VocabProjection
 
 ALONE = VocabPart(SimpleNamespace(size=lambda: 1))
 POSITIONS, WIDTH, TOKENS = 11, 6, 17

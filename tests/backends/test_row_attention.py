@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlctl.backends import row_attention
+from rlctl.backends.packed_rows import PackedRow, RowUnit
 from rlctl.backends.row_attention import RowAttention, _for_each_query_head, _with_sinks, attend
-from rlctl.backends.rows import PackedRow, RowUnit
 
 UNITS = (RowUnit(0, 5, (3, 4)), RowUnit(12, 2, (6,)), RowUnit(20, 4))
 

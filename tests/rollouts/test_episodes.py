@@ -15,7 +15,7 @@ import torch
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.messages import GroupRequest, Sampling, attached
-from rlctl.backends.rows import build_row
+from rlctl.backends.packed_rows import build_row
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.backends.rows import PackedRow
+from rlctl.backends.packed_rows import PackedRow
 
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from rlctl.backends.base import Teaching
     from rlctl.backends.messages import Truncation
-    from rlctl.backends.rows import PackedRow, VocabProjection
+    from rlctl.backends.packed_rows import PackedRow, VocabProjection
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ from rlctl.backends.batch import (
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora_adapter import Adapter
 from rlctl.backends.movement import Movement
-from rlctl.backends.quantization import WeightGrid
-from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
-from rlctl.backends.rows import (
+from rlctl.backends.packed_rows import (
     PackedRow,
     VocabProjection,
     add_teacher_logprobs,
@@ -48,6 +46,8 @@ from rlctl.backends.rows import (
     fetch_rows,
     logprobs_by_group,
 )
+from rlctl.backends.quantization import WeightGrid
+from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.rank_loading import require_policy

@@ -19,7 +19,7 @@ from rlctl.backends.batch import (
     RouterLoad,
     equal_up_to_rounding,
 )
-from rlctl.backends.rows import PackedRow
+from rlctl.backends.packed_rows import PackedRow
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlctl.backends.context_parallel import zigzag
-from rlctl.backends.rows import PackedRow, RowUnit
+from rlctl.backends.packed_rows import PackedRow, RowUnit
 
 TREE_TOKENS = 512
 """Longest shared-prompt unit computed as one masked square; longer units compute each completion separately."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, ValueBatch
+from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.results import add_advantages
-from rlctl.backends.rows import PackedRow
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages, critic_metrics
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import CriticConfig

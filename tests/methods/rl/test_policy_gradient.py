@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.results import add_advantages
-from rlctl.backends.rows import PackedRow
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.methods.available import ALGORITHMS, method_from_config

@@ -25,8 +25,8 @@ from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_p
 from rlctl.backends.dtensor.vision_inputs import RowImages
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.messages import NEVER
+from rlctl.backends.packed_rows import PackedRow, RowUnit
 from rlctl.backends.row_attention import RowAttention, attend
-from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import (
     body_path,
     computed_buffers,

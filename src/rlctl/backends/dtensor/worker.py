@@ -18,9 +18,9 @@ from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_ca
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora_adapter import Adapter, is_adapter
+from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
-from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
 from rlctl.data.rollouts import MediaPart
 from rlctl.errors import InputError

@@ -37,8 +37,8 @@ from rlctl.backends.megatron.modules import (
 )
 from rlctl.backends.megatron.routing import Replay, hand_out, routers_of, weigh_as_published
 from rlctl.backends.messages import Truncation
+from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.policy_rank import LossOf
-from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts

@@ -19,8 +19,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 
 from rlctl.backends.context_parallel import Gather, context_part
+from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.row_attention import RowAttention, attend
-from rlctl.backends.rows import PackedRow
 from rlctl.models.facts import RopeFacts
 
 

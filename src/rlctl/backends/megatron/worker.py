@@ -16,9 +16,9 @@ from rlctl.backends.lora_adapter import Adapter, is_adapter
 from rlctl.backends.megatron import compat, cpu
 from rlctl.backends.megatron.args import auxiliary_losses, has_transformer_engine
 from rlctl.backends.megatron.backend import layouts
+from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
-from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.lora_weights import fill_layer
 from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
 from rlctl.weights.megatron import MegatronWorld

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlctl.backends.batch import WeightedRollout
-from rlctl.backends.rows import build_row, row_routing
+from rlctl.backends.packed_rows import build_row, row_routing
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 
 CPU = torch.device("cpu")
