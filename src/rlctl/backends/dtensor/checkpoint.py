@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import STEP
-from rlctl.checkpoints.megatron.torch_dist_files import BACKEND
+from rlctl.checkpoints.megatron.torch_dist_files import BACKEND, without_checksums
 from rlctl.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,6 +34,10 @@ class Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with without_checksums():
+            return super().write_data(plan, planner)
 
 
 class DTensorSave(Save):

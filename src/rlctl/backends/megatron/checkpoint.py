@@ -26,6 +26,7 @@ from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import steps_in
+from rlctl.checkpoints.megatron.torch_dist_files import without_checksums
 from rlctl.errors import InputError
 
 
@@ -58,7 +59,8 @@ class MegatronSave(Save):
     def write(self) -> dict[str, str]:
         if self._request.async_fn is None:  # this rank has nothing to write
             return {}
-        self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
+        with without_checksums():  # also in the processes that Megatron forks from this thread
+            self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
         # A file that is not there could not be written; the first of `finalize_fns` says why.
         written = [(Path(path), name) for path, name, _ in self._arguments[1] if Path(path).exists()]
         self._arguments.clear()  # the snapshot

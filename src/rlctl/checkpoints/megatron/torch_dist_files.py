@@ -11,6 +11,8 @@ import json
 import os
 import pickle
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -44,6 +46,18 @@ BACKEND = {
 }
 FILE_BYTES = 4 << 30
 CACHE_BYTES = 128 << 20
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Let this thread's torch.save skip the checksums of zip archives, which take most of its time. No reader of
+    checkpoints looks at them."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 @dataclass
@@ -91,13 +105,9 @@ class TorchDistWriter:
         if self._stream is None:
             self._file += 1
             self._stream = open_to_write(self.directory / f"__0_{self._file}.distcp")
-        offset, checksums = self._stream.tell(), torch.serialization.get_crc32_options()
-        # The checksums of a zip archive halve the speed of writing, and no reader of torch_dist looks at them.
-        torch.serialization.set_crc32_options(False)
-        try:
+        offset = self._stream.tell()
+        with without_checksums():
             torch.save(value, self._stream)
-        finally:
-            torch.serialization.set_crc32_options(checksums)
         return _StorageInfo(f"__0_{self._file}.distcp", offset, self._stream.tell() - offset)
 
     def _close(self) -> None:
