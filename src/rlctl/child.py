@@ -68,7 +68,7 @@ def module_command(module: str, descriptor: int) -> list[str]:
 def _result(doing: str, code: int, answer: bytes) -> Any:
     if code < 0:
         why = f"{_capital(doing)} was killed by signal {-code}."
-        raise KilledError(why, "If memory was short (`dmesg` says so), free some and run the command again.")
+        raise KilledError(why, "If the host ran out of memory (see `dmesg`), free some and run the command again.")
     if code == EXIT_INTERRUPTED:
         raise RlctlError(f"{_capital(doing)} was stopped by a signal.", "Run the command again.")
     if not answer:

@@ -206,7 +206,7 @@ def test_layers_that_a_cpu_engine_has_no_kernels_for_are_named_before_anything_i
     (tmp_path / "config.json").write_text(json.dumps(values))
     code, _, err = rlctl(capsys, "refit-test", "--model", str(tmp_path), "--gpu", "cpu", "--backend", "dtensor")
     assert code == 2, err
-    assert f"{tmp_path} has {what}, for which this vLLM has kernels on GPUs alone" in err
+    assert f"{tmp_path} has {what}, which this vLLM supports only on GPUs" in err
 
 
 @pytest.mark.parametrize(

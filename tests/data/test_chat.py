@@ -207,7 +207,7 @@ def test_a_template_that_does_not_render_is_refused_at_once(tiny_llama: Path, te
 
 @pytest.mark.parametrize("template", ["Answer.", "{{ messages[0]['role'] }}"])
 def test_a_template_that_leaves_the_prompt_out_is_refused(tiny_llama: Path, template: str) -> None:
-    with pytest.raises(InputError, match="leaves out what the user says"):
+    with pytest.raises(InputError, match="drops user messages"):
         encoder(tiny_llama, ModelConfig(chat_template="{{ '' }}" + template))
 
 

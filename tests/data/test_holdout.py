@@ -79,7 +79,7 @@ def test_a_gym_task_is_validated_on_questions_of_other_seeds() -> None:
 
 def test_a_file_needs_other_prompts_or_a_part_of_its_own(source: PromptSource) -> None:
     asked = config({"name": source.label})
-    with pytest.raises(ConfigError, match="`validation` asks for validations, and there are no prompts"):
+    with pytest.raises(ConfigError, match="`validation` has no prompts"):
         open_validation(asked, None)
     held = hold_out(source, 5, 0)[1]
     assert open_validation(asked, held)[0] is held

@@ -147,7 +147,7 @@ def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
         (['{"text": "a"}'], ["Its fields are text; name the right one with --prompt-field NAME."]),
         (["[", '  {"prompt": "a"}', "]"], ["line 1", "not JSON", "jq -c '.[]'"]),
         (['{"prompt": [{"from": "human", "value": "q"}]}'], ["chat messages", "this one has from, value"]),
-        (['{"prompt": [{"role": "assistant", "content": "a"}]}'], ["line 1", "ends with a message of the assistant"]),
+        (['{"prompt": [{"role": "assistant", "content": "a"}]}'], ["line 1", "ends with an assistant message"]),
         (['{"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}'], ["type 'audio'", "texts and images"]),
         (['{"prompt": "a", "videos": ["a.mp4"]}'], ["line 1: field 'videos' holds videos, and prompts are texts"]),
         (['{"prompt": "a"}', '{"prompt": "b"'], ["line 2", "not JSON"]),

@@ -136,7 +136,7 @@ def test_a_template_without_a_place_for_tools_gets_a_system_prompt(tiny_llama: P
 
 
 def test_a_template_that_depends_on_the_history_is_refused_and_raw_texts_are_not(tiny_llama: Path) -> None:
-    with pytest.raises(InputError, match="depends on what was said before"):
+    with pytest.raises(InputError, match="depends on earlier messages"):
         encoder(tiny_llama, COUNTS)
     model = ModelConfig(chat_template=COUNTS)
     made = PromptEncoder.build(load_tokenizer(tiny_llama, model), model, DataConfig(), tiny_llama)

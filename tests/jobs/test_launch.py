@@ -87,7 +87,7 @@ def train(model: Path, *more: str) -> list[str]:
             2,
             "generation.min_p = 0.1 does not go with vllm.speculative_config",
         ),
-        (["--set", "validation.every=2"], 2, "`validation` asks for validations, and there are no prompts"),
+        (["--set", "validation.every=2"], 2, "`validation` has no prompts"),
         (["--set", "validation.holdout=8"], 2, "validation.holdout = 8 leaves nothing to train on: sums.jsonl has 8"),
         (["--set", "run.keep_best_by=validation/accuracy"], 2, "needs validations: set validation.every"),
         (["--set", "validation.every=2", "--set", "validation.reward=[{name: tusk}]"], 2, "Unknown reward 'tusk'"),
@@ -351,7 +351,7 @@ def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_
     with pytest.raises(InputError, match=r"`data\.name` = 'other\.jsonl'"):
         go_on(files / "run", data="other.jsonl")
     (files / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    with pytest.raises(InputError, match=r"--data is not what the run began with \(rows, sha256 changed\)"):
+    with pytest.raises(InputError, match=r"--data differs from the start of the run \(rows, sha256 changed\)"):
         go_on(files / "run", model=str(tiny_llama))
 
 
@@ -364,7 +364,7 @@ def test_a_resume_of_several_sources_compares_each(files, tiny_llama):
     with pytest.raises(InputError, match=r"`data\.sources` = "):
         go_on(files / "run", data=["sums.jsonl", "sums.jsonl"])
     (files / "more.jsonl").write_text('{"prompt": "2 + 3 =", "answer": "5"}\n')
-    with pytest.raises(InputError, match=r"--data is not what the run began with \(more\.jsonl changed\)"):
+    with pytest.raises(InputError, match=r"--data differs from the start of the run \(more\.jsonl changed\)"):
         go_on(files / "run")
 
 

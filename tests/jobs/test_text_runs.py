@@ -244,9 +244,7 @@ def test_a_teacher_with_another_tokenizer_is_learned_from_on_texts(
     data.write_text(json.dumps({"prompt": "one", "completion": "two"}) + "\n")
     done = run_here(*command, *own, "--data", str(data), "--dry-run")
     assert done.returncode == 2
-    assert "a teacher with a tokenizer of its own writes prompts and answers in another form" in " ".join(
-        done.stderr.split()
-    )
+    assert "a teacher with its own tokenizer would read another text" in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow

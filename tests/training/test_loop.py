@@ -300,7 +300,7 @@ def test_a_step_says_how_its_rollouts_ended_and_whose_tokens_they_are() -> None:
     assert recorder.logged[0]["stop_reasons"] == {"stop": 1, "timeout": 1}
     assert recorder.logged[0]["truncated_fraction"] == 0.5
     assert recorder.logged[0]["tokens_by_version"] == [[0, 5], [1, 3]]
-    assert any("step 1: 1 rollout(s) took longer than rollouts.timeout_s" in text for text in recorder.said)
+    assert any("step 1: 1 rollout(s) exceeded rollouts.timeout_s" in text for text in recorder.said)
 
 
 def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
@@ -317,8 +317,8 @@ def test_rounding_that_hides_what_is_learned_is_told_once() -> None:
     recorder.results = [MinibatchResult(0.5, {}, {}, 1.0, False, rounded=Rounded(0.01, 0.02, one)) for one in shares]
     run(recorder, 4)
     assert [line["rounding"]["carried"] for line in recorder.logged] == list(shares)
-    (told,) = [text for text in recorder.said if "rounding hides the rest" in text]
-    assert "step 2: only 40% of what the optimizer" in told
+    (told,) = [text for text in recorder.said if "rounding loses the rest" in text]
+    assert "step 2: only 40% of the optimizer" in told
 
 
 def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_them() -> None:

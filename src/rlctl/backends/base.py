@@ -141,8 +141,8 @@ class PolicySpec:
         if self.truncation is not None and (self.truncation.top_k == 1 or self.truncation.min_p == 1):
             key, value = ("top_k", "2") if self.truncation.top_k == 1 else ("min_p", "0.1")
             raise ConfigError(
-                f"generation.{key} = 1 cannot be trained on: it leaves the most likely token alone, whose log-prob is "
-                "always 0.",
+                f"generation.{key} = 1 cannot be used in training: it keeps only the most likely token, "
+                "whose log-prob is always 0.",
                 f"The policy gradient needs sampled rollouts: use for example generation.{key}={value}.",
             )
 

@@ -168,7 +168,7 @@ class PromptEncoder:
         from rlctl.data.images import ImageProcessor
 
         if self.template is None:
-            raise InputError(f"{where}: it has images, and no chat template says where they stand.",
+            raise InputError(f"{where}: it has images, but the model has no chat template to place them.",
                              "Give a template with --chat-template.")  # fmt: skip
         return ImageProcessor.open(self.model_directory, trust_remote_code=self.trusts_code)
 
@@ -342,7 +342,7 @@ class PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
         if len({self.render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
             if self.in_parts:
-                why = "The chat template leaves out what the user says: all prompts would be the same."
+                why = "The chat template drops user messages, so all prompts would be equal."
                 raise InputError(why, "Give another with --chat-template.")
             return replace(self, in_parts=True)._tried()
         # The special token that the template writes after an answer need not be the tokenizer's end token.

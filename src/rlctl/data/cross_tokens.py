@@ -72,10 +72,10 @@ def _decaying(count: int) -> np.ndarray:
 def require_aligning(tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
     """Raise InputError for a tokenizer without character offsets or an end token."""
     if tokenizer.eos_token_id is None:
-        raise InputError(f"The tokenizer of {whose} has no end token to put behind a text.", "Take another model.")
+        raise InputError(f"The tokenizer of {whose} has no end token.", "Take another model.")
     if not tokenizer.is_fast:
         raise InputError(
-            f"The tokenizer of {whose} does not say where in a text its tokens stand, so that they cannot be aligned.",
+            f"The tokenizer of {whose} has no character offsets, so its tokens cannot be aligned.",
             "A model with a tokenizer.json has one that does.",
         )
 

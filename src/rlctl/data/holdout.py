@@ -55,8 +55,7 @@ def open_validation(
             return held_out, data
         if not (config.data.name or "").startswith(GYM_PREFIX):
             raise ConfigError(
-                "`validation` asks for validations, and there are no prompts for them: all of "
-                f"{config.data.name or 'the data'} are trained on.",
+                f"`validation` has no prompts: training uses all of {config.data.name or 'the data'}.",
                 "Name other prompts with --set validation.data.name=..., or take some away from training with "
                 "--set validation.holdout=NUMBER.",
             )

@@ -285,7 +285,7 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     messages = checked_messages(value, field_name, where)
     if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
-            f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
+            f"{where}: field {field_name!r} ends with an assistant message, which the policy should write.",
             "Leave that message out; reference answers go into a separate field (--answer-field).",
         )
     return messages
@@ -360,7 +360,7 @@ def difficulties(source: PromptSource, data: DataConfig) -> np.ndarray:
     path = data.difficulty_field
     if path is None:
         raise InputError(
-            "data.order = difficulty needs the field that says how difficult a row is.",
+            "data.order = difficulty needs the field of a row's difficulty.",
             "Name it with --set data.difficulty_field=...",
         )
     return np.array([_difficulty(source[index], path) for index in range(len(source))], dtype=np.float64)

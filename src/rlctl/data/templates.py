@@ -42,7 +42,7 @@ class PromptTemplate:
         if not self.names:
             raise InputError(
                 "data.prompt_template has no place for the prompt.",
-                "Write {prompt}, or the columns of a row such as {question}, where they stand.",
+                "Write {prompt}, or the columns of a row such as {question}, at their places.",
             )
 
     def render(self, columns: Mapping[str, Any], where: str) -> str:

@@ -163,8 +163,8 @@ def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         if shared == 0 or chosen[shared]["role"] != ASSISTANT or rejected[shared]["role"] != ASSISTANT:
             raise InputError(
                 f"{where}: {CHOSEN} and {REJECTED} are not two answers to the same messages.",
-                "They begin with the same messages and then differ in an answer, or hold the answers alone next to a "
-                "`prompt`.",
+                "They begin with the same messages and then differ in an answer, or hold only the answers "
+                "next to a `prompt`.",
             )
         return PromptRow(index, where, chosen[:shared], (chosen[shared:], rejected[shared:]), dict(record))
     prompt = _prompt(record, where, data)
@@ -362,8 +362,12 @@ def _with_answers(
             ends.add(end[1])
         if before is None or not (answer or whole.startswith(after)):
             ways = [
-                *(["data.train_on=last trains on the last answer alone"] if place + 1 < len(messages) else []),
-                *(["data.train_on=marked on what the template marks"] if _MARK.search(encoder.template or "") else []),
+                *(["data.train_on=last trains only on the last answer"] if place + 1 < len(messages) else []),
+                *(
+                    ["data.train_on=marked on the template's marked tokens"]
+                    if _MARK.search(encoder.template or "")
+                    else []
+                ),
                 "--chat-template gives another",
             ]
             raise InputError(
@@ -436,7 +440,7 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
     template = encoder.template or ""
     if not _MARK.search(template):
         raise InputError(
-            "data.train_on = marked: the chat template has no {% generation %} that says what an answer is.",
+            "data.train_on = marked: the chat template has no {% generation %} marks for answers.",
             "Leave it out: answers are then found by rendering, or refused. Or give another with --chat-template.",
         )
     tokens_T, mask_T = _marked(encoder, template, [*prompt, *said], where)
@@ -494,8 +498,7 @@ def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> 
     joined = [token for part in parts for token in part]
     if encoder.tokenizer.decode(joined) != encoder.tokenizer.decode(tokens):
         raise InputError(
-            f"{where}: a token stands on both sides of the beginning of an answer, and the tokenizer writes the parts "
-            "differently by themselves.",
+            f"{where}: a token crosses the start of an answer, and the tokenizer splits the two parts differently.",
             "Give another template with --chat-template, or leave the row out.",
         )
     place_of = dict(zip(edges[1:], accumulate(len(part) for part in parts), strict=True))
@@ -505,7 +508,7 @@ def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> 
 def _end_token(encoder: PromptEncoder, where: str) -> int:
     end: Any = encoder.tokenizer.eos_token_id
     if end is None:
-        raise InputError(f"{where}: the tokenizer has no end token to put behind a text.", "Name one with --tokenizer.")
+        raise InputError(f"{where}: the tokenizer has no end token.", "Name one with --tokenizer.")
     return end
 
 

@@ -149,7 +149,7 @@ class TurnEncoder:
             begins = [at for token in self.encoder.special_texts if (at := tail.find(token)) >= 0]
             if found and begins:  # a call may have ends of its own in front of that of the turn
                 return tail[max(ends, default=min(begins)) :]
-        raise InputError("The chat template has no special token behind an answer.")
+        raise InputError("The chat template has no end-of-turn token.")
 
     def _drops_thoughts(self, role: str) -> bool:
         said = [{"role": role, "content": "rlctl-message-says"}]
@@ -176,7 +176,7 @@ class TurnEncoder:
         except InputError as error:
             return error.message.rstrip(".")
         if len(found) > 1:
-            return "what it writes there depends on what was said before"
+            return "its text there depends on earlier messages"
         if said not in found.pop():
             return f"it leaves out what a message of the role {role} says"
         return None

@@ -173,7 +173,10 @@ def check_sandbox(layers: Iterable[str] | None = None) -> Check:
     detail = f"programs that models write run behind: {', '.join(one for one in sandbox.LAYERS if one in found)}"
     if not missing:
         return Check("sandbox", "ok", detail)
-    fix = "docs/environments.md says what each layer stops and needs; without it, use a machine with nothing to lose."
+    fix = (
+        "docs/environments.md lists the protection and requirements of each layer; without one, use a "
+        "disposable machine."
+    )
     return Check("sandbox", "warn", f"{detail}; not to be had: {', '.join(missing)}", fix)
 
 

@@ -74,7 +74,7 @@ def check_token(model: str | None) -> Check:
     try:
         has = bool(get_token())
     except (OSError, ValueError) as error:
-        fix = "Make the file readable, or set HF_HOME to a directory of your own."
+        fix = "Make the file readable, or set HF_HOME to your own directory."
         return Check("hub-token", "warn", f"the stored token cannot be read: {error}", fix)
     if model and model.startswith(GATED) and not has and not user_path(model).exists():
         detail = f"{model} is only available to users who accepted its terms, and no token is stored here"

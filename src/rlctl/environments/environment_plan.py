@@ -87,7 +87,7 @@ class LoadedEnvironment:
         self._own = own
         if not self.steps and not own and not functions:
             raise InputError(
-                f"Environment {plan.label!r} has neither a method `step` nor tools.",
+                f"Environment {plan.label!r} has no method `step` and no tools.",
                 "The form of an environment is in docs/environments.md.",
             )
         try:

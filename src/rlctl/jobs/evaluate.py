@@ -229,7 +229,7 @@ def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:
     """Raise InputError where --reward would judge no task, since all of them bring scorers of their own."""
     if rewards and names and all(_brings_scorer(name) for name in names) and set(rewards) != {"task"}:
         raise InputError(
-            f"--reward {rewards[0]} has no effect on --task {names[0]}, which brings a scorer of its own.",
+            f"--reward {rewards[0]} has no effect on --task {names[0]}, which has its own scorer.",
             "Leave it out, or put the questions into a .jsonl file.",
         )
 

@@ -389,8 +389,8 @@ def _checked_plan(
     method.refuse(config)
     if config.training.offload and not plan.colocated:
         raise ConfigError(
-            "training.offload = true has no use where engines have devices of their own (generation.colocated = "
-            "false): policy and engines share no device.",
+            "training.offload = true has no effect with generation.colocated = false: policy and engines "
+            "share no device.",
             "Leave it out.",
         )
     engines = config.engine_settings
@@ -544,7 +544,7 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     then, now = stored.get("data", {}), manifest["data"]
     found = []
     if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
-        found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")
+        found.append(f"--data differs from the start of the run ({', '.join(changed)} changed)")
     if stored.get("algorithm") != manifest["algorithm"]:
         found.append("the file of loss.function or run.algorithm is not the one that the run began with")
     # Where there are more or fewer scorers than there were, the configuration has told so.

@@ -190,7 +190,7 @@ def _check_devices(request: Request) -> None:
     alone, kind = total < 2 and not on_cpu, "cores" if on_cpu else "GPUs"  # two sides share one core, and never a GPU
     if own is None:
         if alone and request.pin("generation.colocated") is False and request.workload.engines:
-            why = "generation.colocated = false gives the engines GPUs of their own, and there is one GPU."
+            why = "generation.colocated = false needs separate GPUs for the engines, but there is only one GPU."
             raise ConfigError(why, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
     elif request.pin("generation.colocated"):
         why = f"gives the engines {kind} of their own, and generation.colocated is true."

@@ -75,7 +75,7 @@ class DecodeCheck:
                 unseen = policy_difference(policy, [r for r in decoded[index] if r.group == PROMPTS])
                 raise VerificationError(
                     f"Refit to version {version}: the tensors are equal (all {tensors} that were compared in engine "
-                    f"{index}), but what it computes with them differs: its log-probs of {one.tokens} tokens are off "
+                    f"{index}), but its computation differs: its log-probs of {one.tokens} tokens are off "
                     f"from the policy's by {one.mean_abs:.2g} on average, {one.max_abs:.2g} at most (limit "
                     f"{self.limit:g}).",
                     f"{self._cause(unseen, agreed=agreed)} The engine refuses to generate. `rlctl refit-test` says "

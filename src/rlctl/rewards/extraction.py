@@ -188,7 +188,7 @@ def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
     if r"\boxed" in told:
         return "boxed", r"the prompts ask for \boxed"
     if not answers:
-        return "full", "there are no reference answers to go by"
+        return "full", "there are no reference answers"
     numbers, long = (sum(map(is_so, answers)) for is_so in (_is_number, _has_lines))
     if 2 * numbers >= len(answers):
         return "last-number", f"{_share(numbers, answers)} reference answers are numbers"

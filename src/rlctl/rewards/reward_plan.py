@@ -55,7 +55,7 @@ def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTe
     terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
     if not terms:
         raise InputError(
-            f"No reward: {source.label} brings no scorer of its own.",
+            f"No reward: {source.label} has no scorer.",
             "Give --reward exact-match, math-verify, ifeval, model:DIR or path/to/file.py:function.",
         )
     terms = tuple(term.model_copy(update={"name": _checked_name(term.name, source)}) for term in terms)

@@ -82,8 +82,8 @@ class TextStream(PromptStream):
         source = self._named[row.source]
         if self.teacher is not None and row.answer != ():
             raise InputError(
-                f"{row.where}: a teacher with a tokenizer of its own writes prompts and answers in another form, so "
-                "that it would read another text.",
+                f"{row.where}: a teacher with its own tokenizer would read another text, because chat "
+                "templates differ.",
                 "Give rows with only `text`, or leave teacher.own_tokenizer out.",
             )
         other = self._other(source, row) if self.rows.needs_another else None
@@ -116,8 +116,8 @@ class TextStream(PromptStream):
             return source.prompts[(row.index + 1) % size]
         if self.others is None:
             raise InputError(
-                f"{row.where} is the only row of {source.prompts.label}, and each completion is compared with that of "
-                "another row.",
+                f"{row.where} is the only row of {source.prompts.label}, and each completion is compared with "
+                "another row's.",
                 "Give at least two rows.",
             )
         return self.others[0]

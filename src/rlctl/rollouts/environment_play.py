@@ -63,7 +63,7 @@ class EnvironmentPlay:
             return asyncio.run(cls._tried(host, limits, encoder, row, config.run.seed))
         except EpisodeFailedError as error:
             without_data = plan.name and not (config.data.name or config.data.sources)
-            hint = "There is no --data: name a file of rows if the environment reads them." if without_data else None
+            hint = "If the environment reads rows, name their file with --data." if without_data else None
             raise InputError(
                 f"Environment {plan.label}: {str(error).removesuffix('.')} ({row.where}).", hint
             ) from error
@@ -93,7 +93,7 @@ class EnvironmentPlay:
         plan = replace(host.plan, schemas=schemas_of_tools, form=form, tool_role=turns.tool_role)
         notes = list(filter(None, [note, turns.note]))
         if schemas:
-            told = "" if knows else "; the chat template has no place for them: the system prompt says how to call them"
+            told = "" if knows else "; the chat template has no place for tools, so the system prompt describes them"
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
         if reply.ask is not None:  # each conversation shows its own tools
             turns = replace(turns, encoder=encoder.with_ends(turns.encoder.stop_token_ids))

@@ -33,8 +33,8 @@ MARGIN_S = 240.0
 FAILING_SHARE, WINDOW = 0.05, 10
 """The share of the rollouts of so many batches on which a reward function may fail."""
 FIRST_BATCH = (
-    "A failure in the first batch is taken to be a mistake in the code. Where it may fail on what a model writes, "
-    "--set reward.on_error=zero gives 0 there."
+    "A failure in the first batch is probably a mistake in the code. If the function may fail on some "
+    "completions, --set reward.on_error=zero gives these 0."
 )
 COLUMNS = ("tokens_T", "offsets_G", "loss_mask_T", "logprobs_T", "weight_version_T")
 SCALARS = "scalars"

@@ -199,7 +199,7 @@ class Display:
         self.console.print(text if self.in_terminal else f"{_time()} {text}", markup=False)
         if self._stream.lost and not self._loss_told:
             self._loss_told = True
-            self.note(f"stderr cannot be written ({self._stream.lost}): the run goes on, and its messages are here")
+            self.note(f"stderr cannot be written ({self._stream.lost}): the run continues, and its messages are here")
 
     def _turn_to(self, what: str, phase: Phase | None = None) -> None:
         self._what, self._since, self._phase, self._seen = what, time.monotonic(), phase, {}

@@ -66,9 +66,9 @@ class Health:
         if carried < LEAST_CARRIED and not self._warned_of_rounding:
             self._warned_of_rounding = True
             said.append(
-                f"only {carried:.0%} of what the optimizer has moved its weights by has reached the weights that the "
-                "policy and the engines compute with; rounding hides the rest, and it is lost. "
-                "optimizer.rounding=unbiased loses nothing on average."
+                f"only {carried:.0%} of the optimizer's weight movement has reached the rounded weights of "
+                "policy and engines; rounding loses the rest. optimizer.rounding=unbiased loses nothing "
+                "on average."
             )
         if missing := metrics.get("missing_groups"):
             rounds = f"after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds)"
@@ -76,7 +76,7 @@ class Health:
                 f"{rounds} {missing} group(s) are still missing from the batch, and the step trains on the others"
             )
         if ended := metrics.get("stop_reasons", {}).get(TIMEOUT):
-            said.append(f"{ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had")
+            said.append(f"{ended} rollout(s) exceeded rollouts.timeout_s and ended with their tokens so far")
         if dropped := metrics.get("dropped_rollouts"):
             said.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")
         elif why := metrics.get("reward_error"):

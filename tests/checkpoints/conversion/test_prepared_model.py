@@ -67,7 +67,7 @@ def test_a_conversion_by_nemo_rl_is_named_and_not_taken(
     (place / "iter_0000000").mkdir(parents=True)
     said: list[str] = []
     prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append)
-    assert said[0].startswith(f"{place} holds another trainer's conversion of this model, which is not used")
+    assert said[0].startswith(f"{place} has another trainer's conversion of this model. rlctl does not use it")
     said.clear()
     prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append)
     assert said == []

@@ -62,7 +62,7 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
     if not found:
         raise ConfigError(
             f"training.lora: the model has none of the layers of training.lora.targets ({', '.join(lora.targets)}) "
-            "as linear layers of torch, which adapters are for.",
+            "as torch linear layers.",
             "Name others, or train all weights.",
         )
 

@@ -112,10 +112,7 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield "batch_p2p_comm", f"with virtual stages, {freed}"
 
 
-DROPOUT = (
-    "log-probs under dropout are not those of the policy that sampled, and checkpoints hold no state of random "
-    "numbers, so that a resumed run would not repeat its steps"
-)
+DROPOUT = "log-probs under dropout differ from the sampling policy's, and a resumed run could not repeat its steps"
 """Reason for no dropout."""
 
 

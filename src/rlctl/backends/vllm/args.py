@@ -190,7 +190,7 @@ def _refuse_on_cpu(config: EngineConfig, facts: ModelFacts) -> None:
         raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
     if layers := _without_cpu_kernel(facts):
         raise ConfigError(
-            f"model.name: {config.model.name} has {layers}, for which this vLLM has kernels on GPUs alone.",
+            f"model.name: {config.model.name} has {layers}, which this vLLM supports only on GPUs.",
             "Take another model, or run it on GPUs.",
         )
     width = facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim if facts.mla is not None else 0
@@ -218,8 +218,8 @@ def _refuse_drafts(drafts: Any, device: Device) -> None:
     method = drafts.get("method") if isinstance(drafts, Mapping) else None
     if method not in WITHOUT_WEIGHTS:
         raise ConfigError(
-            f"vllm.speculative_config.method = {method}: the draft needs weights, but engines start with empty weights "
-            "and a refit sends those of the policy alone.",
+            f"vllm.speculative_config.method = {method}: the draft needs weights, but engines start with "
+            "empty weights, and a refit sends only the policy's.",
             "Set vllm.speculative_config.method to ngram or suffix, or remove vllm.speculative_config.",
         )
     if device == "cpu":

@@ -446,4 +446,4 @@ def _open_port() -> tuple[str, int]:
             for more in range(PORTS):
                 held.enter_context(socket.socket()).bind(("", first + more))  # vLLM listens on all addresses
             return address, first
-    raise MachineError(f"There are no {PORTS} free ports side by side at {address}.", "End what holds so many of them.")
+    raise MachineError(f"There are no {PORTS} consecutive free ports at {address}.", "End what holds so many of them.")

@@ -70,8 +70,9 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     else:
         if (other := locations.foreign_conversion(source.label)) is not None:
             tell(
-                f"{other} holds another trainer's conversion of this model, which is not used: no record says which "
-                f"weights it was made from (--model {shlex.quote(str(other))} starts from it, with config.json and "
+                f"{other} has another trainer's conversion of this model. rlctl does not use it, because "
+                f"it has no record of its source weights (--model {shlex.quote(str(other))} starts from "
+                "it, with config.json and "
                 "tokenizer in its folder huggingface/)"
             )
         tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")

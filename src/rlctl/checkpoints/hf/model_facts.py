@@ -249,7 +249,7 @@ def _problems(inner: Any) -> Iterator[str]:
     if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
         yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
     if DYNAMIC in _ropes(inner) and "rope_type" not in config.rope_parameters:
-        yield f"its rotary frequencies ({DYNAMIC}) are of some layers alone, which is not known to rlctl"
+        yield f"its rotary frequencies ({DYNAMIC}) belong to only some layers, which rlctl does not support"
 
 
 def _ropes(inner: Any) -> set[str]:
@@ -335,7 +335,7 @@ def _require_head(inner: Any) -> None:
         with torch.no_grad():
             logits = head_of(inner)(hidden)
     except Exception as error:
-        why = f"its output layer cannot be computed alone: {type(error).__name__}: {error}".splitlines()[0]
+        why = f"its output layer cannot be computed separately: {type(error).__name__}: {error}".splitlines()[0]
         raise _refusal(name, why) from error
     if tuple(logits.shape) != (8, vocab):
         raise _refusal(name, f"its head makes {tuple(logits.shape)[-1]} logits of a vocabulary of {vocab}")

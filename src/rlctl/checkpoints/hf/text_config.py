@@ -135,7 +135,7 @@ def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | N
 
 def _refusal(config: dict[str, Any], why: str) -> InputError:
     name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
-    what = f"`{name}` is a model that takes images, sound or video, and its text part cannot be trained alone: {why}."
+    what = f"`{name}` is a model that takes images, sound or video, and its text part cannot be trained: {why}."
     return InputError(what, NEXT)
 
 

@@ -76,8 +76,8 @@ class RlConfig(RolloutConfig):
             return self
         if self.advantage.whiten_over == "rollouts":
             raise ValueError(
-                "advantage.whiten_over = rollouts compares an advantage of each rollout, and loss.kl_in = reward gives "
-                "each token one of its own: set it to tokens, or loss.kl_in to loss"
+                "advantage.whiten_over = rollouts needs one advantage per rollout, but loss.kl_in = "
+                "reward gives each token its own: set it to tokens, or loss.kl_in to loss"
             )
         if self.loss.needs is not None and not {"old_logprobs", "reference_logprobs"} <= {*self.loss.needs}:
             raise ValueError(

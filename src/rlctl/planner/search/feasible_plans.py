@@ -219,7 +219,7 @@ def _least_cpu_engine(request: Request) -> float:
 
 def _fits(plan: Plan, budget: float, log: _RejectionLog) -> bool:
     device = plan.cluster.device
-    needs = [(plan.host_memory, device.host_memory, "what is offloaded, and saved, needs", "of host memory a node")]
+    needs = [(plan.host_memory, device.host_memory, "offloaded and saved state needs", "of host memory a node")]
     if plan.generation is not None:
         refit = f"with {plan.generation.name()}: refit needs"
         needs.insert(0, (plan.memory["refit"].total, budget, refit, "of a device"))

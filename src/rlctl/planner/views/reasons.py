@@ -75,7 +75,7 @@ def _apart(plan: Plan) -> str:
     if plan.workload.staleness is not None:
         return "The engines sample while the policy trains (rollouts.mode=async)."
     if "generation.devices" in plan.pins:
-        return "They have devices of their own (generation.devices)."
+        return "They have separate devices (generation.devices)."
     return "No plan with policy and engines on the same devices fits that can be run."
 
 

@@ -243,7 +243,7 @@ def _seconds_table(plan: Plan) -> list[str]:
             f"{plan.rollouts_s:.1f} s and wait {waits['engines']:.1f} s for the policy"
         )
     if plan.beside is not None:
-        lines.append(f"with the engines on the policy's devices a step would take {plan.beside.total_s:.1f} s")
+        lines.append(f"with engines on the policy's devices a step would take {plan.beside.total_s:.1f} s")
     return [
         *wrapped(parts, what, " " * len(what)),
         *(part for line in lines for part in wrapped(line, "    ", "    ")),
@@ -266,7 +266,7 @@ def compare_text(plans: list[Plan], names: list[str]) -> str:
         mark = "*" if i and len(set(values)) > 1 else " "
         lines.append("  ".join([f"{mark} {key:<{first}}", *map(str.rjust, values, widths)]))
     if all(plan.equals(plans[0]) for plan in plans[1:]):
-        lines.append("The seconds of these plans are equal as far as the prediction can tell.")
+        lines.append("The times of these plans are equal within the prediction's error.")
     return "\n".join(lines)
 
 
