@@ -96,7 +96,7 @@ def evaluate(
     """Measure the accuracy of models on tasks: pass@k, mean@n and majority@n with standard errors.
 
     A run (--run-dir) is evaluated without conversion. Several models get the same prompts and seeds; the table lists
-    them in the order of the command line and says whether they differ from the first by more than noise. Settings that
+    them in the order of the command line and marks significant differences from the first. Settings that
     the command line leaves open come from the first run.
     """
     options.require_dry_run(explain, dry_run)

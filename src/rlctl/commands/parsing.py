@@ -60,7 +60,7 @@ Quiet = Annotated[
 ]
 Verbose = Annotated[
     bool,
-    typer.Option("-v", callback=be_verbose, expose_value=False, help="Also print what is read and started."),
+    typer.Option("-v", callback=be_verbose, expose_value=False, help="Also print files read and processes started."),
 ]
 NoColor = Annotated[
     bool, typer.Option("--no-color", callback=without_color, expose_value=False, help="Print without colors.")

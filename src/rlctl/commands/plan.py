@@ -40,7 +40,7 @@ Run = Annotated[
 
 Calibrate = Annotated[
     Path | None,
-    typer.Option("--calibrate", metavar="RUN", help="Take the measured phases of a run as those of this machine."),
+    typer.Option("--calibrate", metavar="RUN", help="Scale plans for this machine by a run's measured phases."),
 ]
 Table = Annotated[bool, typer.Option("--table", help="Show seconds, tokens/s and memory over a range of GPU counts.")]
 

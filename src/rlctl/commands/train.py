@@ -73,7 +73,7 @@ def train(context: typer.Context) -> None:
 def grpo(context: typer.Context, json_: options.Json = False) -> None:
     """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
 
-    Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
+    Preset and planner choose all other values; --dry-run shows each value and its origin.
     """
     _train("grpo", context)
 
@@ -84,7 +84,7 @@ def grpo(context: typer.Context, json_: options.Json = False) -> None:
 )
 @options.taking(f"{options.TRAINING} epochs batch_size beta {RUN_FLAGS} completion")
 def recipe(context: typer.Context, json_: options.Json = False) -> None:
-    """Train as a recipe, a preset or a run says itself: the word `recipe` can be left out."""
+    """Train with the method of a recipe, preset or run. The word `recipe` is optional."""
     _train(None, context)
 
 
