@@ -164,7 +164,7 @@ def show(
 
 @app.command(
     "import",
-    help=f"""Write another trainer's recipe ({listed(trainers())}) as rlctl configuration, and report differences on stderr.
+    help=f"""Write another trainer's recipe ({listed(trainers())}) as rlctl configuration; report differences on stderr.
 
     The other commands read such a recipe directly with `--config FILE`.""",
     epilog=examples(
