@@ -735,7 +735,7 @@ def test_one_gpu_is_not_divided(goal: Goal) -> None:
     facts, work = model("Qwen3-0.6B"), Workload(prompts=12, generations=4, max_length=512, goal=goal)
     for pins, words in (
         ({"generation.devices": 1}, "leaves the policy none of the 1 GPU"),
-        ({"generation.colocated": False}, "there is one GPU"),
+        ({"generation.colocated": False}, "there is only one GPU"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_plan(facts, make_cluster("h100", 1, 1), work, pins)
