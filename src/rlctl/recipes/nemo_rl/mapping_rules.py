@@ -859,7 +859,7 @@ def betas(found: Found) -> None:
 
 
 AHEAD = "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
-"""NeMo-RL's schedules start one step later: Megatron and torch count finished steps, `training.schedule` the current one."""
+"""NeMo-RL's schedules start one step later: Megatron and torch count finished steps, rlctl the current one."""
 
 
 def warm_up(found: Found) -> None:
