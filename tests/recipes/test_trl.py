@@ -17,7 +17,7 @@ from rlctl.recipes.trl.mapping import TABLES
 from rlctl.recipes.trl.recipe import import_recipe
 
 KEYS = Path(__file__).parent / "keys" / "trl.csv"
-"""The fields that GRPOConfig, SFTConfig and DPOConfig of TRL have beyond transformers' TrainingArguments, those of
+"""The fields that the six Config classes of TRL's trainers have beyond transformers' TrainingArguments, those of
 ModelConfig and of the scripts' arguments, with their defaults (commit f2cd5771 of July 2026)."""
 
 
@@ -29,7 +29,7 @@ def test_nine_in_ten_keys_of_the_trainers_are_mapped_or_have_a_reason() -> None:
         assert known[trainer] >= 0.9 * count, absent
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("trainer", list(TABLES))
 def test_a_file_of_defaults_runs(trainer: str, tmp_path: Path) -> None:
     """What TRL does without being asked is nothing that stops a run."""
     rows = [row for row in csv.DictReader(KEYS.open()) if row["trainer"] == trainer]
@@ -66,7 +66,7 @@ env: {TOKENIZERS_PARALLELISM: false}
     assert (config.run.algorithm, config.run.steps, config.batch.prompts, config.batch.epochs) == ("grpo", 20, 8, 2)
     assert (config.loss.kl_coefficient, config.loss.clip_high, config.loss.level) == (0.1, 0.28, "constant")
     assert (config.advantage.normalize_std, config.generation.max_new_tokens) == (False, 128)
-    assert (config.scheduler.decay, config.scheduler.decay_steps, config.scheduler.warmup_steps) == ("cosine", 20, 2)
+    assert (config.scheduler.decay, config.scheduler.decay_steps, config.scheduler.warmup_steps) == ("cosine", None, 2)
     assert [term.name for term in config.reward.terms] == ["mine.py:brief"]
     with pytest.raises(ConfigError, match=r"`trl grpo` has none\. Did you mean max_completion_length"):
         resolve(files=[path], environment={}, overrides=["max_completion_lenght=3"])
@@ -79,3 +79,63 @@ def test_the_command_says_whose_file_it_is(tmp_path: Path) -> None:
         resolved = resolve(files=[path], environment={}, flags={"run.algorithm": method})
         assert (resolved.config.run.algorithm, resolved.config.batch.prompts) == (method, prompts)
     assert resolved.config.preference.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        ("kto", {"optimizer.lr": 1e-6, "preference.beta": 0.1, "preference.good_weight": 1.0,
+                 "preference.bad_weight": 1.0, "model.max_length": 1024, "data.shuffle": False}),
+        ("rm", {"optimizer.lr": 1e-4, "model.max_length": 1024, "batch.prompts": 8, "run.epochs": 3}),
+        ("rloo", {"optimizer.lr": 1e-6, "batch.generations": 2, "loss.kl_coefficient": 0.05, "loss.kl_in": "reward",
+                  "loss.kl_estimator": "k1", "advantage.baseline": "leave-one-out", "batch.prompts": 4,
+                  "generation.max_new_tokens": 512, "loss.importance_correction": "off"}),
+        ("sft", {"optimizer.lr": 2e-5, "data.shuffle": True, "scheduler.decay": "linear", "run.epochs": 3}),
+        ("dpo", {"optimizer.lr": 1e-6, "preference.beta": 0.1, "scheduler.decay": "linear"}),
+    ],
+)  # fmt: skip
+def test_keys_that_a_file_lacks_have_the_defaults_that_trl_documents(
+    method: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    """By TRL's KTOConfig, RewardConfig, RLOOConfig, SFTConfig and DPOConfig (v1, July 2026), and by transformers:
+    three epochs, a linear schedule, 8 rows a process, and a random sampler except for KTO."""
+    path = tmp_path / "any.yaml"
+    path.write_text("model_name_or_path: a/b\ndataset_name: c/d\n")
+    config = resolve(files=[path], environment={}, flags={"run.algorithm": method}).config.model_dump()
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        found: Any = config
+        for part in (*section.split("."), name):
+            found = found[part]
+        assert found == value, key
+
+
+def test_settings_of_kto_rloo_and_reward_models_are_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.2\ndesirable_weight: 2.0\n"
+                    "undesirable_weight: 0.5\nloss_type: apo_zero_unpaired\n")  # fmt: skip
+    found = import_recipe(path, method="kto")
+    assert {key: found.values[f"preference.{key}"] for key in ("beta", "good_weight", "bad_weight")} == {
+        "beta": 0.2, "good_weight": 2.0, "bad_weight": 0.5,
+    }  # fmt: skip
+    assert found.unsupported == ["loss_type = apo_zero_unpaired: the loss is KTO's"]
+    path.write_text("model_name_or_path: a/b\nnum_generations: 4\nbeta: 0.0\nnormalize_advantages: true\n"
+                    "reward_clip_range: [-1, 1]\n")  # fmt: skip
+    found = import_recipe(path, method="rloo")
+    assert (found.values["loss.kl_coefficient"], found.values["advantage.whiten_over"]) == (0.0, "rollouts")
+    assert [line.partition(":")[0] for line in found.unsupported] == ["reward_clip_range = [-1, 1]"]
+    path.write_text("model_name_or_path: a/b\ncenter_rewards_coefficient: 0.01\nlearning_rate: 1e-5\n")
+    assert "center_rewards_coefficient" in import_recipe(path, method="rm").unsupported[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm"),
+    [
+        ("undesirable_weight: 1.5", "kto"), ("center_rewards_coefficient: null", "rm"), ("ld_alpha: 0.5", "dpo"),
+        ("normalize_advantages: false\nnum_generations: 2", "rloo"), ("num_generations: 2", "grpo"), ("", "sft"),
+    ],
+)  # fmt: skip
+def test_keys_tell_the_trainer_of_a_file(line: str, algorithm: str, tmp_path: Path) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text(f"model_name_or_path: a/b\nlearning_rate: 1e-5\n{line}\n")
+    assert import_recipe(path).values["run.algorithm"] == algorithm

@@ -18,35 +18,33 @@ LOSSES = {
     "sapo": {"run.algorithm": "sapo"},
 }
 """Losses of GRPO, and the keys that each sets."""
+_COMMON: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "lr_scheduler_type": "linear",
+    "per_device_train_batch_size": 8,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "grpo": {
+    "grpo": _COMMON
+    | {
         "learning_rate": 1e-6,
         "num_generations": 8,
         "max_completion_length": 512,
         "loss_type": "dapo",
         "beta": 0.0,
-        "num_train_epochs": 3,
-        "lr_scheduler_type": "linear",
-        "per_device_train_batch_size": 8,
         "vllm_importance_sampling_mode": "sequence_mask",
     },
-    "sft": {
-        "learning_rate": 2e-5,
-        "max_length": 1024,
-        "num_train_epochs": 3,
-        "lr_scheduler_type": "linear",
-        "per_device_train_batch_size": 8,
-        "shuffle_dataset": False,
-        "packing": False,
-    },
-    "dpo": {
+    "rloo": _COMMON
+    | {
         "learning_rate": 1e-6,
-        "max_length": 1024,
-        "num_train_epochs": 3,
-        "lr_scheduler_type": "linear",
-        "per_device_train_batch_size": 8,
-        "beta": 0.1,
+        "num_generations": 2,
+        "max_completion_length": 512,
+        "beta": 0.05,
+        "vllm_importance_sampling_mode": "none",
     },
+    "sft": _COMMON | {"learning_rate": 2e-5, "max_length": 1024, "packing": False},
+    "dpo": _COMMON | {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    "kto": _COMMON | {"learning_rate": 1e-6, "max_length": 1024, "train_sampling_strategy": "sequential"},
+    "reward": _COMMON | {"learning_rate": 1e-4, "max_length": 1024},
 }
 """TRL's values of keys that a file leaves out, where rlctl's own defaults are others."""
 OF_GRPO = (
@@ -59,7 +57,9 @@ OF_GRPO = (
     "num_iterations",
 )
 OF_DPO = ("precompute_ref_log_probs", "ld_alpha", "discopop_tau", "use_weighting", "label_smoothing", "beta")
-"""Keys that only one trainer has, or in a file without the other's, for files that do not say whose they are."""
+OF_RLOO, OF_KTO = ("normalize_advantages", "reward_clip_range"), ("desirable_weight", "undesirable_weight")
+OF_REWARD = ("center_rewards_coefficient",)
+"""Keys that only one trainer has, or in a file without the others', for files that do not say whose they are."""
 
 
 def without(reason: str) -> Rule:
@@ -75,9 +75,9 @@ def trainer_of(values: dict[str, Any], method: str | None) -> str:
     by_method = {ours: theirs for theirs, ours in METHODS.items()}
     if method in by_method:
         return by_method[method]
-    if method is not None or any(key in values for key in OF_GRPO):
-        return "grpo"
-    return "dpo" if any(key in values for key in OF_DPO) else "sft"
+    marks = (("rloo", OF_RLOO), ("kto", OF_KTO), ("reward", OF_REWARD), ("grpo", OF_GRPO), ("dpo", OF_DPO))
+    named = next((trainer for trainer, keys in marks if any(key in values for key in keys)), "sft")
+    return "grpo" if method is not None and named != "rloo" else named
 
 
 def dataset(found: Found) -> None:
@@ -130,6 +130,15 @@ def loss_type(found: Found) -> None:
         found.map_all(LOSSES[found.value])
 
 
+def kl_in_reward(found: Found) -> None:
+    """Map the KL penalty that RLOO subtracts from the reward of a completion."""
+    if found.value:
+        values = {"loss.kl_in": "reward", "loss.kl_estimator": "k1", "loss.kl_coefficient": found.value}
+        found.map_all(values, "each token has its own penalty, where TRL subtracts their sum before the baseline")
+    else:
+        found.map("loss.kl_coefficient", 0.0)
+
+
 def scaled_rewards(found: Found) -> None:
     if found.value in (True, "group", False, "none", None):
         found.map("advantage.normalize_std", found.value not in (False, "none"))
@@ -160,7 +169,7 @@ def reward_functions(found: Found) -> None:
 
 def corrected(found: Found) -> None:
     """Map the correction for what vLLM computes differently."""
-    if found.get("vllm_importance_sampling_correction") is False:
+    if found.get("vllm_importance_sampling_correction") is False or found.value == "none":
         found.map("loss.importance_correction", "off")
         return
     kinds = {
@@ -178,16 +187,12 @@ def corrected(found: Found) -> None:
 
 
 def schedule(found: Found) -> None:
+    """Map the decay of the learning rate, which ends with the run in both."""
     kinds = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-    if found.value not in kinds:
-        found.say("not yet", f"rlctl knows {', '.join(kinds)}", "scheduler.decay")
-    elif kinds[found.value] == "constant" or (isinstance(found.get("max_steps"), int) and found.get("max_steps") > 0):
+    if found.value in kinds:
         found.map("scheduler.decay", kinds[found.value])
-        if kinds[found.value] != "constant":
-            found.set("scheduler.decay_steps", found.get("max_steps"))
     else:
-        why = f"the number of steps follows from the data: set scheduler.decay={kinds[found.value]} and decay_steps"
-        found.say("changed", f"{why}; until then the learning rate stays")
+        found.say("not yet", f"rlctl knows {', '.join(kinds)}", "scheduler.decay")
 
 
 def warmup(found: Found) -> None:
@@ -305,6 +310,7 @@ _ALL: dict[str, Rule] = {
     ),
     "datasets": mixture,
     "shuffle_dataset": to("data.shuffle"),
+    "train_sampling_strategy": to("data.shuffle", {"random": True, "sequential": False, None: None}),
     "learning_rate": to("optimizer.lr"),
     "weight_decay": to("optimizer.weight_decay"),
     "max_grad_norm": to("optimizer.clip_grad", null=0),
@@ -453,6 +459,16 @@ _GRPO: dict[str, Rule] = {
     "max_tool_calling_iterations": to("environment.turns"),
 }
 
+_RLOO: dict[str, Rule] = _GRPO | {
+    "beta": kl_in_reward,
+    "normalize_advantages": if_on(
+        lambda found: found.map_all({"advantage.whiten": True, "advantage.whiten_over": "rollouts"})
+    ),
+    "reward_clip_range": only(
+        None, why="advantage.clip_low and advantage.clip_high bound advantages", settled_by="advantage.clip_low"
+    ),
+}
+
 _TEXTS: dict[str, Rule] = {
     "max_length": to("model.max_length"),
     "truncation_mode": only(None, "keep_start", why="texts lose their end", otherwise="changed"),
@@ -460,6 +476,7 @@ _TEXTS: dict[str, Rule] = {
 }
 
 _SFT: dict[str, Rule] = _TEXTS | {
+    "shuffle_dataset": without("data.shuffle shuffles each epoch, as the sampler of TRL's trainer does"),
     "packing": to("training.packing", {True: True, False: True, None: None}),
     **each("packing_strategy eval_packing", without("rows of a batch are packed, each text on its own")),
     "assistant_only_loss": without("a loss is on the assistant's tokens (data.train_on)"),
@@ -489,11 +506,30 @@ _DPO: dict[str, Rule] = _TEXTS | {
     "max_completion_length": without("model.max_length"),
 }
 
+_OF_REFERENCE: dict[str, Rule] = {
+    "sync_ref_model": only(None, False, why="the reference stays"),
+    **each("ref_model_mixup_alpha ref_model_sync_steps", without("read with sync_ref_model")),
+}
+
+_KTO: dict[str, Rule] = _TEXTS | {
+    "beta": to("preference.beta"),
+    "desirable_weight": to("preference.good_weight"),
+    "undesirable_weight": to("preference.bad_weight"),
+    "loss_type": only("kto", None, why="the loss is KTO's", settled_by="run.algorithm"),
+    **each("precompute_ref_log_probs precompute_ref_batch_size", without("each step computes the reference")),
+    **_OF_REFERENCE,
+}
+
+_REWARD: dict[str, Rule] = _TEXTS | {
+    "center_rewards_coefficient": only(None, 0, 0.0, why="the loss has no term that centers rewards"),
+    "eos_token": only(None, why="the chat template ends a text", otherwise="changed"),
+}
+
 TABLES: dict[str, dict[str, Rule]] = {
     "grpo": _ALL | _GRPO,
-    "rloo": _ALL | _GRPO,
+    "rloo": _ALL | _RLOO,
     "sft": _ALL | _SFT,
     "dpo": _ALL | _DPO,
-    "kto": _ALL | _TEXTS,
-    "reward": _ALL | _TEXTS,
+    "kto": _ALL | _KTO,
+    "reward": _ALL | _REWARD,
 }
