@@ -60,6 +60,8 @@ def test_data_of_ones_own_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFi
     ("more", "said"),
     [
         (("mine",), "mine/run.yaml exists already."),
+        (("sums.jsonl",), "sums.jsonl is a file."),
+        (("sums.jsonl/new",), "sums.jsonl is a file."),
         (("new", "--preset", "1gpu"), "names no model"),
         (("new", "--preset", "lapto"), "Did you mean `laptop`?"),
         (("new", "--data", "sums.jsonl", "--prompt-field", "text"), "no field 'text'"),

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from rlctl.data.prompt_rows import PromptSource
-from rlctl.data.prompts import open_prompts
+from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
 
@@ -338,3 +338,15 @@ def test_prompts_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["notes.md", "rows.csv", "./absent"])
+def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.md").write_text("# Notes")
+    monkeypatch.setattr("rlctl.data.prompts._loaded", lambda *_: pytest.fail("asked the hub"))
+    assert not shows_images(DataConfig(name=name))
+    with pytest.raises(InputError, match=r"unknown kind of data file|no such file"):
+        open_prompts(DataConfig(name=name))

@@ -208,7 +208,7 @@ def test_a_function_is_a_tool_without_an_environment() -> None:
         ({"name": f"{TOYS}:Nobody"}, "the file has no class 'Nobody'"),
         ({"name": f"{TOYS}:double"}, "is not a class with a method `reset`"),
         ({"name": f"{TOYS}:Counting", "params": {"rounds": 3}}, "does not take these parameters .*'rounds'"),
-        ({"tools": (f"{TOYS}:undescribed",)}, "Tool 'undescribed' of the tools: .*description"),
+        ({"tools": (f"{TOYS}:undescribed",)}, "Tool 'undescribed' has no schema: .*description"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_said_before_a_run(settings: dict[str, Any], message: str) -> None:

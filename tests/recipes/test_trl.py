@@ -128,6 +128,13 @@ def test_settings_of_kto_rloo_and_reward_models_are_mapped(tmp_path: Path) -> No
     assert "center_rewards_coefficient" in import_recipe(path, method="rm").unsupported[0]
 
 
+def test_a_key_that_no_trainer_has_names_the_nearest_one(tmp_path: Path) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text("model_name_or_path: a/b\nlearning_rate: 1e-5\nnum_generatons: 4\n")
+    (entry,) = import_recipe(path).of("not known")
+    assert entry.note.startswith("`trl sft` has no such key. Did you mean num_generations")
+
+
 @pytest.mark.parametrize(
     ("line", "algorithm"),
     [

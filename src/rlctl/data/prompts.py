@@ -63,6 +63,15 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
             f"data.params ({', '.join(data.params)}) belong to a reasoning-gym task, but data.name is {name!r}.",
             "Remove them, or clear a preset's with --set data.params={}.",
         )
+    path, kind = Path(name), file_kind(name)
+    if kind is None:
+        return open_hub(name, data, rows)
+    return (open_jsonl if kind == "jsonl" else open_parquet)(path, data, rows)
+
+
+def file_kind(name: str) -> str | None:
+    """Return the kind of a data file; None: a folder or a hub dataset. Raises InputError for a file of another kind and
+    for one that does not exist."""
     path = Path(name)
     kind = FILE_SUFFIXES.get(path.suffix.lower())
     if kind is None and (path.is_file() or path.suffix.lower() in OTHER_SUFFIXES):
@@ -70,11 +79,9 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
     if kind is None and name.startswith((".", "/")) and not path.exists():
         raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
-    if kind is None:
-        return open_hub(name, data, rows)
-    if not path.is_file():
+    if kind is not None and not path.is_file():
         raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
-    return (open_jsonl if kind == "jsonl" else open_parquet)(path, data, rows)
+    return kind
 
 
 def open_episodes(environment: str, size: int | None) -> PromptSource:
@@ -145,12 +152,11 @@ def columns_of(path: Path) -> list[str]:
 
 def shows_images(data: DataConfig) -> bool:
     """Return whether a source's first rows have images. Unreadable rows are reported on opening."""
-    name, path = data.name or "", Path(data.name or "")
-    kind = FILE_SUFFIXES.get(path.suffix.lower())
-    if not name or name.startswith(GYM_PREFIX) or (kind is not None and not path.is_file()):
+    name = data.name or ""
+    if not name or name.startswith(GYM_PREFIX):
         return False
     try:
-        return any(map(holds_images, islice(_records(data, kind), LOOKED_AT)))
+        return any(map(holds_images, islice(_records(data, file_kind(name)), LOOKED_AT)))
     except (InputError, MachineError, OSError, ValueError):
         return False
 

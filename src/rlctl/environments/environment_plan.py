@@ -103,7 +103,8 @@ class LoadedEnvironment:
 
     def schemas(self) -> dict[str, dict[str, Any]]:
         found = {name: MethodType(getattr(self._kind, name), self) for name in self._own} | self._functions
-        return {name: schema_of(function, f"{name!r} of {self.plan.label}") for name, function in found.items()}
+        of = f" of {self.plan.label}" if self.plan.name else ""
+        return {name: schema_of(function, f"{name!r}{of}") for name, function in found.items()}
 
     def begin(self) -> RunningEpisode:
         return RunningEpisode(self, partial(self._kind, **self.plan.params), self._functions)

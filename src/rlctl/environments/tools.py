@@ -349,7 +349,7 @@ def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
         raise InputError(
-            f"Tool {named}: {first_line(error)}",
+            f"Tool {named} has no schema: {first_line(error).rstrip('.!')}.",
             "A tool has a type hint for each argument, and a docstring with an `Args:` section that describes each.",
         ) from error
     schema["function"].pop("return", None)  # which the format of calls does not know

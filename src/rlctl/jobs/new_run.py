@@ -54,6 +54,8 @@ class NewRun:
         for name in texts:
             if (self.directory / name).exists():
                 raise InputError(f"{self.directory / name} exists already.", "Name another directory, or remove it.")
+        if file := next((one for one in (self.directory, *self.directory.parents) if one.is_file()), None):
+            raise InputError(f"{file} is a file.", "Name a directory to create or fill.")
         self.directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with (self.directory / name).open("x", encoding="utf-8") as file:

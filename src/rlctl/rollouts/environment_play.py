@@ -64,9 +64,10 @@ class EnvironmentPlay:
         except EpisodeFailedError as error:
             without_data = plan.name and not (config.data.name or config.data.sources)
             hint = "If the environment reads rows, name their file with --data." if without_data else None
-            raise InputError(
-                f"Environment {plan.label}: {str(error).removesuffix('.')} ({row.where}).", hint
-            ) from error
+            said = str(error).removesuffix(".")
+            if said.startswith("Tool "):
+                raise InputError(f"{said}.", "docs/environments.md#tools has the form of a tool.") from error
+            raise InputError(f"Environment {plan.label}: {said} ({row.where}).", hint) from error
         finally:
             host.close()
 

@@ -38,7 +38,9 @@ def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str 
         if key in table:
             apply_rule(table[key], Found(result, key, value, known))
         else:
-            result.entries.append(Entry(key, value, "not known", f"`trl {trainer}` has no such key"))
+            meant = suggest(key, dict.fromkeys(name for keys in TABLES.values() for name in keys))
+            why = f"`trl {trainer}` has no such key"
+            result.entries.append(Entry(key, value, "not known", f"{why}. {meant}" if meant else why))
     for name, value in variables.items():
         result.set(f"training.env.{name}", str(value), f"env.{name}")
         result.entries.append(Entry(f"env.{name}", value, "mapped", f"training.env.{name}"))
