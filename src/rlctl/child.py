@@ -32,11 +32,9 @@ CLEARING_S = 30.0
 
 
 def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | None = None, quiet: bool = False) -> T:
-    """Return the result of `function` (a module function or a `partial`) from a child process.
-
-    Output goes to stderr, or nowhere if `quiet`. `doing` is a phrase for messages. Raises the function's RlctlError,
-    WaitTimeoutError after `limit_s`, KilledError after a signal, RlctlError for other failures.
-    """
+    """Return the result of `function` (a module function or a `partial`) from a child process. Output goes to stderr,
+    or nowhere if `quiet`. `doing` is a phrase for messages. Raises the function's RlctlError, WaitTimeoutError after
+    `limit_s`, KilledError after a signal, RlctlError for other failures."""
     with tempfile.TemporaryFile() as answer:
         command = module_command(__name__, answer.fileno())
         errors_to = subprocess.DEVNULL if quiet else None

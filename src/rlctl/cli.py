@@ -121,11 +121,9 @@ def root(
         bool, typer.Option("--json", callback=output.want_json, is_eager=True, help="With --version: as a JSON object.")
     ] = False,
 ) -> None:
-    """Post-train language models with RL, on texts, and on preferences.
-
-    Results go to stdout and messages to stderr. Exit codes: 0 success, 1 failure at run time, 2 wrong input,
-    3 the machine lacks what was asked for, 4 no plan fits, 5 verification failed, 130 interrupted.
-    """
+    """Post-train language models with RL, on texts, and on preferences. Results go to stdout and messages to stderr.
+    Exit codes: 0 success, 1 failure at run time, 2 wrong input, 3 the machine lacks what was asked for, 4 no plan fits,
+    5 verification failed, 130 interrupted."""
     if json_:  # --version has ended the command by now
         raise InputError("--json before the command applies to --version only.", "Move it after the command.")
 

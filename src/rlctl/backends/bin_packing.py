@@ -19,11 +19,9 @@ EXCHANGES = 100
 
 
 def first_fit_decreasing(sizes: Sequence[int], limit: int) -> list[Bin]:
-    """Return the bins of first-fit-decreasing (Johnson 1973) in opening order.
-
-    Each bin takes the largest remaining item that fits, so bins can be filled one after another. Items of one size are
-    handled together; `below` skips exhausted sizes.
-    """
+    """Return the bins of first-fit-decreasing (Johnson 1973) in opening order. Each bin takes the largest remaining
+    item that fits, so bins can be filled one after another. Items of one size are handled together; `below` skips
+    exhausted sizes."""
     items: dict[int, Bin] = defaultdict(list)
     for number in range(len(sizes) - 1, -1, -1):
         items[sizes[number]].append(number)

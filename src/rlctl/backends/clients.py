@@ -345,10 +345,8 @@ def generate_groups(
     recover: Callable[[RlctlError], object] | None = None,
 ) -> list[GroupResult]:
     """Return the results of all requests by group, with handles of columns and texts. Requests are dealt to engines in
-    turn.
-
-    `recover(error)` restores the engines after a failure, or raises; the failed engine's requests are then repeated.
-    """
+    turn. `recover(error)` restores the engines after a failure, or raises; the failed engine's requests are then
+    repeated."""
     results: list[GroupResult] = []
     left = list(requests)
     while left:

@@ -400,7 +400,6 @@ class PolicyRank(WeightSource, ABC):
 
     @torch.no_grad()
     def _outputs(self, rows: list[PackedRow]) -> list[Tensor]:
-        """The output of the model for each row; empty but on the last pipeline stage."""
         found = self.run_rows(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)
         report(len(rows), len(rows))
         return [one["out"] for one in found]

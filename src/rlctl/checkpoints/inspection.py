@@ -113,7 +113,6 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
 
 
 def _noting(result: Inspection, make: Callable[[], _T]) -> _T | None:
-    """The result of `make`; its InputError becomes a problem of the inspection."""
     try:
         return make()
     except InputError as error:

@@ -65,12 +65,9 @@ def resolve_model(
     tell: Tell = lambda _: None,
     otherwise: Supplier = lambda name, revision, tell: None,
 ) -> ModelSource:
-    """Find or fetch the model of `--model`: a local directory, the Hugging Face cache, or the hub.
-
-    Directories are Hugging Face's, torch_dist, or rlctl runs. `weights=False` needs only config and tokenizer.
-    `otherwise` is called if the hub is unreachable. Raises InputError for incomplete directories, and unknown, gated or
-    unreachable names.
-    """
+    """Find or fetch the model of `--model`: a local directory, the Hugging Face cache, or the hub. Directories are
+    Hugging Face's, torch_dist, or rlctl runs. `weights=False` needs only config and tokenizer. `otherwise` is called if
+    the hub is unreachable. Raises InputError for incomplete directories, and unknown, gated or unreachable names."""
     local = user_path(name)
     if local.is_dir() and (checkpoint := find(local)) is not None:
         found = of_megatron(name, checkpoint)
@@ -127,7 +124,6 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """Return a hub name's cached snapshot in any state, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

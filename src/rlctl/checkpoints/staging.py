@@ -60,10 +60,8 @@ def unwritable(destination: Path, error: OSError) -> RlctlError:
 @contextmanager
 def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
     """Yield an empty directory that replaces `destination` on success and is removed on failure. Call under `locked`.
-
     Removes leftovers of killed processes. Raises InputError if it exists without `force`, MachineError without enough
-    space.
-    """
+    space."""
     if not force:
         require_absent(destination)
     aside = destination.parent / f".{destination.name}.partial"

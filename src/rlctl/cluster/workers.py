@@ -238,11 +238,9 @@ class WorkerGroup(Generic[W_co]):
         wait: bool = True,
         concurrency: int = 1,
     ) -> None:
-        """Start the processes and construct the workers in parallel. Raises like `ready`.
-
-        `wait` False returns at once; then call `ready` first. `worker_class` can be `module:name`, imported only in
-        workers. Each worker takes `concurrency` calls at a time, each in a thread.
-        """
+        """Start the processes and construct the workers in parallel. Raises like `ready`. `wait` False returns at once;
+        then call `ready` first. `worker_class` can be `module:name`, imported only in workers. Each worker takes
+        `concurrency` calls at a time, each in a thread."""
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
@@ -419,9 +417,8 @@ class WorkerGroup(Generic[W_co]):
         values: Sequence[int],
     ) -> tuple[PendingCall[R], list[list[Any]]]:
         """Call `method`, which returns (result, list of `values[rank]` values), with a tuple of arguments per rank.
-
-        Return the pending call and handles of values. These stay in the worker's node's store but outlive the worker.
-        """
+        Return the pending call and handles of values. These stay in the worker's node's store but outlive the
+        worker."""
         name = method.__name__
         submitted: list[Any] = []
         handles: list[list[Any]] = []

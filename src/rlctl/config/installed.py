@@ -224,7 +224,6 @@ def type_of(annotation: str, module: Module) -> Any:
 
 
 def _members(node: ast.ClassDef) -> list[object]:
-    """Return an enumeration's names, and values that are words or IntEnum numbers; None for other classes."""
     bases = " ".join(ast.unparse(base) for base in node.bases)
     if "Enum" not in bases:
         return []

@@ -318,7 +318,6 @@ class PromptEncoder:
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.special))]
 
     def _skeletons(self) -> list[str]:
-        """Return the template's text around messages: of a conversation and a tool result."""
         if self.template is None:
             return []
         user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}

@@ -56,11 +56,9 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
 
 
 class Mixing:
-    """Turns of weighted sources as a pure function of the position.
-
-    A source with share p has p x n of the first n positions, rounded up or down, for every n (quota method of Balinski
-    and Young, 1975: the next turn goes to the source due first without exceeding its share).
-    """
+    """Turns of weighted sources as a pure function of the position. A source with share p has p x n of the first n
+    positions, rounded up or down, for every n (quota method of Balinski and Young, 1975: the next turn goes to the
+    source due first without exceeding its share)."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = whole_parts(weights)

@@ -290,10 +290,8 @@ def download_of(name: str) -> str:
 
 def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptSource:
     """Return the source of `reasoning-gym:<task>[:key=value,...]`; row i depends on task, parameters, seed and i.
-
     Parameters in the name override `data.params`. Raises InputError for an unknown task or parameter, or a refused
-    value.
-    """
+    value."""
     task_name, _, inline = name.removeprefix(GYM_PREFIX).partition(":")
     params = dict(data.params)
     for part in filter(None, inline.split(",")):

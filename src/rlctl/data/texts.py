@@ -252,11 +252,9 @@ def _without_field(name: str, flag: str, record: Mapping[str, Any], where: str) 
 def trained_texts(
     encoder: PromptEncoder, row: PromptRow, *, everything: bool = False, marked: bool = False, scored: bool = False
 ) -> tuple[TrainedText, ...]:
-    """Return the text of a row, or both of a pair.
-
-    `everything`: loss on all tokens but the first; `marked`: on the template's marked tokens; `scored`: answer
-    positions are not needed. Raises InputError if the template does not reveal answers.
-    """
+    """Return the text of a row, or both of a pair. `everything`: loss on all tokens but the first; `marked`: on the
+    template's marked tokens; `scored`: answer positions are not needed. Raises InputError if the template does not
+    reveal answers."""
     if row.answer == ():
         return (_plain_text(encoder, row),)
     encoder = encoder.telling(row)
@@ -310,7 +308,6 @@ def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
 
 
 def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
-    """Return a plain text with the end token; its special tokens count as tokens."""
     tokens = begun(encoder.tokenizer, encoder.tokenizer.encode(cast(str, row.prompt), add_special_tokens=False))
     end = _end_token(encoder, row.where)
     tokens += [end] if tokens[-1:] != [end] else []

@@ -109,11 +109,9 @@ def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, f
 
 
 def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
-    """Return (all-reduce bus bandwidth, point-to-point bandwidth) between local processes, one per device.
-
-    Bus bandwidth as in nccl-tests: bytes x 2 (n - 1) / n over the time. Raises MachineError after `GROUP_TIMEOUT_S`, or
-    for a failed rank or wrong sum.
-    """
+    """Return (all-reduce bus bandwidth, point-to-point bandwidth) between local processes, one per device. Bus
+    bandwidth as in nccl-tests: bytes x 2 (n - 1) / n over the time. Raises MachineError after `GROUP_TIMEOUT_S`, or for
+    a failed rank or wrong sum."""
     with temporary_folder("calibrate") as folder, mp.get_context("spawn").Pool(processes) as pool:
         store, deadline = str(folder / "store"), time.monotonic() + GROUP_TIMEOUT_S
         answers = pool.imap_unordered(partial(_member, processes, cuda, store), range(processes))

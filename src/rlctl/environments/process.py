@@ -171,7 +171,6 @@ def _kill_tree(pid: int) -> None:
 
 
 def _play(loaded: LoadedEnvironment, connection: Connection) -> None:
-    """The process of one episode: answer until the connection ends."""
     os.setsid()
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

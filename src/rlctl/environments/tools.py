@@ -255,12 +255,9 @@ FORMATS: dict[str, Format] = {
     ),
     "llama": Format(r"\{", _llama_calls, marked=False),
 }
-"""Call formats by name; the first that reads a template's call is used.
-
-vLLM's parsers cost 9 s and 530 MB to import, misread some calls of published templates in 0.32 (Mistral Small 3.2's
-`[CALL_ID]`, lists of Seed-OSS, texts with `</think>` or `<tool_call>`), and hide unreadable calls. The tests compare
-with them.
-"""
+"""Call formats by name; the first that reads a template's call is used. vLLM's parsers cost 9 s and 530 MB to import,
+misread some calls of published templates in 0.32 (Mistral Small 3.2's `[CALL_ID]`, lists of Seed-OSS, texts with
+`</think>` or `<tool_call>`), and hide unreadable calls. The tests compare with them."""
 THOUGHT_BEGINS = re.compile(r"\s*(?:<(?:\w+:)?think>|\[THINK\]|<\|channel>)")
 THOUGHT_ENDS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]|<channel\|>")
 

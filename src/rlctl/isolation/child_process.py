@@ -1,7 +1,5 @@
-"""A child process for user code: started with a plan, under supervisors that end whatever it starts.
-
-rlctl's own functions do not need supervisors and run in `rlctl.child.call_in_child`.
-"""
+"""A child process for user code: started with a plan, under supervisors that end whatever it starts. rlctl's own
+functions do not need supervisors and run in `rlctl.child.call_in_child`."""
 
 from __future__ import annotations
 

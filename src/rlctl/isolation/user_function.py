@@ -128,7 +128,6 @@ class UserFunction:
         self._runner: asyncio.Runner | None = None
 
     def _call(self, given: dict[str, Any], rows: str) -> Any:
-        """Call the function with its arguments from `given`; `rows` names the scored rows."""
         taken = self._taken(given, rows)
         with self._naming(rows):
             value = self._function(**taken)

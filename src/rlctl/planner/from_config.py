@@ -154,11 +154,9 @@ def text_workload(
     valued: bool = False,
     teacher_top: int = 0,
 ) -> Workload:
-    """Return the workload of training on texts.
-
-    `tokens`: mean text length, None if unknown. `needs`: log-probs before training. `size`: texts per sequence group of
-    a row. `valued`: scalar head. `teacher_top`: number of compared teacher tokens.
-    """
+    """Return the workload of training on texts. `tokens`: mean text length, None if unknown. `needs`: log-probs before
+    training. `size`: texts per sequence group of a row. `valued`: scalar head. `teacher_top`: number of compared
+    teacher tokens."""
     length = config.model.max_length or min(facts.max_length, TEXT_TOKENS)
     packs = not facts.unpacked
     return Workload(
@@ -193,11 +191,9 @@ def rollout_workload(
     critic: bool = False,
     teacher_top: int = 0,
 ) -> Workload:
-    """Return the workload of a step that samples and trains.
-
-    `prompt_tokens`: mean prompt length, None if unknown. `needs`: log-probs before training. `critic`: with a value
-    model. `teacher_top`: number of compared teacher tokens.
-    """
+    """Return the workload of a step that samples and trains. `prompt_tokens`: mean prompt length, None if unknown.
+    `needs`: log-probs before training. `critic`: with a value model. `teacher_top`: number of compared teacher
+    tokens."""
     new = config.new_tokens
     length = config.model.max_length
     prompt = prompt_tokens or PROMPT_TOKENS

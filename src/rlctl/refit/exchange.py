@@ -100,7 +100,6 @@ class Exchange:
                 images.unpack(sender, index, buffer)
 
     def _begin(self, index: int) -> None:
-        """Begin to send and receive all messages of a round; both ends take channels in the same order."""
         sends, receives, packed = [], [], set[int]()
         for channel, (packer, to) in sorted(self._outgoing.items()):
             if index < len(packer.lengths) and (length := packer.lengths[index]):

@@ -173,7 +173,6 @@ class RefitSender:
         return Sent(packing, count + exchanged, exchanging)
 
     def _send_round(self, end: ChannelEnd, index: int) -> float:
-        """Send one round of a channel; return the seconds of copying."""
         buffer = end.sender.wait(index)
         begun = time.perf_counter()
         end.packer.pack(index, buffer)

@@ -168,11 +168,9 @@ class RefitSession:
         return tuple(done)
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
-        """Send the policy's weights to every engine as `version`. `verify` None: by the settings.
-
-        Raises VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase; engines then
-        refuse to generate until a full refit.
-        """
+        """Send the policy's weights to every engine as `version`. `verify` None: by the settings. Raises
+        VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase; engines then refuse to
+        generate until a full refit."""
         if self.broken:  # a group that a member left cannot be used again
             self.reform(self.engines)
         self.attempts += 1

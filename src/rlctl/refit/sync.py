@@ -170,7 +170,6 @@ class WeightSync:
         return replace(report, seconds={RefitPhase.OFFLOAD: offloaded_s} | report.seconds)
 
     def _take_back(self) -> bool:
-        """Let engines whose host came back take part again; return whether there are any."""
         try:
             if not self.engines.take_back(self._tell):
                 return False

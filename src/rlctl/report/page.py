@@ -134,7 +134,6 @@ def _tiles(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _changes(found: Sequence[Arm]) -> dict[str, list[MetricChange | None]]:
-    """Return how each metric of `TILES` has changed in each arm; the accuracy only where it is not the reward too."""
     changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
     reward, accuracy = (
         [one and (one.first, one.last) for one in changes[name]] for name in ("reward_mean", "accuracy")

@@ -34,11 +34,9 @@ def prepare_rewards(
     apart: bool = False,
     opened: bool = False,
 ) -> RewardPlan:
-    """Return the reward's plan for a source, after a trial of every scorer (`tried`).
-
-    `completion` is tried too. `apart`: the training engine computes a reward model, untried here. `opened`: prompts
-    open a thought. Raises InputError for unknown, unsuitable, unloadable or failing scorers.
-    """
+    """Return the reward's plan for a source, after a trial of every scorer (`tried`). `completion` is tried too.
+    `apart`: the training engine computes a reward model, untried here. `opened`: prompts open a thought. Raises
+    InputError for unknown, unsuitable, unloadable or failing scorers."""
     terms = _checked_terms(reward, source)
     names = [term.name for term in terms]
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
@@ -68,7 +66,6 @@ def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTe
 
 
 def _require_params(term: RewardTerm) -> None:
-    """Raise InputError for an argument that a scorer does not take."""
     takes = inspect.signature(TAG_SCORERS[term.name]).parameters if term.name in TAG_SCORERS else {}
     for name, value in term.params.items():
         if name not in takes:

@@ -135,7 +135,6 @@ class RewardWorker:
         return [found[i] for i in range(len(requests))]
 
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
-        """Return each rollout's row, with its episode's turns if it has several."""
         if request.turns is None:
             return [request.row] * rollouts
         episodes = [[asdict(turn) for turn in turns] for turns in self._fetch(request.turns)]

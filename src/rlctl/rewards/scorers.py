@@ -101,11 +101,9 @@ class ExactMatch:
 
 
 class MathVerify:
-    """1 if math-verify equates the completion's expression and the reference.
-
-    `extraction` None: the last box, then the last `<answer>`, else math-verify searches after the thoughts. Call it in
-    the main thread, because its time limit uses signals.
-    """
+    """1 if math-verify equates the completion's expression and the reference. `extraction` None: the last box, then the
+    last `<answer>`, else math-verify searches after the thoughts. Call it in the main thread, because its time limit
+    uses signals."""
 
     def __init__(self, extraction: Extraction | None, *, opened: bool = False) -> None:
         # Imports sympy.

@@ -131,7 +131,6 @@ def _alnum(text: str) -> str:
 
 
 def _box(text: str) -> list[float] | None:
-    """Return the four numbers of a box; None for any other text."""
     try:
         numbers = [float(one) for one in re.sub(r"[\[\]]", "", text).split(",")]
     except ValueError:

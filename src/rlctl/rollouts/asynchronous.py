@@ -184,7 +184,6 @@ class AsynchronousSource:
         return not (self._replaces and self._waits and self._ledger.under_way)
 
     def _room(self) -> int:
-        """Return how many groups may begin; `filter.max_rounds` limits replaced ones."""
         size, left = self._config.batch.prompts, self._config.run.steps - self._batches - 1
         ahead = max(0, min(self._config.rollouts.max_staleness, left))  # what no step trains on is not begun
         begun = len(self._finished) + len(self._ledger.under_way)

@@ -170,7 +170,6 @@ class PromptStream:
         return self._named[row.source].data.too_long == "cut"
 
     def _fitting(self, row: PromptRow, prompt: EncodedPrompt) -> EncodedPrompt:
-        """Return a prompt with room for a completion. Raises InputError unless it fits or may be cut."""
         if self.limit is None or len(prompt.tokens) <= self.limit:
             return prompt
         if self._cuts(row):
@@ -352,11 +351,9 @@ class PromptOrder:
 
 
 class PassRateOrder(PromptOrder):
-    """Later epochs start with prompts whose pass rate is nearest to one half.
-
-    The rate is the share of right completions (without accuracy the mean reward, limited to 0..1) at the last visit. An
-    epoch's order is fixed with its first prompt.
-    """
+    """Later epochs start with prompts whose pass rate is nearest to one half. The rate is the share of right
+    completions (without accuracy the mean reward, limited to 0..1) at the last visit. An epoch's order is fixed with
+    its first prompt."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

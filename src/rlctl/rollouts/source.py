@@ -31,11 +31,9 @@ class RolloutBatch:
 
 
 class RolloutSource(Protocol):
-    """Makes a run's batches and remembers their positions.
-
-    With `filter.groups=replace`, a full batch has `batch.prompts` trainable groups plus the replaced ones, which the
-    loop drops and whose positions are handed over too.
-    """
+    """Makes a run's batches and remembers their positions. With `filter.groups=replace`, a full batch has
+    `batch.prompts` trainable groups plus the replaced ones, which the loop drops and whose positions are handed over
+    too."""
 
     def next(self, version: int) -> RolloutBatch:
         """Return the next batch for a policy with weights `version`."""

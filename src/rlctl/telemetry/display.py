@@ -244,7 +244,6 @@ class Display:
             self._live.refresh()
 
     def _watch(self) -> None:
-        """Look how far phases have come. It may wait for a store that does not answer: nobody waits for this thread."""
         while not self._closed.wait(LOOK_S if self.in_terminal else REMIND_S):
             phase, seen, since = self._phase, self._seen, self._since
             if phase is not None:

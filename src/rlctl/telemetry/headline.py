@@ -57,11 +57,9 @@ class MetricChange:
 
 
 def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> MetricChange | None:
-    """Return how a metric changed; None if unknown.
-
-    Uses the first and last validation, with standard errors over prompts; without validation (or with `training`) the
-    means of the first and last fifth of steps. `metric`: unprefixed, such as `reward_mean`.
-    """
+    """Return how a metric changed; None if unknown. Uses the first and last validation, with standard errors over
+    prompts; without validation (or with `training`) the means of the first and last fifth of steps. `metric`:
+    unprefixed, such as `reward_mean`."""
     found = columns(lines)
     if (points := found.get(VALIDATION + metric)) and not training:
         errors = dict(found.get(VALIDATION + error_of(metric), []))

@@ -143,7 +143,6 @@ class ChangePacker:
         return ChangeSizes(self.channel, sum(map(len, self._sent)), changed, tuple(sizes))
 
     def _cut(self, param: int, places: torch.Tensor, values: torch.Tensor) -> list[tuple[Entry, int]]:
-        """Split changes into entries that each fit a region; return them with their bytes."""
         item = values.element_size()
         most = max(1, (self.region - EMPTY_BYTES - _entry_bytes(0, item) - 16) // (4 + item))
         parts = zip(places.split(most), values.split(most), strict=True)

@@ -288,7 +288,6 @@ class CollectiveReceiver:
         )
 
     def _parts(self, index: int) -> list[torch.Tensor]:
-        """The parts of round `index` in its image: the whole, or the changes of each sender."""
         image = self.images.image(index)
         if self._changes is None:
             return [image[: buffer_bytes((self.rounds[index],))]]

@@ -302,7 +302,6 @@ class SharedMemoryReceiver:
 def _ring(
     link: Connection, rounds: Rounds, me: int, memory: list[torch.Tensor] | None, segment: Segment | None = None
 ) -> Ring:
-    """Return one end of a channel's ring; `segment`: memory created by this process."""
     assert link.address is not None
     return Ring(
         segment or Segment(link.address),

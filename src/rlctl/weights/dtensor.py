@@ -203,7 +203,6 @@ class DTensorWorld:
         return self.roles.get(name) in EXPERT_ROLES
 
     def _sharded(self, name: str) -> bool:
-        """Whether FSDP2 shards it: a buffer is whole on every rank."""
         return self.roles[name] not in BUFFER_ROLES
 
     def _box(self, name: str, shape: Shape, tp: int, shard: int) -> Box:

@@ -130,11 +130,9 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`param[param_box] = transforms(tensor[tensor_box])`; param axis i runs along tensor axis `axes[i]`.
-
-    None in `axes`: a length-one param axis that the tensor lacks. Other tensor axes have one index. A piece that is not
-    `primary` is a second copy (tied embeddings): written, never read.
-    """
+    """`param[param_box] = transforms(tensor[tensor_box])`; param axis i runs along tensor axis `axes[i]`. None in
+    `axes`: a length-one param axis that the tensor lacks. Other tensor axes have one index. A piece that is not
+    `primary` is a second copy (tied embeddings): written, never read."""
 
     tensor: str
     tensor_box: Box
@@ -197,7 +195,6 @@ class Layout:
 
 
 def _unpickled(rank: int, specs: dict[str, int], rows: list[tuple], kinds: tuple, fills: tuple[Fill, ...]) -> Layout:
-    """Rebuild what `Layout.__reduce__` took apart; equal boxes are one object."""
     pieces = []
     for tensor, param, kind in rows:
         tensor_box, param_box, *more = kinds[kind]

@@ -125,7 +125,6 @@ class MegatronWorld:
             yield from self.weights.layer(layer, self.local_experts(at.ep))
 
     def _params_of(self, matrix: Matrix, at: Coordinates) -> Iterator[LocalParam]:
-        """Yield the places of `matrix` on a rank; nothing where the rank has no part of it."""
         last, first = at.pp == self.parallel.pp - 1, at.pp == 0
         if matrix.role is Role.EMBEDDING:
             if first or (self.facts.mtp_layers and last):

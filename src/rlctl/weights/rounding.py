@@ -80,7 +80,6 @@ def float16_bits(bits: Tensor) -> Tensor:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """One kernel for several torch operations."""
     return torch.compile(bfloat16_bits if dtype == torch.bfloat16 else float16_bits, dynamic=True)
 
 

@@ -70,11 +70,9 @@ def layout(
     vocab_rows: int | None = None,
     holds: Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Return keys, global shapes and pieces of a model's checkpoint.
-
-    `vocab_rows`: padded vocabulary; None: the model's. `holds` tells existing keys and selects the norms' spelling;
-    without it the layout has both spellings, so the checkpoint loads under either spec.
-    """
+    """Return keys, global shapes and pieces of a model's checkpoint. `vocab_rows`: padded vocabulary; None: the
+    model's. `holds` tells existing keys and selects the norms' spelling; without it the layout has both spellings, so
+    the checkpoint loads under either spec."""
     style = style or default_style(facts)
     world = MegatronWorld(facts, ParallelSpec(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)
     rank = world.layout(0)

@@ -222,7 +222,6 @@ def _param_box(piece: Piece, parts: list[tuple[int, int, int]]) -> Box:
 
 
 def _tensor_view(spec: ParamSpec, piece: Piece, box: Box) -> View:
-    """The view of `box` with the axes of the tensor: absent ones have length one and stride 0."""
     own = view_of(spec, box)
     shape, strides = [1] * len(piece.tensor_box), [0] * len(piece.tensor_box)
     for i, axis in enumerate(piece.axes):

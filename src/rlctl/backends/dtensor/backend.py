@@ -89,7 +89,6 @@ def _of_images(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _has_unknown_routers(facts: ModelFacts) -> bool:
-    """Return whether a model without a family file has experts but no recognizable router."""
     stacks = (tensor.shape for tensor in facts.listed if len(tensor.shape) > MATRIX)
     experts = facts.moe is not None or any(min(shape[1:]) > 1 for shape in stacks)  # no convolution of each channel
     return bool(facts.listed) and facts.vision is None and experts and Role.ROUTER not in weights_of(facts).roles

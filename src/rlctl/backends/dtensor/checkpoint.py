@@ -77,7 +77,6 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.
 
 
 def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Live weights and states by key; `weights` are the parameters themselves, and buffers."""
     yield from ((name, value.detach()) for name, value in weights.items())
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     step = torch.zeros(())

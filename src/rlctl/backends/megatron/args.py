@@ -26,10 +26,8 @@ def auxiliary_losses(given: Mapping[str, Any]) -> tuple[float, float]:
 
 def has_transformer_engine(spec: PolicySpec) -> bool:
     """Return whether a policy uses TransformerEngine's layers: on GPUs, if installed, without adapters, unless
-    `megatron.transformer_impl` is `local`.
-
-    A machine without a GPU plans for others; there float8 implies TransformerEngine.
-    """
+    `megatron.transformer_impl` is `local`. A machine without a GPU plans for others; there float8 implies
+    TransformerEngine."""
     if spec.device != "cuda" or spec.lora.rank or spec.megatron.get("transformer_impl") == "local":
         return False
     if find_spec("transformer_engine") is not None:

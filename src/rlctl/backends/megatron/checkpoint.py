@@ -118,7 +118,6 @@ def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _trained_part(core: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """A chunk's weights; of a model with adapters those that are trained, the others being as the run began."""
     state = core.sharded_state_dict(metadata=metadata)
     if not _has_adapters(core):
         return state
@@ -249,7 +248,6 @@ def blocks_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[t
 
 @torch.no_grad()
 def _take_states(inner: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Load states read by `_states_in_blocks`: live states are filled in place, host states are copied."""
     for number, (param, *_) in enumerate(_ranges(inner)):
         states = {name: torch.cat([block.flatten() for block in blocks]) for name, blocks in loaded[number].items()}
         inner._set_main_param_and_optimizer_states(param, states)

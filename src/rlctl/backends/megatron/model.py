@@ -258,10 +258,8 @@ def forward_step(
     loss_of: LossOf, replays: Mapping[int, list[Replay]], balances: Mapping[int, list[Balance]]
 ) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
     """Return a forward step for `get_forward_backward_func`: (row iterator, model) -> (output, loss function).
-
     `loss_of` gets the row and the model's output; its second value is collected. `replays`, `balances`: per model chunk
-    `id`, the objects of each router.
-    """
+    `id`, the objects of each router."""
 
     def step(rows: Iterator[PackedRow], model: Any) -> tuple[Tensor, Callable]:
         row = next(rows)

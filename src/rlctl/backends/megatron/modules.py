@@ -109,12 +109,9 @@ class PackedAttention(MegatronModule):
 
 
 class RowRotary(nn.Module):
-    """Megatron's rotary module for packed rows; its "sequence length" is the row.
-
-    Returns angles [T, 1, 1, d] of the whole row, which Megatron's thd path slices for context parallelism. `windowed`:
-    separate facts of windowed layers; angles are then twice as wide, windowed ones last, and `own_angles` selects a
-    layer's half.
-    """
+    """Megatron's rotary module for packed rows; its "sequence length" is the row. Returns angles [T, 1, 1, d] of the
+    whole row, which Megatron's thd path slices for context parallelism. `windowed`: separate facts of windowed layers;
+    angles are then twice as wide, windowed ones last, and `own_angles` selects a layer's half."""
 
     def __init__(
         self, facts: RopeFacts, width: int, interleaved: bool = False, windowed: RopeFacts | None = None

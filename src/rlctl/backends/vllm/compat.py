@@ -112,11 +112,9 @@ def reshaping_loader(model: torch.nn.Module) -> str:
 
 @cache
 def embed_for_each_layer() -> None:
-    """Make text-only Gemma 3n add each layer's token embedding; call before loading.
-
-    vLLM computes these only in its multimodal model (0.32: wrong log-probs, no error). Zero vectors are not divided by
-    their length, and the projection norm's epsilon is rescaled, as in transformers.
-    """
+    """Make text-only Gemma 3n add each layer's token embedding; call before loading. vLLM computes these only in its
+    multimodal model (0.32: wrong log-probs, no error). Zero vectors are not divided by their length, and the projection
+    norm's epsilon is rescaled, as in transformers."""
     try:
         from vllm.model_executor.models import gemma3n
     except ImportError:

@@ -29,11 +29,9 @@ def keep_parameters_plain() -> None:
 
 @cache
 def rotate_every_head() -> None:
-    """Pass rotary queries in the shape that the CPU kernel handles; call before loading.
-
-    It rotates [tokens, heads, size], used by latent attention, by wrong angles (0.32: DeepSeek-V3's log-probs are off
-    by 0.5); [tokens, heads x size] is right.
-    """
+    """Pass rotary queries in the shape that the CPU kernel handles; call before loading. It rotates [tokens, heads,
+    size], used by latent attention, by wrong angles (0.32: DeepSeek-V3's log-probs are off by 0.5); [tokens, heads x
+    size] is right."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     kernel = RotaryEmbedding.forward_cpu
@@ -77,11 +75,9 @@ def find_own_experts() -> None:
 
 @cache
 def draw_for_kept_tokens_alone() -> None:
-    """Keep a sample's generator out of steps that end inside its prompt; call before creating the engine.
-
-    vLLM rewinds it for the discarded token by an offset that CPU generators lack (0.32: the engine dies if prompts
-    exceed max_num_batched_tokens). Such a step draws from the engine's generator.
-    """
+    """Keep a sample's generator out of steps that end inside its prompt; call before creating the engine. vLLM rewinds
+    it for the discarded token by an offset that CPU generators lack (0.32: the engine dies if prompts exceed
+    max_num_batched_tokens). Such a step draws from the engine's generator."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     plain = GPUModelRunner.sample_tokens

@@ -173,7 +173,6 @@ class VllmEngine:
                 self._engine.abort_request(dropped)
 
     def _end(self, reason: str, samples: Iterable[Sample]) -> None:
-        """End some samples; they keep the tokens that they have."""
         if ended := [sample for sample in samples if not sample.finished]:
             self._engine.abort_request([sample.request.key for sample in ended])
         for sample in ended:
@@ -367,7 +366,6 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _on_hosts(self) -> Iterator[None]:
-        """Report an error of vLLM as the loss of a host, if caused by it."""
         try:
             yield
         except Exception:

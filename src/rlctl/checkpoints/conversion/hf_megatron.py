@@ -82,11 +82,9 @@ class Report:
 
 
 def hf_to_megatron(source: Path, destination: Path, options: Options | None = None) -> Report:
-    """Write the Megatron checkpoint of a Hugging Face directory.
-
-    Raises InputError for a damaged or contradictory source or an existing destination, MachineError without enough
-    space, and VerificationError if the result differs (nothing is left).
-    """
+    """Write the Megatron checkpoint of a Hugging Face directory. Raises InputError for a damaged or contradictory
+    source or an existing destination, MachineError without enough space, and VerificationError if the result differs
+    (nothing is left)."""
     options = options or Options()
     model = open_hf_model(source)
     if model.facts.listed:

@@ -53,11 +53,8 @@ def conversion_directory(directory: Path, dtype: str) -> Path:
 
 def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelSource:
     """Return the model that a run on `nodes` starts from: the conversion of `source`, created if missing, or a Megatron
-    checkpoint as is.
-
-    If the default place is unusable, return the published files and `tell` why. Raises conversion errors, and
-    InputError for damaged or foreign files at the place.
-    """
+    checkpoint as is. If the default place is unusable, return the published files and `tell` why. Raises conversion
+    errors, and InputError for damaged or foreign files at the place."""
     if source.megatron is not None:
         return source
     place, named = conversion_directory(source.directory, dtype), locations.named_directory() is not None
@@ -116,11 +113,9 @@ def planned_text_part(label: str, facts: ModelFacts, dtype: str) -> str:
 
 
 def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
-    """Return the text part of a multimodal model, stored with conversions, or any other model as is.
-
-    A missing one is made with `copies`, or without weights otherwise. The note names it. Raises InputError for an
-    untrainable text part, and copy errors.
-    """
+    """Return the text part of a multimodal model, stored with conversions, or any other model as is. A missing one is
+    made with `copies`, or without weights otherwise. The note names it. Raises InputError for an untrainable text part,
+    and copy errors."""
     if source.megatron is not None or not has_text_part(source.directory):
         return source
     what = f"{source.label} {TAKES_MORE}"

@@ -83,11 +83,9 @@ def stream(
     progress: Progress,
     rounding: Rounding = "nearest",
 ) -> Streamed:
-    """Produce destination params in `order` on several threads and pass them to `write`.
-
-    `rounding` applies to trained weights; published ones round to nearest. Memory holds one param per thread, one being
-    written, and their sources.
-    """
+    """Produce destination params in `order` on several threads and pass them to `write`. `rounding` applies to trained
+    weights; published ones round to nearest. Memory holds one param per thread, one being written, and their
+    sources."""
     copies, fills = _by_destination(plan.copies), defaultdict[str, list[Fill]](list)
     for padding in plan.fills:
         fills[padding.param].append(padding)

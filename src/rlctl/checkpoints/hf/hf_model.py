@@ -214,11 +214,9 @@ HELD = 2
 def packed_params(
     name: str, shape: Shape, files: SafetensorsDirectory
 ) -> tuple[dict[str, ParamSpec], list[Piece], tuple[str, str]]:
-    """Return params and pieces of a packed tensor, and the stored tensors.
-
-    gpt-oss's X [E, in, out] is published as X_blocks [E, out, in / 32, 16] and X_scales [E, out, in / 32]. Each expert
-    is a param `X@e` [out, in], unpacked on reading. Raises InputError for missing scales or wrong shapes.
-    """
+    """Return params and pieces of a packed tensor, and the stored tensors. gpt-oss's X [E, in, out] is published as
+    X_blocks [E, out, in / 32, 16] and X_scales [E, out, in / 32]. Each expert is a param `X@e` [out, in], unpacked on
+    reading. Raises InputError for missing scales or wrong shapes."""
     blocks, scales = files.tensors[name + BLOCKS], files.tensors.get(name + SCALES)
     if scales is None:
         raise InputError(f"{blocks.file.name}: {name}{BLOCKS} is there, but {name}{SCALES} is missing.")

@@ -202,7 +202,6 @@ def _in_whole(tensor: ListedTensor, text: ModelFacts, family: VisionFamily) -> L
 
 
 def _first(config: Any, *names: str, default: int) -> int:
-    """The first of some sizes that a configuration has; a list by layer is none."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), default)
 
@@ -263,7 +262,6 @@ def _counting_themselves(inner: Any) -> list[Any]:
 
 
 def _watch() -> list[Call]:
-    """Register the attention that is watched; its calls will be in the list."""
     from transformers import AttentionInterface
 
     calls: list[Call] = []

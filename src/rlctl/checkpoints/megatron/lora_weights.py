@@ -119,7 +119,6 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0
 def _of_modules(
     reader: TorchDistReader, facts: ModelFacts, whole: dict[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return adapters of transformers' modules, which match published tensors."""
     tensors = {param: tensor for tensor, param in param_names(facts).items()}
     pairs = {}
     for key in whole:

@@ -126,7 +126,6 @@ def open_megatron_model(
 
 
 def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> Layout:
-    """Return a checkpoint's keys and contents, Megatron's or transformers'."""
     if are_of_modules(reader.shapes):
         return module_layout(facts, "float32")
     embeddings = [key for key in keys.VOCAB_KEYS if key in reader.shapes and reader.shapes[key].shape[0] > 1]

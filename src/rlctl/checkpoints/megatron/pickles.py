@@ -117,11 +117,9 @@ def load_saved(stream: Any, source: str) -> Any:
 
 
 def scan(directory: Path) -> None:
-    """Read every pickle of a torch_dist checkpoint, including objects in shards; tensors are left to `weights_only`.
-
-    A resume calls this before Megatron loads the pickles unrestricted. Raises RefusedPickleError for a name that is not
-    admitted.
-    """
+    """Read every pickle of a torch_dist checkpoint, including objects in shards; tensors are left to `weights_only`. A
+    resume calls this before Megatron loads the pickles unrestricted. Raises RefusedPickleError for a name that is not
+    admitted."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
     from torch.distributed.checkpoint.utils import _create_file_view
 

@@ -54,11 +54,9 @@ def master_and_moments(choice: TrainingChoice) -> int:
 
 
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
-    """Return bytes of a rank's weights, gradients and optimizer states (none if offloaded).
-
-    BF16: 2 + `gradient_bytes` per parameter, and 12 (master and moments) divided by the ranks that share it; float32: 8
-    without master. With adapters, only these have gradients and states. A resident critic doubles the bytes.
-    """
+    """Return bytes of a rank's weights, gradients and optimizer states (none if offloaded). BF16: 2 + `gradient_bytes`
+    per parameter, and 12 (master and moments) divided by the ranks that share it; float32: 8 without master. With
+    adapters, only these have gradients and states. A resident critic doubles the bytes."""
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
     element, owned = element_bytes(choice), trained.owned(choice.parallel)
     gathered: dict[str, float] = {}
@@ -189,7 +187,6 @@ def runtime_bytes(request: Request, choice: TrainingChoice) -> float:
 
 
 def _hosted_bytes(request: Request, stage: Stage, choice: TrainingChoice) -> float:
-    """Offloaded optimizer states that count against the device: on a CPU, all."""
     if not request.cluster.is_cpu or not choice.optimizer_offload:
         return 0.0
     whole = state_bytes(request.facts, stage, replace(choice, optimizer_offload=False))
@@ -247,11 +244,8 @@ def split_refit_memory(
     request: Request, choice: TrainingChoice, generation: PhaseMemory, workers: int, beside: dict[str, float]
 ) -> PhaseMemory:
     """Return refit bytes between separate devices, on the fuller one (`generation`: the engine's, `beside`: others' on
-    the policy's).
-
-    There is a communicator per engine with `workers`; a policy rank may join all. A policy rank's channels share
-    `staging`; a worker has two message buffers and two assembly buffers.
-    """
+    the policy's). There is a communicator per engine with `workers`; a policy rank may join all. A policy rank's
+    channels share `staging`; a worker has two message buffers and two assembly buffers."""
     facts, constants = request.facts, request.constants
     each = 0.0 if request.cluster.is_cpu else constants.communicator_bytes
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))

@@ -165,7 +165,6 @@ def _host_seconds(request: Request, stage: Stage, choice: TrainingChoice) -> flo
 
 
 def _peak(request: Request, choice: TrainingChoice, precision: str) -> float:
-    """Peak rate of one rank; ranks on a CPU share its cores."""
     device = request.cluster.device
     if not device.is_cpu:
         return device.flops(precision)
@@ -301,7 +300,6 @@ def _shards(choice: TrainingChoice, params: RankParameters) -> float:
 
 
 def _gather_seconds(request: Request, choice: TrainingChoice) -> float:
-    """Seconds in which FSDP2 gathers all weights of a rank once, in the training dtype."""
     params = rank_parameters(request.facts, stages(request.facts, choice)[0], choice)
     rate = group_rate(request, choice.parallel.tp, choice.parallel.fsdp_shards)
     return element_bytes(choice) * _shards(choice, params) / rate

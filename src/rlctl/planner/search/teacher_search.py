@@ -56,7 +56,6 @@ def with_teachers(
 
 
 def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
-    """Return all valid layouts of the teacher, or why there is none: a broken rule, or no devices for its sizes."""
     found, broken, name = list[TeacherPlan](), "", request.of_teacher
     for choice in _choices(request, devices, row_tokens):
         if problems := _problems(request, choice):

@@ -210,7 +210,6 @@ def sound_or_video(leaves: Mapping[str, Any]) -> str | None:
 
 
 def _with_images(leaves: Mapping[str, Any]) -> set[str]:
-    """Return the keys that name data sets with images."""
     return {key for key, name in data_names(leaves).items() if name in ALL_IMAGE_DATA}
 
 

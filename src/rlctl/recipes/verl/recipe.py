@@ -83,7 +83,6 @@ def _map(result: Import, leaves: Mapping[str, Any], rules: Mapping[str, Rule]) -
 
 
 def _read_script(path: Path) -> tuple[dict[str, Any], list[str], str]:
-    """Return the sections of the YAML file that a script names, where it is there, its overrides and its module."""
     line = command_line(path)
     name, folder = line.option("--config-name", "-cn") or "", line.option("--config-path", "-cp", "--config-dir") or ""
     file = next((one for one in _places(path, folder, name) if one.is_file()), None)
@@ -94,7 +93,6 @@ def _read_script(path: Path) -> tuple[dict[str, Any], list[str], str]:
 
 
 def _read_yaml_kind(path: Path) -> tuple[dict[str, Any], list[str], str]:
-    """Return the sections of a YAML file, no overrides, and the module that reads such a file."""
     values = _read_yaml(path)
     if "actor_rollout_ref" in values:
         return values, [], ""
@@ -102,7 +100,6 @@ def _read_yaml_kind(path: Path) -> tuple[dict[str, Any], list[str], str]:
 
 
 def _places(script: Path, folder: str, name: str) -> Iterator[Path]:
-    """Yield where a configuration file of the user's may be; verl's own are in its package."""
     file = name if name.endswith(".yaml") else f"{name}.yaml"
     for base in (Path(), script.parent, *script.parent.parents[:3]):
         yield base / folder / file

@@ -90,7 +90,6 @@ def _filled_by_loader_alone(matrices: StoredMatrices, every: list[StoredMatrix])
 
 
 def _written(direct: tuple[StoredMatrix, ...]) -> dict[str, str]:
-    """Return why each tensor is written directly; of several copies the non-plain one decides."""
     forms = [(Storage.PLAIN if matrix.lookup else matrix.storage, matrix) for matrix in direct]
     plain_first = sorted(forms, key=lambda one: one[0] is not Storage.PLAIN)
     return {part.tensor: WRITTEN[form] for form, matrix in plain_first for part in matrix.parts}

@@ -231,7 +231,6 @@ def dtype_name(matrix: StoredMatrix) -> str:
 
 
 def _why_misshapen(matrix: StoredMatrix) -> str:
-    """Why the parameter cannot hold its parts: kernels may have taken its memory away. Empty: it can."""
     if matrix.storage is Storage.REPACKED or not matrix.parts:
         return ""
     kept = matrix.kept()
@@ -263,7 +262,6 @@ def _renamings(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _renamed(matrix: StoredMatrix, vllm: str, published: str) -> StoredMatrix:
-    """The matrix with tensors of other names: their first part, or with a dot before it any part."""
     count = -1 if vllm.startswith(".") else 1
 
     def named(tensor: str) -> str:

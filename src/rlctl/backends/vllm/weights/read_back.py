@@ -96,11 +96,9 @@ def read_stored(buffers: Mapping[str, torch.Tensor]) -> Iterator[Reading]:
 
 
 def record_buffers(model: torch.nn.Module) -> Expected:
-    """Record the buffers' expected fingerprints at the engine's start; only the first call counts.
-
-    Rotary tables are recomputed from the configuration; other buffers do not depend on weights. Raises
-    VerificationError for a wrong table.
-    """
+    """Record the buffers' expected fingerprints at the engine's start; only the first call counts. Rotary tables are
+    recomputed from the configuration; other buffers do not depend on weights. Raises VerificationError for a wrong
+    table."""
     if model not in _recorded:
         found = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
         for name, table, computed in _rotary_tables(model):
