@@ -12,7 +12,7 @@ import yaml
 from rlctl.config.keys import nest
 from rlctl.config.load import resolve
 from rlctl.config.recipes import Import
-from rlctl.data.image_rows import images_of
+from rlctl.data.image_rows import holds_images, images_of
 from rlctl.data.image_sources import MARK
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import AbsentError, ConfigError, InputError
@@ -158,6 +158,7 @@ def test_what_of_images_cannot_run_is_named(tmp_path: Path) -> None:
     assert "hello" in line
     limited = recipe(tmp_path, policy__generation__vllm_kwargs__limit_mm_per_prompt={"image": 2, "video": 0})
     assert limited.values["vllm.limit_mm_per_prompt"] == {"image": 2}
+    assert resolve(files=[limited.path], environment={}).config.vllm.passed["limit_mm_per_prompt"] == {"image": 2}
     [line] = recipe(tmp_path, data__train__split="valC").unsupported
     assert "dataset_name" in line
 
@@ -225,6 +226,8 @@ def test_rows_of_refcoco_ask_for_the_box_in_thousandths(tmp_path: Path) -> None:
     texts = [source[index].prompt[0]["content"] for index in range(3)]  # type: ignore[index]
     asked = f"{MARK}Please provide the bounding box coordinate of the region described by the following phrase: "
     assert texts == [f"{asked}red box", f"{asked}the big red box", f"{asked}the big red box"]
+    assert holds_images(row)
+    assert not holds_images({"image_path": "a.jpg", "prompt": "q", "answer": "1"})
     (tmp_path / "absent.jsonl").write_text(json.dumps(rows[3]) + "\n")
     with pytest.raises(InputError) as caught:
         open_prompts(data.model_copy(update={"name": str(tmp_path / "absent.jsonl")}))

@@ -3,7 +3,7 @@ under the key `images`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (IMAGES, IMAGE)
 """Columns of a row with its images."""
-PICTURE = "image_path"
-"""Column of the path of a picture in rows of RefCOCO."""
+REFCOCO = frozenset(("image_path", "captions", "bbox"))
+"""Columns of rows of RefCOCO as published, which have no prompt and no answer."""
 IN_TEXT = "<image>"
 """Place of an image in a text prompt, as rows of LLaVA and others have it."""
 PART_TYPES = ("image", "image_url", "input_image")
@@ -103,7 +103,13 @@ def without_marks(text: str) -> str:
 
 
 def holds_images(record: Mapping[str, Any]) -> bool:
-    return bool(_in_columns(record)) or PICTURE in record or any(_names_images(value) for value in record.values())
+    return bool(_in_columns(record)) or is_refcoco(record) or any(_names_images(value) for value in record.values())
+
+
+def is_refcoco(columns: Iterable[str]) -> bool:
+    """Return whether rows with these columns are of RefCOCO."""
+    present = frozenset(columns)
+    return present >= REFCOCO and not present & {"prompt", "answer", "messages"}
 
 
 def _names_images(value: Any) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.data.image_rows import PART_TYPES, images_of, part_image, with_images, without_marks
+from rlctl.data.image_rows import PART_TYPES, images_of, is_refcoco, part_image, with_images, without_marks
 from rlctl.data.image_sources import IMAGES, MARK, ImageSource
-from rlctl.data.refcoco import ADDED, is_refcoco, refcoco_record
+from rlctl.data.refcoco import ADDED, refcoco_record
 from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError, suggest
 from rlctl.settings.data import DataConfig

@@ -6,14 +6,13 @@ the data set, but in archives of COCO.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rlctl.data.image_rows import PICTURE, image_in
+from rlctl.data.image_rows import image_in, is_refcoco
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
 
-CAPTIONS, BOX = "captions", "bbox"
 QUESTION = "Please provide the bounding box coordinate of the region described by the following phrase: {}"
 ADDED = ("prompt", "image", "answer", "completion")
 ARCHIVES = "http://images.cocodataset.org/zips/{}.zip"
@@ -22,23 +21,18 @@ _ROOT = "coco/"
 """Beginning of the paths of pictures, for which the folder of pictures stands."""
 
 
-def is_refcoco(columns: Collection[str]) -> bool:
-    """Return whether rows with these columns are of RefCOCO."""
-    return {PICTURE, CAPTIONS, BOX} <= set(columns) and "prompt" not in columns
-
-
 def refcoco_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> Mapping[str, Any]:
     """Return a record with a prompt, its picture and the box as its answer; one of other data as it is. Raises
     InputError for a row without them, and for a picture that is not here, naming the archive that has it."""
     if not is_refcoco(record):
         return record
-    captions, box = record[CAPTIONS], record[BOX]
+    captions, box = record["captions"], record["bbox"]
     if not captions or not isinstance(box, list | tuple) or len(box) != 4:
         raise InputError(f"{where}: it has no caption, or no box of four numbers.", "Leave the row out.")
     # A row asks for the same thing in all epochs, and in validation by the caption that says most.
     validates = "val" in str(record.get("split"))
     caption = max(captions, key=len) if validates else captions[index % len(captions)]
-    path = str(record[PICTURE]).removeprefix(_ROOT)
+    path = str(record["image_path"]).removeprefix(_ROOT)
     try:
         height, width = image_in(path, where, data).size()
     except InputError as error:

@@ -675,7 +675,8 @@ def engine_precision(found: Found) -> None:
 def without_begin(found: Found) -> bool:
     """Return whether the recipe's chat template omits the tokenizer's first token."""
     template = str(found.get("policy.tokenizer.chat_template") or "")
-    return "{" in template and "bos_token" not in template
+    kept = found.result.values.get("model.images") is True  # the processor's template
+    return "{" in template and "bos_token" not in template and not kept
 
 
 def longest_text(found: Found) -> None:
