@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlctl.backends.clients import only_result
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.vision import VISION_FAMILIES
 from rlctl.settings.training import LoraConfig
@@ -34,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def require_same(given: VisionCase, directory: Path, pools: Pools) -> None:
     found = pools(given.case.parallel.world_size).run(run_vision, given, directory)
-    loss, gradient, logprobs = vision_cases.reference(directory, given.never)
+    loss, gradient, logprobs = vision_cases.reference(directory, given.never, mutual=given.mutual)
     result = only_result([results[0] for results, *_ in found])
     assert result.loss == pytest.approx(loss, rel=1e-5)
     ours = torch.cat([values for _, _, rows, _ in found[:: given.case.parallel.tp] for _, values, _ in rows])
@@ -51,7 +53,20 @@ def test_packed_rows_are_single_texts(family: str, models: Callable[[str], Path]
     require_same(VisionCase(Case(backend="dtensor")), models(family), pools)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_images_of_gemma_attend_in_both_directions_on_gpus(
+    tp: int, models: Callable[[str], Path], pools: Pools
+) -> None:
+    parallel = ParallelSpec(tp=tp, sequence_parallel=tp > 1)
+    require_same(VisionCase(Case(backend="dtensor", parallel=parallel), mutual=True), models("gemma3"), pools)
+    causal, both = (vision_cases.reference(models("gemma3"), mutual=mutual)[2] for mutual in (False, True))
+    assert (causal - both).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=() if one in ("idefics3", "qwen3_vl") else pytest.mark.slow) for one in FAMILIES],
+)
 def test_ranks_without_images_take_part(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     case = Case(backend="dtensor", parallel=ParallelSpec(dp=2), recompute="full")
     require_same(VisionCase(case), models(family), pools)
@@ -98,3 +113,21 @@ def test_adapters_are_on_the_language_part(family: str, models: Callable[[str], 
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
     assert all(name.startswith(f"{language}.layers.") for name in adapted)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in ("gemma3", "idefics3") else pytest.mark.slow) for one in FAMILIES]
+)
+def test_exports_have_published_names_and_the_run_s_log_probs(
+    family: str, models: Callable[[str], Path], pools: Pools, tmp_path: Path
+) -> None:
+    case = Case(backend="dtensor", parallel=ParallelSpec(dp=2))
+    given = VisionCase(case, lr=1e-3, save=tmp_path / "saved")
+    found = pools(2).run(run_vision, given, models(family))
+    megatron_to_hf(tmp_path / "saved", tmp_path / "exported", config_from=models(family))
+    begun, exported = (load_file(place / "model.safetensors") for place in (models(family), tmp_path / "exported"))
+    assert {name: value.shape for name, value in exported.items()} == {n: v.shape for n, v in begun.items()}
+    ours = torch.cat([values for _, _, rows, _ in found for _, values, _ in rows])
+    _, _, theirs = vision_cases.reference(tmp_path / "exported")
+    torch.testing.assert_close(ours.sort().values, theirs.sort().values, rtol=0, atol=1e-5)
+    assert (theirs - vision_cases.reference(models(family))[2]).abs().max() > 1e-2

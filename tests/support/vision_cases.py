@@ -3,6 +3,7 @@ transformers, one text at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import MinibatchResult
+from rlctl.backends.batch import MinibatchResult, WeightedRollout
 from rlctl.backends.packing import plan_batch
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.load import resolve
-from rlctl.data.images import ImageProcessor
+from rlctl.data.images import MODEL_INPUTS, ImageProcessor
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
 from rlctl.methods.available import method_from_config
@@ -85,8 +86,12 @@ class VisionCase:
     freeze: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
     never: tuple[int, ...] = ()
+    mutual: bool = False
+    """Tokens of an image attend to each other, as on GPUs."""
     steps: int = 1
     lr: float = 0.0
+    save: Path | None = None
+    """Where to save the weights after the steps. The log-probs are those of them."""
 
 
 Outcome = tuple[list[MinibatchResult | None], dict[str, Tensor], list[Any], dict[str, Tensor]]
@@ -100,6 +105,8 @@ def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
         rank, case, directory, own_facts=facts_in(directory), optimizer=OptimizerConfig(clip_grad=0), lora=given.lora,
         never=given.never, **more,
     )  # fmt: skip
+    assert worker.model.images is not None
+    worker.model.images.mutual = given.mutual
     groups, longest = [], 0
     for position in range(len(IMAGES)):
         own = texts(directory, position)
@@ -114,14 +121,21 @@ def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
     assert plan.stats.micro_batches > 1 or case.parallel.dp > 1
     worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
     worker.add_logprobs("old_logprobs")
-    logprobs = [(row.columns_R["rollout"], row.columns_R["old_logprobs"], row.targets_R) for row in worker._all_rows()]
     results = [worker.train_minibatch(0, RunLoss(sft()), given.lr, 0.0) for _ in range(given.steps)]
+    if given.save is not None:
+        given.save.mkdir(exist_ok=True)
+        worker.save_begin(given.save)
+        worker.save_finish()
+        worker.add_logprobs("old_logprobs")
+    logprobs = [(row.columns_R["rollout"], row.columns_R["old_logprobs"], row.targets_R) for row in worker._all_rows()]
     return results, wholes(worker, "grad"), logprobs, wholes(worker, "data")
 
 
-def reference(directory: Path, never: tuple[int, ...] = ()) -> tuple[float, dict[str, Tensor], Tensor]:
-    """Loss, gradient, and all log-probs in order, by transformers' model of each text alone; Gemma 3 is causal. Tokens
-    of `never` have the probability 0."""
+def reference(
+    directory: Path, never: tuple[int, ...] = (), *, mutual: bool = False
+) -> tuple[float, dict[str, Tensor], Tensor]:
+    """Loss, gradient, and all log-probs in order, by transformers' model of each text alone; Gemma 3 is causal unless
+    `mutual`. Tokens of `never` have the probability 0."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
@@ -136,7 +150,7 @@ def reference(directory: Path, never: tuple[int, ...] = ()) -> tuple[float, dict
             for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
                 if name in own:
                     own[name] = torch.cat([own[name], torch.full_like(end, int(name == "attention_mask"))], 1)
-            if "token_type_ids" in own:
+            if "token_type_ids" in own and not mutual:
                 own["token_type_ids"] = torch.zeros_like(own["token_type_ids"])
             raw = model(**own, use_cache=False).logits[0, prompt - 1 : -1]
             logits = raw.index_fill(1, torch.tensor(never, dtype=torch.long), -torch.inf).log_softmax(-1)
@@ -145,3 +159,50 @@ def reference(directory: Path, never: tuple[int, ...] = ()) -> tuple[float, dict
     loss = -logprobs.mean()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, logprobs.detach()
+
+
+def rollout_difference(rank: int, case: Case, directory: Path, never: tuple[int, ...], results: list[Any]) -> float:
+    """The largest difference between what engines report of their tokens and what a rank computes of its own."""
+    worker = make_worker(rank, case, directory, own_facts=facts_in(directory), never=never)
+    columns = {result.group: result.columns for result in results}
+    rollouts = tuple(
+        WeightedRollout(result.group, row, result.prompt_tokens, tokens, 0.0, 1.0)
+        for result in results
+        for row, tokens in enumerate(result.tokens)
+    )
+    plan = plan_batch(
+        [rollouts], columns, dp=case.parallel.dp, micro_batch_tokens=max(one.tokens for one in rollouts) + 64,
+        packing=case.packing, share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
+        micro_batch_multiple=case.parallel.micro_batch_multiple,
+    )  # fmt: skip
+    worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
+    worker.add_logprobs("old_logprobs")
+    rows = worker._all_rows()
+    return max(float((row.columns_R["rollout_logprobs"] - row.columns_R["old_logprobs"]).abs().max()) for row in rows)
+
+
+def sampled_alone(directory: Path, tokens: np.ndarray, images: Sequence[Any], never: tuple[int, ...]) -> Tensor:
+    """Log-probs of all tokens but the first by transformers' model of one text; Gemma 3 is causal, as vLLM on CPUs."""
+    model, processor = transformers_model(directory), ImageProcessor.open(directory).processor
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    inputs: dict[str, Any] = {}
+    if images:
+        made = processor.image_processor([*images], return_tensors="pt")
+        inputs = {name: made[name] for name in MODEL_INPUTS if name in made}
+    kinds = (ids == model.config.image_token_id).long()
+    if "qwen" in model.config.model_type:
+        inputs["mm_token_type_ids"] = kinds
+    elif model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = torch.zeros_like(kinds)
+    with torch.no_grad():
+        raw = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1]
+    logprobs = raw.index_fill(1, torch.tensor(never, dtype=torch.long), -torch.inf).log_softmax(-1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0]
+
+
+@cache
+def transformers_model(directory: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval()

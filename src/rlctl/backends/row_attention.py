@@ -9,7 +9,7 @@ Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -60,10 +60,12 @@ class RowAttention:
     """int64: where each token's output is in the concatenated blocks; None: they are in order."""
 
     @classmethod
-    def of(cls, row: PackedRow, cp_size: int, cp_rank: int) -> RowAttention:
+    def of(cls, row: PackedRow, cp_size: int, cp_rank: int, mutual_T: np.ndarray | None = None) -> RowAttention:
+        """`mutual_T` (without context parallelism): tokens with the same number, which is not negative, attend to each
+        other in both directions."""
         if cp_size > 1:
             return cls((_context_parallel_block(row, cp_size, cp_rank),), None)
-        return cls(*_unit_blocks(row.units, row.positions_kT[0]))
+        return cls(*_unit_blocks(row.units, row.positions_kT[0], mutual_T))
 
 
 def attend(
@@ -101,10 +103,13 @@ class _Problem:
         return len(self.queries) * len(self.keys)
 
 
-def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
+def _unit_blocks(
+    units: Iterable[RowUnit], positions_T: Tensor, mutual_T: np.ndarray | None
+) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
     squares = takes_squares(positions_T.device)
     problems = sorted(
-        (p for unit in units for p in _problems(unit, squares)), key=lambda p: (p.mask_QK is None, -p.area)
+        (_both_ways(p, mutual_T) for unit in units for p in _problems(unit, squares)),
+        key=lambda p: (p.mask_QK is None, -p.area),
     )
     blocks = [_block(batch, positions_T) for batch in _batches(problems)]
     order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
@@ -143,6 +148,15 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
             problems.append(_Problem(own, both, mask))
         start += length
     return problems
+
+
+def _both_ways(problem: _Problem, mutual_T: np.ndarray | None) -> _Problem:
+    """The problem in which tokens of one image also attend to the later ones of it."""
+    if mutual_T is None or (mutual_T[problem.queries] < 0).all():
+        return problem
+    image_Q1, image_K = mutual_T[problem.queries][:, None], mutual_T[problem.keys]
+    causal_QK = np.tri(len(problem.queries), dtype=bool) if problem.mask_QK is None else problem.mask_QK
+    return replace(problem, mask_QK=causal_QK | ((image_Q1 == image_K) & (image_Q1 >= 0)))
 
 
 def _batches(problems: list[_Problem]) -> list[list[_Problem]]:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN = 5
-CAUSAL_HERE = "gemma3"
-"""The model type whose images transformers reads in both directions, and vLLM on CPUs causally."""
 
 
 def find_model(
@@ -64,8 +62,8 @@ def _seeing(source: ModelSource) -> ModelSource:
     if vision_family(config) is None:
         raise _without_images(source.label)
     said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
-    if config["model_type"] == CAUSAL_HERE:
-        said += ". Its tokens of an image attend to earlier ones alone, as in vLLM on CPUs"
+    if VISION_FAMILIES[config["model_type"]].mutual:
+        said += ". On CPUs its tokens of an image attend to earlier ones alone, as in vLLM there"
     return source if source.note else replace(source, note=said)
 
 

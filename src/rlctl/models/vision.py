@@ -23,6 +23,8 @@ class VisionFamily:
     """Key of the configuration with the token in whose places the embeddings of images stand."""
     published: tuple[tuple[str, str], ...] = ()
     """Differing name prefixes in transformers' and the hub's files."""
+    mutual: bool = False
+    """The tokens of an image attend to each other in both directions, but for vLLM on CPUs, which is causal."""
 
     def part_of(self, module: str) -> VisionPart:
         if re.match(rf"(?:{self.projector})(?:\.|$)", module):
@@ -38,7 +40,7 @@ _PROJECTOR = r"model\.multi_modal_projector"
 VISION_FAMILIES = {
     "gemma3": VisionFamily(
         "model.language_model", "model.vision_tower", _PROJECTOR, "image_token_index",
-        (("vision_tower.", "vision_tower.vision_model."),),
+        (("vision_tower.", "vision_tower.vision_model."),), mutual=True,
     ),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,

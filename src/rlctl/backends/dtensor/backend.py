@@ -79,9 +79,6 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _of_images(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    if spec.facts.vision is not None and spec.facts.vision.kind == "gemma3" and spec.device == "cuda":
-        why = "engines on GPUs let the tokens of an image attend to each other in both directions"
-        yield "model.images", f"{why}, and the dtensor backend trains Gemma 3 causally"
     if len({*spec.freeze}) == len(get_args(VisionPart)):
         yield "model.freeze", "it leaves nothing to train"
     if spec.lora.rank and "language" in spec.freeze:

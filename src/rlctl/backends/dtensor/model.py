@@ -39,6 +39,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import BUFFER_ROLES, Role
+from rlctl.models.vision import VISION_FAMILIES
 from rlctl.settings.training import Rounding
 from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.rounding import narrowed
@@ -137,7 +138,9 @@ class PolicyModel(nn.Module):
         """Not None: rows may have images."""
         if spec.facts.vision is not None:
             assert spec.model_dir is not None  # the model was built from it
-            self.images = RowImages(inner, spec.model_dir, spec.facts.vision, self._tensor)
+            # Engines on GPUs attend as transformers does.
+            mutual = spec.device == "cuda" and VISION_FAMILIES[spec.facts.vision.kind].mutual
+            self.images = RowImages(inner, spec.model_dir, spec.facts.vision, self._tensor, mutual=mutual)
         self.replays: list[Replay] = []
         """Routers that receive a row's experts (router replay)."""
 
@@ -169,7 +172,8 @@ class PolicyModel(nn.Module):
         part = context_part(row, size, rank)
         for replay in self.replays:
             replay.give(part.routing_TLK)
-        passed = RowPass(RowAttention.of(row, size, rank), self._context)
+        mutual_T = self.images.mutual_tokens(row) if self.images is not None else None
+        passed = RowPass(RowAttention.of(row, size, rank, mutual_T), self._context)
         found = self._layers(**self.inputs(part), row=passed)
         out = self._outputs(found, part)
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)

@@ -32,10 +32,12 @@ TILES_AXIS = 1
 class RowImages:
     """A rank's inputs for the images of rows."""
 
-    def __init__(self, inner: Any, directory: Path, vision: VisionFacts, group: Any) -> None:
-        """`group`: the tensor-parallel ranks."""
+    def __init__(self, inner: Any, directory: Path, vision: VisionFacts, group: Any, *, mutual: bool = False) -> None:
+        """`group`: the tensor-parallel ranks. `mutual`: the tokens of an image attend to each other in both
+        directions."""
         self._inner, self._group, self._token = inner, group, vision.image_token
         self._directory = directory
+        self.mutual = mutual
         family = VISION_FAMILIES[vision.kind]
         named = ((name, value) for name, value in inner.named_parameters() if family.part_of(name) != "language")
         self._seeing = [tuple(name.rpartition(".")[::2]) for name, _ in named]
@@ -60,6 +62,17 @@ class RowImages:
         tokens_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
         found_31T, _ = index(tokens_1T, mm_token_type_ids=kinds_1T, image_grid_thw=grids)
         return np.concatenate([counted_1T, found_31T[:, 0].numpy()])
+
+    def mutual_tokens(self, row: PackedRow) -> np.ndarray | None:
+        """Return the number of the image of each token [T], as `RowAttention` takes them; -1: text. None: attention is
+        causal."""
+        if not (self.mutual and row.media):
+            return None
+        tokens_T, found_T = row.tokens_T.cpu().numpy(), np.full(len(row.tokens_T), -1)
+        for number, part in enumerate(row.media):
+            own = slice(part.start, part.start + part.tokens)
+            found_T[own][tokens_T[own] == self._token] = number
+        return found_T
 
     def inputs(self, row: PackedRow) -> dict[str, Any]:
         """Return the language part's inputs of a row: embeddings [1, T / ranks, H], positions, and Qwen3-VL's layer
