@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.image_sources import IMAGES, MARK, image_source
 from rlctl.data.prompt_rows import PromptRow, row_from_record
 from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.data.texts import pair_from_record, text_from_record, trained_texts
+from rlctl.data.turns import TurnEncoder
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig, ModelConfig
 from support.vision_models import FAMILIES, square, write_vision_model
@@ -156,6 +158,21 @@ def test_a_cut_takes_no_part_of_an_image(model: Path) -> None:
         whole = [part for part in (first, second) if part.start >= begin]
         assert [part.start + begin for part in cut.media] == [part.start for part in whole]
         assert not any(part.start < begin < part.start + part.tokens for part in (first, second))
+
+
+def test_an_image_is_appended_as_the_template_writes_it(model: Path) -> None:
+    """Also where texts of an environment are appended without a template."""
+    from transformers import AutoProcessor
+
+    encoder = encoder_of(model)
+    source = image_source(png("red", (96, 48)), "an image", Path())
+    messages = [{"role": "user", "content": f"see {MARK}!", IMAGES: [source]}]
+    given = encoder.with_images(TurnEncoder.build(encoder, raw=True).between(None, messages), messages, "row 0")
+    images = [[square("red", (96, 48))]]
+    text = f"see {FAMILIES[model.name][0]}!"
+    whole = AutoProcessor.from_pretrained(model)(text=[text], images=images, add_special_tokens=False)
+    assert list(given.tokens) == whole.input_ids[0]
+    assert len(given.media) == 1
 
 
 def test_texts_have_images_without_a_loss(model: Path) -> None:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.models.vision import VISION_FAMILIES
 from support.runs import REWARD, results, resume
-from support.vision_models import square, write_vision_model
+from support.vision_models import FAMILIES, square, write_vision_model
 
 RLCTL = str(Path(sys.executable).with_name("rlctl"))
 COLORS = ("red", "green", "blue", "yellow")
+DRAWING = f"{Path(__file__).parents[1] / 'support' / 'toy_environments.py'}:Drawing"
 SIZES = ((64, 64), (96, 48), (40, 100), (70, 70))
 
 
@@ -50,7 +51,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_trained_on_images_resumed_and_published(here: Any, family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -101,3 +102,20 @@ def test_samples_in_flight_see_their_images_under_new_weights(here: Any, tmp_pat
     lines = results(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["logprob_diff"]["max"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "more"), [("idefics3", ["--set", "refit.verify_every=1"]), ("qwen3_vl", ["--async", "--lora"])]
+)
+def test_environments_show_images(here: Any, family: str, more: list[str], tmp_path: Path) -> None:
+    model, data = write_vision_model(tmp_path / "model", family), write_rows(tmp_path)
+    asked = ["--steps", "3", "--env", DRAWING, "--set", "environment.turns=3", *more]
+    asked = command(model, data, tmp_path / "run", *asked)
+    at = asked.index("--reward")  # the environment's own is learned from
+    done = here([*asked[:at], *asked[at + 2 :]])
+    assert done.returncode == 0, done.stderr
+    lines = results(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["images"] >= 4 * 3 for line in lines)  # three of the environment for each of four prompts
+    assert max(line["logprob_diff"]["max"] for line in (lines[:1] if "--async" in more else lines)) < 1e-5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import os
 import random
 import time
@@ -207,3 +209,31 @@ class Returning:
 
     def step(self, text: str) -> Any:
         return RETURNED[self.what]
+
+
+class Drawing(Counting):
+    """Says and shows: an image of PIL in its first message, two of other sizes in the second, of which one is a data
+    URL, and none in the third."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        super().reset(row, seed)
+        return [{"role": "user", "content": [{"type": "text", "text": "Begin:"}, _shown("red", (64, 64))]}]
+
+    def step(self, text: str) -> Step:  # type: ignore[override]
+        self.said += 1
+        reward = float(len(text) % 2)
+        if self.said > 1:
+            return Step("And without one?", reward, self.said == self.turns)
+        tall = _shown("green", (40, 100))["image"]
+        file = io.BytesIO()
+        tall.save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        link = {"type": "image_url", "image_url": {"url": url}}
+        parts = [_shown("blue", (112, 48)), {"type": "text", "text": "or"}, link, {"type": "text", "text": "?"}]
+        return Step([{"role": "user", "content": parts}], reward)
+
+
+def _shown(color: str, size: tuple[int, int]) -> dict[str, Any]:
+    from rlctl.jobs.tiny_vision import square
+
+    return {"type": "image", "image": square(color, size)}

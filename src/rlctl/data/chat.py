@@ -18,7 +18,7 @@ from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
 from rlctl.data.image_rows import images_of, in_parts
-from rlctl.data.image_sources import IMAGES, MARK
+from rlctl.data.image_sources import IMAGES, MARK, image_source
 from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of
@@ -176,6 +176,22 @@ class PromptEncoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Tokens that stand for images: a completion with one would be read as an image that is not there."""
         return self.images().never_sampled if self.template is not None and self.sees else ()
+
+    @cached_property
+    def image_text(self) -> str:
+        """The text that the template writes for an image."""
+        message = {"role": "user", "content": f"{_MARKER}{MARK}{_MARKER}", IMAGES: [None]}
+        return self.render([message]).split(_MARKER)[1]
+
+    def shown_image(self) -> EncodedPrompt | None:
+        """Return a fixed prompt with an image, by which a refit is checked; None: the model takes none."""
+        if not self.sees or self.template is None:
+            return None
+        from PIL import Image
+
+        where = "the prompt of a refit's check"
+        image = Image.frombytes("RGB", (64, 40), bytes(place * 151 % 251 for place in range(3 * 40 * 64)))
+        return self.prompt_of([{"role": "user", "content": MARK, IMAGES: [image_source(image, where, Path())]}], where)
 
     def _written_tokens(self, messages: Messages, where: str) -> list[int]:
         tokens = self.encode_text(self.render(messages, where), where)

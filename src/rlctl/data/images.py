@@ -106,17 +106,17 @@ class ImageProcessor:
                 f"{self.placeholder!r}, which stands for one.",
                 "The chat template writes it for a part of type image: give another with --chat-template.",
             )
-        pieces, images = list[_Piece](), iter(enumerate(sizes))
+        pieces, images = list[Piece](), iter(enumerate(sizes))
         for token in tokens:
             if token != placeholder:
-                pieces.append(_Piece(token, (token,), None))
+                pieces.append(Piece(token, (token,), None))
                 continue
             number, size = next(images)
             expanded = self.expansion(size)
             at = expanded.index(placeholder) if placeholder in expanded else 0
-            pieces += [_Piece(one, (placeholder,) if place == at else (), number) for place, one in enumerate(expanded)]
+            pieces += [Piece(one, (placeholder,) if place == at else (), number) for place, one in enumerate(expanded)]
         for first, second, merged in self._merges:
-            pieces = _merged(pieces, first, second, merged)
+            pieces = joined(pieces, first, second, merged)
         return [piece.token for piece in pieces], _places(pieces, len(sizes))
 
     def expand(
@@ -141,8 +141,7 @@ class ImageProcessor:
         unknown = self.processor.tokenizer.unk_token_id
         if expanded[0] != lines[1] or any(line is None or line == unknown for line in lines):
             return []
-        one, two, three, four = lines
-        return [(one, two, three), (two, one, three), (two, two, four)]
+        return line_merges(*lines)
 
     def _processed(self, images: Sequence[np.ndarray], **options: Any) -> Any:
         from PIL import Image
@@ -152,8 +151,13 @@ class ImageProcessor:
         return self.processor(text=[text], images=[shown], add_special_tokens=False, **options)
 
 
+def line_merges(one: int, two: int, three: int, four: int) -> list[tuple[int, int, int]]:
+    """Return which pairs of tokens for so many newlines are which token."""
+    return [(one, two, three), (two, one, three), (two, two, four)]
+
+
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A token, what stands for it before the expansion, and the number of the image that it is of."""
 
     token: int
@@ -161,19 +165,22 @@ class _Piece:
     image: int | None
 
 
-def _merged(pieces: list[_Piece], first: int, second: int, merged: int) -> list[_Piece]:
-    found: list[_Piece] = []
+def joined(pieces: list[Piece], first: int, second: int, merged: int) -> list[Piece]:
+    """Return pieces with each pair that touches an image merged into one token of that image. Pairs of text stay: the
+    model may have sampled them."""
+    found: list[Piece] = []
     for piece in pieces:
         before = found[-1] if found else None
-        if before is not None and (before.token, piece.token) == (first, second):
+        of_image = before is not None and (before.image, piece.image) != (None, None)
+        if before is not None and of_image and (before.token, piece.token) == (first, second):
             image = piece.image if before.image is None else before.image
-            found[-1] = _Piece(merged, before.written + piece.written, image)
+            found[-1] = Piece(merged, before.written + piece.written, image)
         else:
             found.append(piece)
     return found
 
 
-def _places(pieces: list[_Piece], images: int) -> list[Place]:
+def _places(pieces: list[Piece], images: int) -> list[Place]:
     of_images: list[list[int]] = [[] for _ in range(images)]
     for at, piece in enumerate(pieces):
         if piece.image is not None:

@@ -15,10 +15,11 @@ from os.path import commonprefix
 from typing import Any, Literal
 
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder
+from rlctl.data.image_sources import MARK
 from rlctl.errors import InputError
 
 Message = dict[str, Any]
-MARK = "rlctl-answer-ends"
+ANSWER = "rlctl-answer-ends"
 HISTORIES = ("Hello.", "What is 2 + 2?\nSay it in one word.")
 """Texts of the user in the made-up histories, of which nothing may depend."""
 THOUGHT = "</think>"
@@ -121,7 +122,7 @@ class TurnEncoder:
         if key not in self._cache:
             self.require_roles(messages, ("user", self.tool_role))
             hidden = self.encoder.hidden(messages)
-            text = "".join(one["content"] for one in hidden) if self.raw else self._delta(HISTORIES[0], hidden)
+            text = self._raw(hidden) if self.raw else self._delta(HISTORIES[0], hidden)
             ids = tuple(self.encoder.encode_text(text, "a message of the environment", begins=False))
             self.encoder.require_known(ids, "a message of the environment")
             if len(self._cache) > 4096:
@@ -129,17 +130,21 @@ class TurnEncoder:
             self._cache[key] = ids
         return self._cache[key]
 
+    def _raw(self, messages: Sequence[Message]) -> str:
+        text = "".join(one["content"] for one in messages)
+        return text.replace(MARK, self.encoder.image_text) if MARK in text else text
+
     def _delta(self, history: str, messages: Sequence[Message]) -> str:
         """Return the template's text from an answer's end token on. Raises InputError if it cannot render `messages`
         there."""
         calls = any(one["role"] == "tool" for one in messages)
         asked = [{"role": "user", "content": history}]
-        for answer in (*([_calling(messages)] if calls else []), {"role": "assistant", "content": MARK}):
+        for answer in (*([_calling(messages)] if calls else []), {"role": "assistant", "content": ANSWER}):
             try:
-                _, found, tail = self.encoder.render([*asked, answer, *_named(messages)]).rpartition(MARK)
-                over = self.encoder.render([*asked, answer], answered=True).rpartition(MARK)[2] if calls else ""
+                _, found, tail = self.encoder.render([*asked, answer, *_named(messages)]).rpartition(ANSWER)
+                over = self.encoder.render([*asked, answer], answered=True).rpartition(ANSWER)[2] if calls else ""
             except InputError:
-                if answer["content"] == MARK:
+                if answer["content"] == ANSWER:
                     raise
                 continue
             if self.encoder.template is None:  # the model has written the beginning of the next question itself
@@ -154,18 +159,18 @@ class TurnEncoder:
     def _drops_thoughts(self, role: str) -> bool:
         said = [{"role": role, "content": "rlctl-message-says"}]
         answer = _calling(said) if role == "tool" else {"role": "assistant"}
-        answer |= {"content": f"<think>\nrlctl-thought\n{THOUGHT}\n\n{MARK}"}
+        answer |= {"content": f"<think>\nrlctl-thought\n{THOUGHT}\n\n{ANSWER}"}
         try:
             written = self.encoder.render([{"role": "user", "content": HISTORIES[0]}, answer, *_named(said)])
         except InputError:
             return False
-        return MARK in written and "rlctl-thought" not in written
+        return ANSWER in written and "rlctl-thought" not in written
 
     def _opening(self) -> tuple[int, ...]:
         user = {"role": "user", "content": HISTORIES[0]}
         begun = self.encoder.encode_messages([user], "a message")
-        answered = self.encoder.render([user, {"role": "assistant", "content": MARK}, user])
-        before = self.encoder.tokenizer.encode(answered.rpartition(MARK)[0], add_special_tokens=False)
+        answered = self.encoder.render([user, {"role": "assistant", "content": ANSWER}, user])
+        before = self.encoder.tokenizer.encode(answered.rpartition(ANSWER)[0], add_special_tokens=False)
         return tuple(begun[len(before) :]) if list(begun[: len(before)]) == before else ()
 
     def _trouble(self, role: str) -> str | None:
@@ -183,8 +188,9 @@ class TurnEncoder:
 
 
 def _calling(messages: Sequence[Message]) -> Message:
+    arguments = {"mark": ANSWER}
     calls = [
-        {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], "arguments": {"mark": MARK}}}
+        {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], "arguments": arguments}}
         for one in _named(messages) if one["role"] == "tool"
     ]  # fmt: skip
     return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.messages import NEVER, QUANTIZED, Sampling
+from rlctl.data.images import Piece, joined, line_merges
 from rlctl.errors import INSTALL_CPU, ConfigError, MachineError, first_line, install_extra
 from rlctl.models.families import families
 from rlctl.weights.vllm import ExpertSizes
@@ -133,6 +134,30 @@ def embed_for_each_layer() -> None:
 
     gemma3n.Gemma3nForCausalLM.forward = forward
     gemma3n.EPS = gemma3n.EPS.new_tensor(1e-5).sqrt()
+
+
+@cache
+def join_lines_at_images_alone() -> None:
+    """Have Gemma 3's processor join newlines with the blank lines around an image alone; before a prompt is read.
+
+    vLLM joins all newlines of a prompt (0.32), also those that the model has sampled one by one in an earlier turn.
+    """
+    from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProcessor as Processor
+
+    def apply(self: Any, prompt: list[int], updates: Any) -> Any:
+        tokens, found = super(Processor, self)._apply_token_matches(prompt, updates)
+        config, vocabulary = self.info.get_hf_config(), self.info.get_tokenizer().get_vocab()
+        lines = [vocabulary["\n" * count] for count in range(1, 5)]
+        around = zip([None, *tokens], tokens, [*tokens[1:], None], strict=False)
+        pieces = [
+            Piece(token, (), 0 if before == config.eoi_token_index or behind == config.boi_token_index else None)
+            for before, token, behind in around
+        ]
+        for first, second, merged in line_merges(*lines):
+            pieces = joined(pieces, first, second, merged)
+        return [piece.token for piece in pieces], found
+
+    Processor._apply_token_matches = apply
 
 
 def renew_input_norms(runner: Any) -> None:

@@ -103,6 +103,8 @@ class Replica:
         self._shared_memory = family_shared_memory()
         note_shared_memory(self._shared_memory)
         engine = self._llm.llm_engine
+        if engine.vllm_config.model_config.hf_config.model_type == "gemma3":
+            compat.join_lines_at_images_alone()
         self._engine, self._together = engine, compat.StepTogether(engine) if meeting.replicas > 1 else None
         self.enter = compat.stream_of_engine(engine)
         """To be called in a thread before it uses the engine."""
