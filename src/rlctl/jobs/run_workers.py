@@ -28,6 +28,7 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.data.chat import EncodedPrompt
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.quantized import quantized_matrices
@@ -137,13 +138,14 @@ class RunWorkers:
         *,
         offload: bool | None = None,
         decode_limit: float | None = None,
+        shown: EncodedPrompt | None = None,
         **options: Any,
     ) -> WeightSync:
         """Return the synchronization of weights, with further `options` of `WeightSync`.
 
         `source` is the model that the policy's weights are of; None: they are those of a checkpoint. The policy waits
         in host memory as `offload` says; None: where the engines can sleep. With `decode_limit` what the engines decode
-        is compared too (`DecodeCheck`).
+        is compared too (`DecodeCheck`), also of `shown`, a prompt with an image.
         """
         from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
         from rlctl.refit.decoding import NEW_TOKENS, DecodeCheck
@@ -162,7 +164,7 @@ class RunWorkers:
             kept = policy.truncation or Truncation()
             sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p, never=policy.never)
             graphs = self.spec.engines.backend.without_graphs
-            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs)
+            options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs, shown)
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
         options["offload"] = engine.sleeps if offload is None else offload
         return WeightSync(self.policy, self.senders, self.engines, policy.facts, settings=settings, **options)

@@ -225,6 +225,7 @@ def _weight_sync(
     sync = workers.weight_sync(
         settings.refit, source, offload=job.offload, tell=display.say,
         restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
+        shown=job.prompts.encoder.shown_image() if job.facts.vision is not None else None,
     )  # fmt: skip
     assert workers.spec.engines is not None  # weights are sent to engines
     flag = workers.spec.engines.backend.without_graphs

@@ -8,12 +8,21 @@ from dataclasses import dataclass, replace
 from rlctl.backends.batch import LogprobStats, TrainBatch, WeightedRollout
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.data.chat import EncodedPrompt
 from rlctl.data.rollouts import contexts_of
 from rlctl.errors import RlctlError, VerificationError
 
 PROMPTS, NEW_TOKENS = 2, 8
+SHOWN = PROMPTS + 1
+"""Group of the prompt with an image."""
 PROMPT_TOKENS = 40
 """More than one cache block's tokens, to also test cached prompts."""
+
+
+OF_IMAGES = (
+    "Prompts of text alone agree: engine and policy read the pixels of an image differently, or the engine still has "
+    "what earlier weights made of it."
+)
 
 
 def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> LogprobStats:
@@ -48,6 +57,8 @@ class DecodeCheck:
     """The policy's own temperature and truncation, and the most tokens of a completion."""
     without_graphs: str = ""
     """Flag for decoding without graphs; empty: none."""
+    shown: EncodedPrompt | None = None
+    """A prompt with an image, where the model takes images."""
 
     def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
         """Return each engine's completions; the last one is one token after a new prompt. Raises an engine's error."""
@@ -57,6 +68,9 @@ class DecodeCheck:
         found: list[list[GroupResult]] = [[] for _ in range(len(engines))]
         for first, asked, tokens in ((0, prompts, new), (PROMPTS, [unseen], 1)):
             requests = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(asked, first)]
+            if first == 0 and self.shown is not None and len(self.shown.tokens) <= self.max_length - new:
+                shown = GroupRequest(SHOWN, self.shown.tokens, (1000 * version + SHOWN,), media=self.shown.media)
+                requests.append(shown)
             sampling = replace(self.sampling, max_new_tokens=tokens)
             for own, outcome in zip(found, engines.generate([requests] * len(found), sampling, timeout_s), strict=True):
                 if isinstance(outcome, RlctlError):
@@ -72,13 +86,15 @@ class DecodeCheck:
         differences = [policy_difference(policy, results) for results in decoded]
         for index, one in enumerate(differences):
             if not one.mean_abs <= self.limit:  # also where it is not a number
+                texts = policy_difference(policy, [r for r in decoded[index] if r.group != SHOWN])
                 unseen = policy_difference(policy, [r for r in decoded[index] if r.group == PROMPTS])
+                cause = OF_IMAGES if texts.mean_abs <= self.limit else self._cause(unseen, agreed=agreed)
                 raise VerificationError(
                     f"Refit to version {version}: the tensors are equal (all {tensors} that were compared in engine "
                     f"{index}), but its computation differs: its log-probs of {one.tokens} tokens are off "
                     f"from the policy's by {one.mean_abs:.2g} on average, {one.max_abs:.2g} at most (limit "
                     f"{self.limit:g}).",
-                    f"{self._cause(unseen, agreed=agreed)} The engine refuses to generate. `rlctl refit-test` says "
+                    f"{cause} The engine refuses to generate. `rlctl refit-test` says "
                     "more; --set checks.logprob_diff_error=... continues anyway.",
                 )
         return sum(one.abs_sum for one in differences) / max(1, sum(one.tokens for one in differences))
