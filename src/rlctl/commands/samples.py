@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.output import examples, print_json, show
 from rlctl.commands.parsing import App
+from rlctl.telemetry.terminal import shows_colors
 
 app = App()
 
@@ -38,7 +40,8 @@ def samples(
 ) -> None:
     """Show completions that a run sampled: the prompt as the model saw it, the completion, and each reward.
 
-    A run logs some completions per step (run.log_rollouts), the best and the worst by reward included.
+    A run logs some completions per step (run.log_rollouts), the best and the worst by reward included. Images are
+    drawn in a terminal; --json has them as data URLs.
     """
     from rlctl.runs.samples import kept_steps, read_samples, sample_text
 
@@ -50,4 +53,5 @@ def samples(
     if json_:
         print_json({"run": str(run), "rollouts": shown})
     else:
-        show("\n\n".join(map(sample_text, shown)))
+        draws = shows_colors(sys.stdout)
+        show("\n\n".join(sample_text(sample, draws=draws) for sample in shown))

@@ -36,6 +36,7 @@ from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
+from rlctl.runs.thumbnails import thumbnails
 from rlctl.settings.run import BatchConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.headline import Mean, MetricChange, error_of, findings, headline, removed
@@ -78,6 +79,8 @@ class RunSummary:
     """The command that resumes it."""
     removed: tuple[str, ...] = ()
     """Sentences on what kept the first steps from teaching much, and the last ones no longer."""
+    sees: bool = False
+    """Whether the model reads images."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -95,7 +98,8 @@ class RunSummary:
             lines.append(f"report: {self.directory}/report.html")
         if self.checkpoint:
             place, scores = shlex.quote(self.directory), self.command == "train rm"
-            tried = f"convert megatron-to-hf {place} DIR" if scores else f"generate --run-dir {place} --prompt '...'"
+            asked = f"{'--image FILE ' * self.sees}--prompt '...'"
+            tried = f"convert megatron-to-hf {place} DIR" if scores else f"generate --run-dir {place} {asked}"
             lines.append(f"{'export' if scores else 'try'} it: rlctl {tried}")
         if self.interrupted:
             lines.append(f"resume with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
@@ -141,6 +145,7 @@ def run_training(
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
         command=command_of(job.config.run.algorithm),
         dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),
+        sees=job.facts.vision is not None,
     )
 
 
@@ -436,6 +441,7 @@ class RunJournal:
             **(said if turns else {"rendered": self._prompts.text(group.prompt)} if trained else {}),
             "answer": group.prompt.answer,
             "completion": fetch(group.texts)[rollout.sample],
+            **(thumbnails(fetch(group.columns).media(rollout.sample)) if rollout.images else {}),
             **({"source": group.prompt.source} if group.prompt.source else {}),
             "reward": rollout.reward,
             "terms": dict(rollout.terms),

@@ -270,9 +270,16 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     rendered = row.get("rendered")
     return {
         "messages": [(kind, role, _cut(text)) for kind, role, text in messages],
+        "images": [image for image in row.get("images") or () if _embedded(image)],
+        "more_images": row.get("more_images") or 0,
         "outcome": "; ".join(told),
         "rendered": _cut(rendered) if isinstance(rendered, str) else "",
     }
+
+
+def _embedded(image: Any) -> bool:
+    """Return whether a sample holds an image as a thumbnail: the page loads nothing."""
+    return isinstance(image, Mapping) and str(image.get("thumbnail", "")).startswith("data:image/")
 
 
 def _cut(text: str) -> str:

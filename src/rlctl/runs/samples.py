@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
+from rlctl.runs.thumbnails import IMAGES, MORE_IMAGES, caption, drawn
 from rlctl.telemetry.conversation import as_text, conversation
 
 Sample = dict[str, Any]
@@ -80,8 +81,9 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
     return found
 
 
-def sample_text(sample: Sample) -> str:
-    """Return a sample as readable text: scores, the prompt as the model saw it, and the completion."""
+def sample_text(sample: Sample, *, draws: bool = False) -> str:
+    """Return a sample as readable text: scores, the prompt as the model saw it, its images, and the completion.
+    `draws`: the reader is a terminal that shows images in 24-bit colors."""
     terms = ", ".join(f"{name} {value:.3f}" for name, value in (sample.get("terms") or {}).items())
     cut = CUT_OFF.get(sample.get("stop_reason", ""), CUT_OFF["length"])
     marks = ["right" * bool(sample.get("right")), cut * bool(sample.get("truncated"))]
@@ -95,8 +97,14 @@ def sample_text(sample: Sample) -> str:
     rendered, said = sample.get("rendered"), conversation(sample)
     shown = [("prompt", rendered), said[-1]] if rendered else said
     parts = [" · ".join(heading)]
-    for role, text in shown:
+    for role, text in shown[:-1]:
         parts += [f"  {role}", *_indented(text)]
+    for image in sample.get(IMAGES) or ():
+        parts += [f"  {caption(image)}", *(f"    {line}" for line in (drawn(image) if draws else ()))]
+    if more := sample.get(MORE_IMAGES):
+        parts.append(f"  {more} more image{'s' * (more > 1)}")
+    role, text = shown[-1]
+    parts += [f"  {role}", *_indented(text)]
     if sample.get("answer") is not None:
         parts += ["  answer", *_indented(as_text(sample["answer"]))]
     return "\n".join(parts)

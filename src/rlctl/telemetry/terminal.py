@@ -97,7 +97,11 @@ def without_color(value: bool) -> None:
         os.environ["NO_COLOR"] = "1"
 
 
+def shows_colors(stream: TextIO | None) -> bool:
+    """Return whether `stream` is a terminal that may show colors."""
+    refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not refused and stream is not None and stream.isatty()
+
+
 def colored(text: str, status: Severity, stream: TextIO | None) -> str:
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or stream is None or not stream.isatty():
-        return text
-    return f"{COLORS[status]}{text}{PLAIN}"
+    return f"{COLORS[status]}{text}{PLAIN}" if shows_colors(stream) else text
