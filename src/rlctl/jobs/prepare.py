@@ -54,7 +54,7 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.critic import METRICS as CRITIC_METRICS
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_config, room_for
+from rlctl.planner.from_config import assumed_prompt, local_gpus, plan_from_config, room_for
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
@@ -422,6 +422,8 @@ def step_plan(
     mean = round(sum(lengths) / len(lengths)) if lengths else None
     refusal = refusal_of(config, facts, method, teacher)
     workload = method.workload(facts, mean)
+    if prompts is not None and facts.vision is not None:
+        workload = replace(workload, image_share=prompts.image_share())
     plan = plan_from_config(config, facts, workload, assume=assume, top=top, teacher=teacher, refusal=refusal)
     return plan if _scores(method, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
 
@@ -516,7 +518,7 @@ def _with_max_length(
     """The configuration with `model.max_length`, and the value. Raises InputError for a prompt that is too long."""
     length, new = resolved.config.model.max_length, method.new_tokens
     if length is None:
-        longest = max(prompts.lengths()) if prompts else PROMPT_TOKENS
+        longest = max(prompts.lengths()) if prompts else assumed_prompt(facts)
         length = room_for(facts, longest, resolved.config.new_tokens if new else 0)
     if prompts:
         prompts.limit = limit = length - 1 if new else length

@@ -36,6 +36,9 @@ from rlctl.settings.training import TrainingConfig
 
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
+IMAGE_TOKENS, IMAGE_SHARE = 384, 0.75
+"""Tokens of images that are assumed in a prompt of a model that reads them (Qwen2.5-VL reads 640 x 480 pixels as 391),
+next to those of its text, and the share of a text that is assumed."""
 """Prompt length that the planner assumes where the data is not read."""
 SHORTEST_ROOM = 256
 """Prompt tokens that are always provided for, however short the prompts looked at are."""
@@ -134,6 +137,7 @@ def completions_workload(config: RolloutConfig, facts: ModelFacts, prompt_tokens
         max_new_tokens=min(new, limit),
         mean_new_tokens=min(config.mean_new_tokens, new),
         prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)),
+        image_share=IMAGE_SHARE if facts.vision is not None else 0.0,
         trains=False,
         goal=config.run.goal,
     )
@@ -142,6 +146,11 @@ def completions_workload(config: RolloutConfig, facts: ModelFacts, prompt_tokens
 def room_for(facts: ModelFacts, longest_prompt: int, max_new_tokens: int) -> int:
     """Return `model.max_length` where nobody sets it: it leaves room for prompts twice as long as those seen."""
     return min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + max_new_tokens)
+
+
+def assumed_prompt(facts: ModelFacts) -> int:
+    """Return the tokens of a prompt where the data is not known."""
+    return PROMPT_TOKENS + (IMAGE_TOKENS if facts.vision is not None else 0)
 
 
 def text_workload(
@@ -171,6 +180,7 @@ def text_workload(
         valued=valued,
         max_length=size * length,
         mean_tokens=float(size * (tokens or max(1, length // 2))),
+        image_share=IMAGE_SHARE if facts.vision is not None else 0.0,
         optimizer_steps=config.batch.optimizer_steps,
         epochs=config.batch.epochs,
         old_logprobs="old_logprobs" in needs,
@@ -196,9 +206,10 @@ def rollout_workload(
     tokens."""
     new = config.new_tokens
     length = config.model.max_length
-    prompt = prompt_tokens or PROMPT_TOKENS
+    assumed = assumed_prompt(facts)
+    prompt = prompt_tokens or assumed
     if prompt_tokens is None and length:  # what completions leave, or a quarter where these may fill it all
-        prompt = min(PROMPT_TOKENS, length - new if length - new >= 16 else max(1, length // 4))
+        prompt = min(assumed, length - new if length - new >= 16 else max(1, length // 4))
     length = length or room_for(facts, prompt, new)
     packs, most = not facts.unpacked, min(new, max(1, length - min(prompt, length)))
     return Workload(
@@ -210,6 +221,7 @@ def rollout_workload(
         max_new_tokens=most,
         mean_new_tokens=min(config.mean_new_tokens, most),
         prompt_tokens=min(prompt, length),
+        image_share=IMAGE_SHARE if facts.vision is not None else 0.0,
         optimizer_steps=config.batch.optimizer_steps,
         epochs=config.batch.epochs,
         old_logprobs="old_logprobs" in needs,

@@ -186,6 +186,10 @@ class TextStream(PromptStream):
         found = self.texts(row)
         return max((text.tokens_T.tolist() for text in found), key=len, default=[])
 
+    def _image_tokens(self, row: PromptRow) -> int:
+        """Return those of the text that has most of them, which may have images in all of its messages."""
+        return max((sum(part.tokens for part in text.media) for text in self.texts(row)), default=0)
+
 
 class ScoredTexts(TextStream):
     """The texts of a reward model."""

@@ -25,7 +25,8 @@ from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 
-SCANNED_PROMPTS = 2048
+SCANNED_PROMPTS, SEEN_PROMPTS = 2048, 128
+"""First prompts whose lengths are counted, and whose image tokens are."""
 CHECKED_IMAGES = 1000
 """Rows of a source whose images are decoded before a run; later ones when they are drawn."""
 SAMPLED_ROWS = 16
@@ -233,6 +234,15 @@ class PromptStream:
     def lengths(self) -> list[int]:
         """Return the number of tokens of each of the first prompts that the run will use."""
         return [len(self.tokens(row)) for row in self._first(SCANNED_PROMPTS)]
+
+    def image_share(self) -> float:
+        """Return the share of the tokens of the first prompts that stand for images."""
+        rows = [*self._first(SEEN_PROMPTS)]
+        return sum(map(self._image_tokens, rows)) / max(1, sum(len(self.tokens(row)) for row in rows))
+
+    def _image_tokens(self, row: PromptRow) -> int:
+        read = self._named[row.source].encoder.images().expansion
+        return sum(len(read(image.size())) for image in row.images)
 
     def require_fit(self) -> None:
         """Raise InputError for a prompt that is too long for the run: better now than at its step."""

@@ -9,7 +9,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
 from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
-from rlctl.planner.costs.vision_tower import IMAGE_SHARE, encoder_cache_bytes, tower_operations
+from rlctl.planner.costs.vision_tower import encoder_cache_bytes, tower_operations
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.request import Lengths, Request
@@ -199,7 +199,8 @@ def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
     rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
     if cluster.is_cpu:
         rate = cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2
-    prefill = (2.0 * count(request.facts).active + IMAGE_SHARE * tower_operations(request.facts)) * tokens / rate
+    seeing = workload.image_share * tower_operations(request.facts)
+    prefill = (2.0 * count(request.facts).active + seeing) * tokens / rate
     if choice.tp > max(1, cluster.link_domain) and not cluster.is_cpu:  # inside a node it is part of the efficiency
         volume = 4 * (choice.tp - 1) / choice.tp * tokens * request.facts.hidden * 2 * request.facts.layers / choice.pp
         prefill += volume / group_rate(request, 1, choice.tp)

@@ -1,5 +1,5 @@
-"""Costs of a vision tower: operations, activations and the engine's cache. The share of image tokens is assumed;
-counted prompt lengths include them."""
+"""Costs of a vision tower: operations, activations and the engine's cache. `Workload.image_share` is the share of
+image tokens, counted in the data or assumed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.parameters import seeing_parameters
 from rlctl.planner.inputs.request import Workload
 
-IMAGE_SHARE = 0.75
-"""Share of image tokens in prompts: 256 to 1,024 per image with a question of 100 to 300."""
 LAYER_WIDTHS = 16
 """Values per patch and tower layer kept for the backward pass, in hidden sizes: residuals, norms, queries, keys,
 values, outputs and an MLP of four times the width, without scores."""
@@ -17,13 +15,11 @@ values, outputs and an MLP of four times the width, without scores."""
 
 def image_share(facts: ModelFacts, workload: Workload, sigma: float) -> float:
     """Return the share of a row's tokens that stand for images."""
-    if facts.vision is None:
-        return 0.0
-    if not workload.rollouts:
-        return IMAGE_SHARE
+    if facts.vision is None or not workload.rollouts:
+        return workload.image_share if facts.vision is not None else 0.0
     shared = workload.packing and workload.share_prompts
     prompts = workload.prompts * (1 if shared else workload.generations) * workload.prompt_tokens
-    return IMAGE_SHARE * prompts / workload.trained_tokens(sigma)
+    return workload.image_share * prompts / workload.trained_tokens(sigma)
 
 
 def tower_operations(facts: ModelFacts) -> float:

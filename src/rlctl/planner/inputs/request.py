@@ -32,6 +32,8 @@ class Workload:
     """None: 40% of the most."""
     prompt_tokens: int = 150
     """Mean length of a prompt."""
+    image_share: float = 0.0
+    """Share of the tokens of prompts, or of texts without rollouts, that stand for images."""
     optimizer_steps: int = 1
     epochs: int = 1
     """Times that the optimizer steps are taken."""
@@ -68,6 +70,12 @@ class Workload:
     algorithm: str = ""
     measured: bool = False
     """Whether `prompt_tokens` is the mean of the data's own prompts."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Mean number of tokens of a prompt, or of a text without rollouts, that stand for images."""
+        read = self.prompt_tokens if self.rollouts else self.mean_tokens or self.max_length
+        return round(self.image_share * read)
 
     @property
     def engines(self) -> bool:

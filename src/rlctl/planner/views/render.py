@@ -25,8 +25,8 @@ ENGINE_ROWS = (
 
 
 WORK = (
-    "algorithm", "prompts", "generations", "prompt_tokens", "measured", "mean_new_tokens", "max_new_tokens",
-    "max_length",
+    "algorithm", "prompts", "generations", "prompt_tokens", "image_tokens", "measured", "mean_new_tokens",
+    "max_new_tokens", "max_length",
 )  # fmt: skip
 WIDTH, LEAST_WIDTH = 100, 76
 """Columns that a plan takes at most, and at least, as its tables do."""
@@ -172,16 +172,22 @@ def _next_text(one: NextBest) -> str:
 def _work(work: Workload) -> str:
     if not work.rollouts:
         tokens = f"{work.mean_tokens or work.max_length:,.0f} tokens ({'their mean' if work.measured else 'assumed'})"
+        tokens += _of_images(work)
         return f"{work.algorithm}, {work.prompts:,} rows a step of {tokens}, at most {work.max_length:,}"
     each = f"{work.generations:,} {'rollouts' if work.trains else 'completions'} each"
     step = " a step" if work.trains else ""
     algorithm = f"{work.algorithm}, " * bool(work.algorithm and work.trains)
     mean = f"{work.prompt_tokens:,} tokens ({'their mean' if work.measured else 'assumed'})"
+    mean += _of_images(work)
     new = f"{work.mean_new_tokens or 0.4 * work.new_tokens_limit:,.0f} (assumed) and at most {work.new_tokens_limit:,}"
     return (
         f"{algorithm}{work.prompts:,} prompts{step}, {each}; prompts of {mean}, completions of {new}; "
         f"together at most {work.max_length:,}"
     )
+
+
+def _of_images(work: Workload) -> str:
+    return f", {work.image_tokens:,} of them of images" if work.image_share else ""
 
 
 def _size(facts: ModelFacts) -> str:
