@@ -80,6 +80,16 @@ def broken_images(rows: Sequence[PromptRow] | PromptSource, most: int) -> dict[i
         return {place: error for place, error in zip(places, pool.map(trouble, places), strict=True) if error}
 
 
+def require_images(rows: Iterable[PromptRow], most: int) -> None:
+    """Raise InputError for a row with more images than engines take in a prompt."""
+    for row in rows:
+        if (count := len(row.images)) > most:
+            raise InputError(
+                f"{row.where}: {count} images, and vllm.limit_mm_per_prompt allows {most} in a prompt.",
+                f"Set vllm.limit_mm_per_prompt={{image: {count}}}, or leave it out: engines then take all.",
+            )
+
+
 def in_parts(message: Mapping[str, Any], *, always: bool = False) -> dict[str, Any]:
     """Return a message as chat templates take it: the content of one with images is a list of parts."""
     shown = {key: value for key, value in message.items() if key != IMAGES}

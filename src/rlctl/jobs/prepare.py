@@ -25,6 +25,8 @@ from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
 from rlctl.data.cross_tokens import Projection, require_aligning
+from rlctl.data.image_rows import require_images
+from rlctl.data.image_sources import IMAGE
 from rlctl.data.mixing import source_settings
 from rlctl.data.prompts import shows_images
 from rlctl.environments.environment_plan import plan_environment
@@ -276,6 +278,9 @@ def prepare_job(
     if _scores(method, prompts):
         rewards = mixed_rewards(listed, completion, apart=True, opened=prompts.encoder.opens_thought)
     validation = method.open_validation(prompts, source.directory)
+    if (most := _most_images(config)) is not None:
+        prompts.require_images(most)
+        require_images(validation.rows if isinstance(validation, ValidationSet) else (), most)
     projection = None
     if teacher and method.reads_with_own_tokenizer:
         projection = _projection(config, prompts, validation, teacher)
@@ -294,6 +299,13 @@ def prepare_job(
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, method, validation, teacher, projection,
                tuple(prompt_tokens), tuple(notes))  # fmt: skip
+
+
+def _most_images(config: RlctlConfig) -> int | None:
+    """Return the images that engines take in a prompt, where `vllm.limit_mm_per_prompt` limits them."""
+    limits = config.vllm.passed.get("limit_mm_per_prompt") if isinstance(config, EngineConfig) else None
+    found = limits.get(IMAGE) if isinstance(limits, dict) else None
+    return found.get("count") if isinstance(found, dict) else found
 
 
 def _projection(

@@ -18,6 +18,7 @@ from pydantic import model_validator
 from rlctl.backends.batch import TokenBatch
 from rlctl.data.row_types import MarginPairRows
 from rlctl.data.texts import MARGIN
+from rlctl.errors import InputError
 from rlctl.methods.preference import PAIRS, REWARDS, PairMethod, Pairs, measure_pairs, summed
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.run import TextLossConfig
@@ -69,6 +70,11 @@ class RewardModel(PairMethod):
         from rlctl.checkpoints.hf.hf_files import read_config
         from rlctl.checkpoints.hf.reward_models import scorer_class
 
+        if self.config.model.images:
+            raise InputError(
+                f"`train rm` trains reward models of texts, and {self.config.model.name} is to be trained on images.",
+                "Give rows without images. A reward function can score images (--reward path/to/file.py:function).",
+            )
         scorer_class(read_config(directory))  # refuses a model that could not be exported
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from rlctl.backends.messages import GroupRequest
 from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
-from rlctl.data.image_rows import broken_images
+from rlctl.data.image_rows import broken_images, require_images
 from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
 from rlctl.data.prompts import open_episodes, open_prompts
@@ -234,6 +234,10 @@ class PromptStream:
     def lengths(self) -> list[int]:
         """Return the number of tokens of each of the first prompts that the run will use."""
         return [len(self.tokens(row)) for row in self._first(SCANNED_PROMPTS)]
+
+    def require_images(self, most: int) -> None:
+        """Raise InputError for a prompt with more images than engines take."""
+        require_images(self._first(self.planned), most)
 
     def image_share(self) -> float:
         """Return the share of the tokens of the first prompts that stand for images."""

@@ -1,0 +1,105 @@
+"""Rows with images before a run: those that cannot be read, and the tokens that they take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.checkpoints.hf.model_facts import known_facts
+from rlctl.config.load import resolve
+from rlctl.errors import InputError
+from rlctl.jobs.prepare import prepare_job
+from rlctl.methods.available import method_from_config
+from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.costs.images import image_share
+from rlctl.rollouts.prompt_order import PromptStream
+from support.vision_models import square, write_vision_model
+
+
+def test_rows_with_broken_images_are_refused_or_left_out(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model")
+    square("red").save(tmp_path / "red.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:-60])
+    rows = [{"prompt": "what?", "image": name} for name in ("red.png", "cut.png", "gone.png", "red.png")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def opened(how: str) -> PromptStream:
+        data = {"name": str(path), "broken_images": how}
+        return PromptStream.open_rollouts(RlConfig.model_validate({"data": data}), model)
+
+    with pytest.raises(InputError, match=r"rows.jsonl, line 2, cut.png: the image is damaged"):
+        opened("stop")
+    stream = opened("drop")
+    assert [row.where.rpartition(" ")[2] for row in (stream.sources[0].prompts[place] for place in range(2))] == [
+        "1",
+        "4",
+    ]
+    assert len(stream.sources[0].prompts) == 2
+    assert any("2 of 4 rows are left out (data.broken_images=drop)" in note for note in stream.notes())
+
+
+def test_plans_count_the_image_tokens_of_the_data(tmp_path: Path) -> None:
+    """As transformers' processor writes them: an image of two tiles, and a small one in every second prompt."""
+    from transformers import AutoProcessor
+
+    model = write_vision_model(tmp_path / "model", "qwen2_5_vl")
+    images = {"wide.png": square("red", (120, 60)), "small.png": square("blue", (40, 40))}
+    for name, image in images.items():
+        image.save(tmp_path / name)
+    rows: list[dict[str, Any]] = [{"prompt": "what?", "images": [*images]}, {"prompt": "what is it?"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    processor: Any = AutoProcessor.from_pretrained(model)
+    lengths, seen = [], 0
+    for row, shown in zip(rows, ([*images.values()], []), strict=True):
+        content = [*({"type": "image"} for _ in shown), {"type": "text", "text": row["prompt"]}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        ids = processor(text=[text], images=[shown] if shown else None).input_ids[0]
+        lengths.append(len(ids))
+        marks = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+        seen += sum(ids.count(mark) for mark in marks[1:2])
+    stream = PromptStream.open_rollouts(RlConfig.model_validate({"data": {"name": str(path)}}), model)
+    assert sorted(stream.lengths()[:2]) == sorted(lengths)
+    assert stream.image_share() == pytest.approx(seen / sum(lengths))
+
+
+def test_more_images_than_engines_take_are_refused_before_the_run(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model")
+    square("red").save(tmp_path / "red.png")
+    rows = [
+        {"prompt": "one?", "image": "red.png", "answer": "x"},
+        {"prompt": "two?", "images": ["red.png"] * 2, "answer": "x"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [f"model.name={model}", f"data.name={path}", "reward.terms=[{name: exact-match}]", "cluster.gpu=cpu"]
+    for limit in ("{image: 1}", "{image: {count: 1}}"):
+        resolved = resolve(None, sets=[*asked, f"vllm.limit_mm_per_prompt={limit}"], environment={})
+        with pytest.raises(InputError, match=r"line 2: 2 images, and vllm.limit_mm_per_prompt allows 1") as caught:
+            prepare_job(resolved)
+        assert "limit_mm_per_prompt={image: 2}" in (caught.value.hint or "")
+
+
+def test_a_plan_without_data_assumes_an_image_in_each_prompt() -> None:
+    config = resolve("1node", sets=["model.images=true"], environment={}).config
+    whole, text = (known_facts("Qwen/Qwen2.5-VL-7B-Instruct", images=images) for images in (True, False))
+    assert isinstance(whole, ModelFacts)
+    assert isinstance(text, ModelFacts)
+    method = method_from_config(config, tries_loss=False)
+    work = method.workload(whole)
+    assert (work.prompt_tokens, work.image_tokens) == (512, 384)
+    assert method.workload(text).image_tokens == 0
+    assert image_share(text, work, 0.5) == 0.0
+
+
+def test_a_reward_model_is_not_trained_on_images(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model")
+    asked = [f"model.name={model}", "data.name=drawn-shapes", "cluster.gpu=cpu"]
+    resolved = resolve(None, flags={"run.algorithm": "rm"}, sets=asked, environment={})
+    with pytest.raises(InputError, match=r"`train rm` trains reward models of texts"):
+        prepare_job(resolved)
