@@ -120,7 +120,7 @@ def test_every_preset_is_valid_and_names_data_and_reward(name: str) -> None:
         assert resolved.config.reward.terms or resolved.config.environment.name
     assert resolved.config.cluster.nodes
     # As many GPUs as the node has, unless one device is the point of the preset.
-    on_a_laptop = {"laptop": 0, "laptop-sft": 0, "laptop-dpo": 0, "laptop-tools": 0}
+    on_a_laptop = {"laptop": 0, "laptop-sft": 0, "laptop-dpo": 0, "laptop-tools": 0, "laptop-vision": 0}
     assert resolved.config.cluster.gpus_per_node == {**on_a_laptop, "1gpu": 1}.get(name)
     assert read_preset(name).description.endswith(".")
 

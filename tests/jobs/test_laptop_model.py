@@ -12,6 +12,7 @@ import pytest
 from rlctl.checkpoints.model_source import stored_parameters
 from rlctl.errors import MachineError
 from rlctl.jobs import laptop_model
+from rlctl.jobs.cached_models import is_intact, seal
 from rlctl.jobs.open_model import find_model
 
 
@@ -22,12 +23,12 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def test_sealed_directory_notices_a_changed_file(model: Path) -> None:
-    laptop_model.seal(model)
-    assert laptop_model.is_intact(model)
+    seal(model, {})
+    assert is_intact(model)
     with (model / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x55")
-    assert not laptop_model.is_intact(model)
+    assert not is_intact(model)
 
 
 def test_failed_download_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

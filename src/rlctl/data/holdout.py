@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlctl.data.drawn_shapes import DRAWN_SHAPES
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.data.row_types import PROMPTS, RowType
@@ -40,8 +41,8 @@ def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
 def open_validation(
     config: RlctlConfig, held_out: PromptSource | None, rows: RowType = PROMPTS
 ) -> tuple[PromptSource, DataConfig]:
-    """Return the validation prompts and their encoder. Raises ConfigError without any. reasoning-gym questions use
-    seeds unused in training."""
+    """Return the validation prompts and their encoder. Raises ConfigError without any. reasoning-gym questions and drawn
+    pictures use seeds unused in training."""
     data = validation_data(config.data, config.validation.data)
     if config.validation.data.name is None:
         if held_out is not None:
@@ -53,16 +54,21 @@ def open_validation(
                         "Leave it out, or name other prompts with --set validation.data.name=...",
                     )
             return held_out, data
-        if not (config.data.name or "").startswith(GYM_PREFIX):
+        if config.data.name != DRAWN_SHAPES and not (config.data.name or "").startswith(GYM_PREFIX):
             raise ConfigError(
                 f"`validation` has no prompts: training uses all of {config.data.name or 'the data'}.",
                 "Name other prompts with --set validation.data.name=..., or take some away from training with "
                 "--set validation.holdout=NUMBER.",
             )
-        # Without the parameters in the name that say which questions there are.
-        task, _, inline = (config.data.name or "").removeprefix(GYM_PREFIX).partition(":")
-        left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
-        data = data.model_copy(update={"name": GYM_PREFIX + ":".join(filter(None, (task, ",".join(left))))})
+        if config.data.name != DRAWN_SHAPES:
+            data = data.model_copy(update={"name": _without_choice(config.data.name or "")})
     trained = config.data.params.get("seed", config.run.seed)
     seed = (trained if isinstance(trained, int) else 0) + MOST_QUESTIONS
     return open_prompts(data, seed, rows), data
+
+
+def _without_choice(name: str) -> str:
+    """Return the name of a reasoning-gym task without the parameters that say which questions there are."""
+    task, _, inline = name.removeprefix(GYM_PREFIX).partition(":")
+    left = [part for part in inline.split(",") if part and part.split("=")[0].strip() not in ("seed", "size")]
+    return GYM_PREFIX + ":".join(filter(None, (task, ",".join(left))))

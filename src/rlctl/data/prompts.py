@@ -1,4 +1,4 @@
-"""Prompts of what `data.name` names: a reasoning-gym task, a JSONL or parquet file, a Hugging Face dataset."""
+"""Prompts of what `data.name` names: a task that makes its rows, a JSONL or parquet file, a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.yaml_values import parse_value
+from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
 from rlctl.data.image_rows import COLUMNS, holds_images
 from rlctl.data.prompt_rows import (
     GYM_PREFIX,
@@ -63,6 +64,8 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
             f"data.params ({', '.join(data.params)}) belong to a reasoning-gym task, but data.name is {name!r}.",
             "Remove them, or clear a preset's with --set data.params={}.",
         )
+    if name == DRAWN_SHAPES:
+        return open_shapes(data, seed, rows)
     path, kind = Path(name), file_kind(name)
     if kind is None:
         return open_hub(name, data, rows)
@@ -153,6 +156,8 @@ def columns_of(path: Path) -> list[str]:
 def shows_images(data: DataConfig) -> bool:
     """Return whether a source's first rows have images. Unreadable rows are reported on opening."""
     name = data.name or ""
+    if name == DRAWN_SHAPES:
+        return True
     if not name or name.startswith(GYM_PREFIX):
         return False
     try:
@@ -275,8 +280,8 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
             raise AbsentError(why, f"{download_of(name)} fetches it where the hub can be reached; {LOCAL}") from error
         raise kind(
             why,
-            "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
-            "name:configuration) that is in the local cache or that the hub can be reached for.",
+            "--data takes reasoning-gym:<task>, drawn-shapes, a .jsonl or .parquet file, or a Hugging Face dataset "
+            "(name or name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
 
 

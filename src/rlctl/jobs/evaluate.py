@@ -25,6 +25,7 @@ from rlctl.config.load import DEFAULT, Resolved, from_sources
 from rlctl.config.sources import Source, Value
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
+from rlctl.data.drawn_shapes import DRAWN_SHAPES
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
 from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_episodes, open_prompts
@@ -183,7 +184,11 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
     """
     reward = config.reward
     known = known_benchmark(name)
-    if name.startswith(GYM_PREFIX):
+    if name == DRAWN_SHAPES:
+        data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
+        source = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
+        reward = RewardConfig(terms=(RewardTerm(name="exact-match"),), extract="full", timeout_s=reward.timeout_s)
+    elif name.startswith(GYM_PREFIX):
         same = name.split(":")[1:2] == (config.data.name or "").removeprefix(GYM_PREFIX).split(":")[:1]
         params = {k: v for k, v in config.data.params.items() if same and k not in ("seed", "size")}
         data = config.data.model_copy(update={"name": name, "params": params, "size": None})
@@ -212,7 +217,7 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
     # A sample without a score would make the metrics those of other samples.
     on_error = "zero" if config.reward.on_error == "zero" else "stop"
     plan = prepare_rewards(reward.model_copy(update={"on_error": on_error}), source)
-    if limit is None and name.startswith(GYM_PREFIX):
+    if limit is None and _makes_rows(name):
         limit = GYM_PROMPTS
     count = min(len(source), limit or len(source))
     order = PromptOrder(len(source), config.run.seed)  # a part of a sorted data set is a fair one
@@ -235,7 +240,11 @@ def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _brings_scorer(name: str) -> bool:
-    return name.startswith(GYM_PREFIX) or known_benchmark(name) is not None
+    return _makes_rows(name) or known_benchmark(name) is not None
+
+
+def _makes_rows(name: str) -> bool:
+    return name == DRAWN_SHAPES or name.startswith(GYM_PREFIX)
 
 
 def _require_source(name: str) -> None:
@@ -245,8 +254,8 @@ def _require_source(name: str) -> None:
     raise InputError(
         f"--task {name}: there is no such task.",
         near_benchmark(name)
-        or f"Tasks are reasoning-gym:TASK, {', '.join(BENCHMARKS)}, a .jsonl or .parquet file, or OWNER/DATASET of the "
-        "hub.",
+        or f"Tasks are reasoning-gym:TASK, {DRAWN_SHAPES}, {', '.join(BENCHMARKS)}, a .jsonl or .parquet file, or "
+        "OWNER/DATASET of the hub.",
     )
 
 
@@ -267,9 +276,19 @@ def evaluation(
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--task {twice[0]} is given twice.", "Give it once; --n sets the samples of each prompt.")
     tasks = tuple(open_task(name, config, limit) for name in names) or (open_environment(config, limit),)
+    if any(row.images for task in tasks for row in task.prompts):
+        found = tuple(_seeing(one) for one in found)
     if (count := samples * sum(len(task.rows) for task in tasks) * len(found)) > MOST_SAMPLES:
         raise InputError(f"These are {count:,} samples; at most {MOST_SAMPLES:,} can be kept.", "Set --limit or --n.")
     return Evaluation(found, tasks, samples, tuple(ks))
+
+
+def _seeing(found: Candidate) -> Candidate:
+    """Return a model that is opened with the part that reads images; a run has its own setting."""
+    resolved = found.resolved
+    if found.checkpoint is not None or resolved.config.model.images is not None:
+        return found
+    return replace(found, resolved=resolved.with_values({"model.images": True}))
 
 
 def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:

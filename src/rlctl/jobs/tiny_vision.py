@@ -6,6 +6,7 @@ Rehearsals and tests run on them. transformers makes model and processor.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 SIDE, PATCH, HIDDEN = 64, 8, 64
 """Side of the square that the tower reads, of its patches, and the hidden size of both parts, in float32."""
+WORDS = ("user assistant system what color is the square", " red green blue yellow one two three four image")
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
@@ -59,22 +61,30 @@ FAMILIES: dict[str, tuple[str, dict[str, str], list[str]]] = {
 
 
 def write_vision_model(
-    directory: Path, family: str = "idefics3", *, tie: bool = True, hidden: int = HIDDEN, tiles: int = 2, seed: int = 0
+    directory: Path,
+    family: str = "idefics3",
+    *,
+    tie: bool = True,
+    hidden: int = HIDDEN,
+    tiles: int = 2,
+    patch: int = PATCH,
+    words: Sequence[str] = WORDS,
+    seed: int = 0,
 ) -> Path:
     """Save a random float32 model with all its files, as published models have them. `tiles`: idefics3 and smolvlm
-    enlarge images to so many sides of the tower and cut them into tiles."""
+    enlarge images to so many sides of the tower and cut them into tiles; `words`: texts whose words are tokens."""
     import torch
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    tokenizer = vision_tokenizer(directory, family)
-    model = AutoModelForImageTextToText.from_config(vision_config(family, tokenizer, hidden, tie)).float()
+    tokenizer = vision_tokenizer(directory, family, words)
+    model = AutoModelForImageTextToText.from_config(vision_config(family, tokenizer, hidden, tie, patch)).float()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(directory)
     if family == "gemma3":
         _with_published_names(directory / "model.safetensors")
-    vision_processor(family, tokenizer, tiles).save_pretrained(directory)
+    vision_processor(family, tokenizer, tiles, patch).save_pretrained(directory)
     return directory
 
 
@@ -87,7 +97,7 @@ def _with_published_names(file: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def vision_tokenizer(directory: Path, family: str) -> Any:
+def vision_tokenizer(directory: Path, family: str, words: Sequence[str] = WORDS) -> Any:
     """Save and load a byte-level tokenizer with the tokens of a family; loading gives it attributes of their names."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -96,14 +106,13 @@ def vision_tokenizer(directory: Path, family: str) -> Any:
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    corpus = ["user assistant system what color is the square", " red green blue yellow one two three four image"] * 4
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     )
-    raw.train_from_iterator(corpus, trainer)
+    raw.train_from_iterator([*words] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), *others]})
     if family == "gemma3":  # vLLM looks these up in the vocabulary
@@ -116,7 +125,7 @@ def vision_tokenizer(directory: Path, family: str) -> Any:
     return AutoTokenizer.from_pretrained(directory, extra_special_tokens=named)
 
 
-def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool = True) -> Any:
+def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool = True, patch: int = PATCH) -> Any:
     """The configuration of a model of two layers, whose tower has two as well."""
     from transformers import AutoConfig
 
@@ -129,10 +138,10 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
     }  # fmt: skip
     tower: dict[str, Any] = {
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": SIDE, "patch_size": PATCH,
+        "image_size": SIDE, "patch_size": patch,
     }  # fmt: skip
     grid: dict[str, Any] = {
-        "depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 2, "patch_size": PATCH,
+        "depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 2, "patch_size": patch,
         "out_hidden_size": hidden,
     }  # fmt: skip
     qwen = {f"{name}_id": token for name, token in ids.items()}
@@ -142,54 +151,56 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
             text |= {"query_pre_attn_scalar": 32, "sliding_window": 512}
             text |= {"layer_types": ["sliding_attention", "full_attention"]}
             tower |= {"vision_use_head": False}
-            around = {"mm_tokens_per_image": image_tokens(), "eos_token_id": tokenizer.eos_token_id}
+            around = {"mm_tokens_per_image": image_tokens(patch), "eos_token_id": tokenizer.eos_token_id}
             around |= {f"{name}_index": token for name, token in ids.items()}
         case "idefics3" | "smolvlm":
             text |= {"model_type": "llama", "tie_word_embeddings": tie}  # vLLM reads the inner one
             around = {"image_token_id": ids["image_token"], "scale_factor": 2, "pad_token_id": tokenizer.pad_token_id}
         case "qwen2_5_vl":
             text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}
-            tower, around = grid | {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}, qwen
+            tower, around = grid | {"window_size": 4 * patch, "fullatt_block_indexes": [1]}, qwen
         case "qwen3_vl":
             rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
             text |= {"rope_parameters": rope}
             tower, around = grid | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, qwen
         case _:
             text |= {"model_type": "qwen2", "tie_word_embeddings": tie}
-            around = {"image_token_id": ids["context_image_token"], "image_seq_length": image_tokens()}
+            around = {"image_token_id": ids["context_image_token"], "image_seq_length": image_tokens(patch)}
     return AutoConfig.for_model(family, text_config=text, vision_config=tower, tie_word_embeddings=tie, **around)
 
 
-def image_tokens() -> int:
+def image_tokens(patch: int = PATCH) -> int:
     """Tokens of one pass of the tower, of families that pool 2 x 2 patches."""
-    return (SIDE // PATCH // 2) ** 2
+    return (SIDE // patch // 2) ** 2
 
 
-def vision_processor(family: str, tokenizer: Any, tiles: int = 2) -> Any:
+def vision_processor(family: str, tokenizer: Any, tiles: int = 2, patch: int = PATCH) -> Any:
     """The processor of a family, with sizes that fit the tower."""
     import transformers as t
 
     template, square = tokenizer.chat_template, {"height": SIDE, "width": SIDE}
     if family == "gemma3":
         looks = t.Gemma3ImageProcessorPil(size=square)
-        return t.Gemma3Processor(looks, tokenizer, chat_template=template, image_seq_length=image_tokens())
+        return t.Gemma3Processor(looks, tokenizer, chat_template=template, image_seq_length=image_tokens(patch))
     if family == "idefics3":
         looks = t.Idefics3ImageProcessorPil(size={"longest_edge": tiles * SIDE}, max_image_size={"longest_edge": SIDE})
-        return t.Idefics3Processor(looks, tokenizer, image_seq_len=image_tokens(), chat_template=template)
+        return t.Idefics3Processor(looks, tokenizer, image_seq_len=image_tokens(patch), chat_template=template)
     if family == "smolvlm":
         looks = t.SmolVLMImageProcessorPil(size={"longest_edge": tiles * SIDE}, max_image_size={"longest_edge": SIDE})
         videos = t.SmolVLMVideoProcessor()
-        return t.SmolVLMProcessor(looks, tokenizer, videos, image_seq_len=image_tokens(), chat_template=template)
+        return t.SmolVLMProcessor(looks, tokenizer, videos, image_seq_len=image_tokens(patch), chat_template=template)
     if family == "internvl":
         looks = t.GotOcr2ImageProcessorPil(size=square, crop_to_patches=True, max_patches=4)
         videos = t.InternVLVideoProcessor()
-        return t.InternVLProcessor(looks, tokenizer, videos, image_seq_length=image_tokens(), chat_template=template)
-    areas = {"shortest_edge": (4 * PATCH) ** 2, "longest_edge": (2 * SIDE) ** 2}
-    looks = t.Qwen2VLImageProcessorPil(size=areas, patch_size=PATCH)
+        return t.InternVLProcessor(
+            looks, tokenizer, videos, image_seq_length=image_tokens(patch), chat_template=template
+        )
+    areas = {"shortest_edge": (4 * patch) ** 2, "longest_edge": (2 * SIDE) ** 2}
+    looks = t.Qwen2VLImageProcessorPil(size=areas, patch_size=patch)
     if family == "qwen2_5_vl":
-        videos = t.Qwen2VLVideoProcessor(patch_size=PATCH)
+        videos = t.Qwen2VLVideoProcessor(patch_size=patch)
         return t.Qwen2_5_VLProcessor(looks, tokenizer, videos, chat_template=template)
-    videos = t.Qwen3VLVideoProcessor(patch_size=PATCH)
+    videos = t.Qwen3VLVideoProcessor(patch_size=patch)
     return t.Qwen3VLProcessor(looks, tokenizer, videos, chat_template=template)
 
 

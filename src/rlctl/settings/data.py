@@ -59,7 +59,8 @@ class DataConfig(Section):
     """The prompts or texts: their source, and their form for the model."""
 
     name: PathText | None = None
-    """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
+    """`reasoning-gym:<task>`, `drawn-shapes` (pictures with questions), a .jsonl or .parquet file, or a Hugging Face
+    dataset name."""
     sources: tuple[DataSource, ...] = ()
     """Several sources, replacing `data.name`; each has `name`, `weight`, and optionally keys of `data` and a
     `reward`."""
