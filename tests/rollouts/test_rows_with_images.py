@@ -15,7 +15,7 @@ from rlctl.jobs.prepare import prepare_job
 from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.costs.images import image_share
+from rlctl.planner.costs.vision_tower import image_share
 from rlctl.rollouts.prompt_order import PromptStream
 from support.vision_models import square, write_vision_model
 

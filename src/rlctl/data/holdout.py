@@ -41,8 +41,8 @@ def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
 def open_validation(
     config: RlctlConfig, held_out: PromptSource | None, rows: RowType = PROMPTS
 ) -> tuple[PromptSource, DataConfig]:
-    """Return the validation prompts and their encoder. Raises ConfigError without any. reasoning-gym questions and drawn
-    pictures use seeds unused in training."""
+    """Return the validation prompts and their encoder. Raises ConfigError without any. reasoning-gym questions and
+    drawn pictures use seeds unused in training."""
     data = validation_data(config.data, config.validation.data)
     if config.validation.data.name is None:
         if held_out is not None:

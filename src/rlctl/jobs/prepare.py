@@ -66,7 +66,7 @@ from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
-from rlctl.settings.config import RlctlConfig
+from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.settings.data import ModelConfig
 from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
