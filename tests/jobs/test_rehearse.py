@@ -198,8 +198,6 @@ COVERING = {
                       "--set", "training.cp=2"],
     "sapo, engines apart and ahead": [*SMALL, "--algorithm", "sapo", "--async", "--split"],
     "several turns": ["--preset", "laptop-tools"],
-    "images": [*SMALL, "--model", "Qwen/Qwen2.5-VL-3B-Instruct", "--data", "somebody/pictures", "--set",
-               "model.images=true"],
     "dppo, float8": [*SMALL, "--algorithm", "dppo", "--set", "megatron.fp8=e4m3", "--gpu", "h100"],
 }  # fmt: skip
 """Each kind of run, algorithm, family, backend, number format and dimension at least once, and every preset."""
