@@ -50,6 +50,7 @@ COMMANDS = {
     "rlctl train grpo --resume": "needs a run",
     "rlctl train grpo": "dry run",
     "rlctl train grpo --model ./my-vlm": "tested elsewhere",
+    "rlctl train grpo --preset laptop-vision": "tested elsewhere",
     "rlctl train sft": "dry run",
     "rlctl train dpo": "dry run",
     "rlctl train rm": "dry run",
