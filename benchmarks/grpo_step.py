@@ -1,6 +1,7 @@
 """Measures a whole GRPO step by phase, against the same step written in plain transformers.
 
-    python benchmarks/grpo_step.py --model DIR [--shape 8x8x32 --shape 8x4x16 --steps 4 --threads 2]
+    python benchmarks/grpo_step.py [--model DIR --shape 8x8x32 --shape 8x4x16 --steps 4 --threads 2]
+    python benchmarks/grpo_step.py --peer trl [--trl-python ENV/bin/python] [--dtype float32]
 
 A shape is prompts x samples x new tokens. For each one the real command runs with the laptop preset's task, all its
 processes and no checkpoint; then, when these are gone, the peer runs in this process: the same model in float32, the
@@ -10,6 +11,12 @@ second, and the ratio of the seconds (above 1: rlctl is faster).
 
 Run it on an idle machine, and record nothing from a busy one: the two run one after the other, not in turns, so that
 other work falls on either. The load average at the start is printed next to the numbers for that reason.
+
+`--peer trl` runs TRL's GRPOTrainer in an environment of its own, which is made with pip in a temporary folder unless
+`--trl-python` names one: the same prompts, samples, lengths and reward, a function that calls half of the completions
+right whatever the model writes. Each side has its fastest number format: rlctl's `model.dtype=auto`, and of TRL the
+faster of float32 and bfloat16. `--dtype` gives both the same one. It also prints trained tokens per second (prompts and
+completions), whose ratio counts, since completions differ in length.
 """
 
 from __future__ import annotations
@@ -22,17 +29,26 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlctl.config.load import Resolved, resolve
-from rlctl.jobs.prepare import prepare_job
-from rlctl.telemetry.metrics import read_metrics
-from rlctl.vector_math import warm_up
+if TYPE_CHECKING:
+    from rlctl.config.load import Resolved
+
 
 LIMIT_S = 3600
+TRL = "trl==1.16.0"
+MUST = {"fastest": 5.0, "float32": 3.5}
+"""The ratio to TRL that is asked for, by `--dtype`."""
+
+
+def half_right(completions: list[str], **_: Any) -> list[float]:
+    """The reward of both sides with `--peer trl`, in TRL's form."""
+    return [float(zlib.crc32(text.encode()) & 1) for text in completions]
 
 
 @dataclass(frozen=True)
@@ -60,16 +76,28 @@ class Shape:
 
 
 def resolved(model: Path, shape: Shape, steps: int) -> Resolved:
+    from rlctl.config.load import resolve  # absent where TRL runs
+
     return resolve("laptop", flags={"model.name": str(model), **shape.settings(steps)})
 
 
-def rlctl_steps(model: Path, shape: Shape, steps: int, threads: int) -> tuple[list[dict[str, float]], list[int]]:
+def prompt_tokens_of(prompts: Any, step: int, shape: Shape) -> list[list[int]]:
+    """Return the token ids of the prompts of a step (from 0)."""
+    positions = range(step * shape.prompts, (step + 1) * shape.prompts)
+    return [list(prompts.tokens(prompts.prompt_at(position))) for position in positions]
+
+
+def rlctl_steps(
+    model: Path, shape: Shape, steps: int, threads: int, more: Sequence[str] = ()
+) -> tuple[list[dict[str, float]], list[int]]:
     """Run the real command; returns the seconds by phase and the generated tokens of each step."""
+    from rlctl.telemetry.metrics import read_metrics
+
     with tempfile.TemporaryDirectory() as directory:
         settings = shape.settings(steps) | {"training.threads": threads, "generation.threads": threads}
         command = [
-            str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--preset", "laptop",
-            "--model", str(model), "--run-dir", f"{directory}/run",
+            sys.executable, "-m", "rlctl", "train", "grpo", "--preset", "laptop",
+            "--model", str(model), "--run-dir", f"{directory}/run", *more,
             *(word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")),
         ]  # fmt: skip
         subprocess.run(command, check=True, timeout=LIMIT_S, stdout=sys.stderr)
@@ -85,6 +113,9 @@ class Peer:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from rlctl.jobs.prepare import prepare_job
+        from rlctl.vector_math import warm_up
+
         torch.set_num_threads(threads)
         warm_up()
         self.torch, self.shape, self.settings = torch, shape, config.config
@@ -98,7 +129,7 @@ class Peer:
     def step(self, step: int) -> tuple[dict[str, float], int]:
         """Run one step; returns the seconds by phase and the generated tokens."""
         marks = [time.perf_counter()]
-        ids, mask, response = self._generate(self.prompts.tokens(step))
+        ids, mask, response = self._generate(prompt_tokens_of(self.prompts, step, self.shape))
         marks.append(time.perf_counter())
         if "old_logprobs" in self.settings.logprobs_needed:
             with self.torch.no_grad():
@@ -153,6 +184,101 @@ def summary(seconds: Sequence[dict[str, float]], tokens: Sequence[int]) -> dict[
     return {"seconds": phases, "generated_tokens_per_s": round(statistics.median(rates), 1)}
 
 
+def trl_steps(asked: dict[str, Any], python: str) -> dict[str, Any]:
+    """Return what `run_trl` prints in TRL's environment."""
+    command = [python, __file__, "--in-trl", json.dumps(asked)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"OMP_NUM_THREADS": str(asked["threads"]), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, check=True, timeout=LIMIT_S, stdout=subprocess.PIPE, text=True, env=env)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_trl(asked: dict[str, Any]) -> None:
+    """Train by TRL, and print the seconds and the tokens of each step as JSON."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(asked["threads"])
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            marks.append(time.perf_counter())
+
+    rollouts, bfloat16 = asked["prompts"] * asked["samples"], asked["dtype"] == "bfloat16"
+    settings = GRPOConfig(
+        output_dir=asked["place"], max_steps=asked["steps"], per_device_train_batch_size=rollouts,
+        num_generations=asked["samples"], max_completion_length=asked["new_tokens"], temperature=1.0, beta=0.0,
+        learning_rate=asked["lr"], lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, bf16=bfloat16, disable_tqdm=True, shuffle_dataset=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=getattr(torch, asked["dtype"]))
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=half_right, args=settings, callbacks=[Clock()],
+        train_dataset=Dataset.from_list([{"prompt": text} for text in asked["texts"]]),
+        processing_class=AutoTokenizer.from_pretrained(asked["model"]),
+    )  # fmt: skip
+    trainer.train()
+    logs = [line for line in trainer.state.log_history if "completions/mean_length" in line]
+    steps = [{"total": end - begin} for begin, end in pairwise(marks)]
+    generated = [round(line["completions/mean_length"] * rollouts) for line in logs]
+    print(json.dumps({"seconds": steps, "tokens": generated[1:]}))
+
+
+def made_environment(place: Path) -> str:
+    """Make an environment with TRL and the torch of this one; return its Python."""
+    from importlib.metadata import version
+
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    torch = f"torch=={version('torch').partition('+')[0]}"
+    subprocess.run([str(place / "bin" / "pip"), "install", "--quiet", torch, TRL], check=True, stdout=sys.stderr)
+    return str(place / "bin" / "python")
+
+
+def measure_trl(model: Path, shape: Shape, args: argparse.Namespace, python: str) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from rlctl.jobs.prepare import prepare_job
+
+    config = resolved(model, shape, args.steps)
+    prompts, tokenizer = prepare_job(config).prompts, AutoTokenizer.from_pretrained(model)
+    ids = [tokens for step in range(args.steps) for tokens in prompt_tokens_of(prompts, step, shape)]
+    same = args.dtype != "fastest"
+    more = ["--reward", f"{__file__}:half_right", "--set", f"model.dtype={args.dtype if same else 'auto'}"]
+    seconds, tokens = rlctl_steps(model, shape, args.steps, args.threads, more)
+    asked = {
+        "model": str(model), "texts": [tokenizer.decode(one) for one in ids], "steps": args.steps,
+        "prompts": shape.prompts, "samples": shape.samples, "new_tokens": shape.new_tokens, "threads": args.threads,
+        "lr": config.config.optimizer.lr,
+    }  # fmt: skip
+    prompt_tokens = shape.samples * sum(map(len, ids)) / args.steps
+    ours = rates(seconds[1:], tokens[1:], prompt_tokens)
+    theirs: dict[str, Any] = {}
+    for dtype in [args.dtype] if same else ["float32", "bfloat16"]:
+        with tempfile.TemporaryDirectory() as place:
+            found = trl_steps(asked | {"dtype": dtype, "place": place}, python)
+        theirs[dtype] = rates(found["seconds"], found["tokens"], prompt_tokens)
+    best = max(theirs.values(), key=lambda one: one["trained_tokens_per_s"])
+    return {
+        "rlctl": ours, "trl": theirs,
+        "ratio": round(ours["trained_tokens_per_s"] / best["trained_tokens_per_s"], 2), "must": MUST.get(args.dtype),
+    }  # fmt: skip
+
+
+def rates(seconds: Sequence[dict[str, float]], tokens: Sequence[int], prompt_tokens: float) -> dict[str, Any]:
+    """Return the medians of seconds and of tokens per second of a step."""
+    found = {"total_s": round(statistics.median(step["total"] for step in seconds), 2)}
+    totals = [step["total"] for step in seconds]
+    return found | {
+        "generated_tokens_per_s": round(statistics.median(n / t for n, t in zip(tokens, totals, strict=True)), 1),
+        "trained_tokens_per_s": round(
+            statistics.median((n + prompt_tokens) / t for n, t in zip(tokens, totals, strict=True)), 1
+        ),
+    }
+
+
 def measure(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, Any]:
     ours = summary(*rlctl_steps(model, shape, steps, threads))
     peer = Peer(resolved(model, shape, steps), model, shape, threads)
@@ -163,16 +289,38 @@ def measure(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory; the laptop preset's model by default")
+    parser.add_argument("--peer", choices=["transformers", "trl"], default="transformers")
+    parser.add_argument("--trl-python", help="python of an environment with TRL; made by pip if it is not given")
+    parser.add_argument(
+        "--dtype", choices=["fastest", "float32", "bfloat16"], default="fastest", help="with --peer trl"
+    )
+    parser.add_argument("--in-trl", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--shape", action="append", help="prompts x samples x new tokens, for example 8x8x32")
     parser.add_argument("--steps", type=int, default=4, help="steps of each, the first of which is left out")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if args.in_trl:
+        run_trl(args.in_trl)
+        return
+    if args.model is None:
+        from rlctl.jobs.laptop_model import fetch
+
+        args.model = fetch(lambda text: print(text, file=sys.stderr))
     if args.steps < 2:
         parser.error("--steps: the first step is left out, so give at least 2")
     load = [round(value, 1) for value in os.getloadavg()]
     shapes = args.shape or ["8x8x32", "8x4x16"]
-    results = {text: measure(args.model, Shape.parse(text), args.steps, args.threads) for text in shapes}
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        python = args.trl_python or (made_environment(Path(place, "trl")) if args.peer == "trl" else "")
+        for text in shapes:
+            shape = Shape.parse(text)
+            results[text] = (
+                measure_trl(args.model, shape, args, python)
+                if args.peer == "trl"
+                else measure(args.model, shape, args.steps, args.threads)
+            )
     print(json.dumps({"load_average_at_start": load, "threads": args.threads, **results}, indent=1))
 
 
