@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from rlctl.commands.doctor import wanted
+from rlctl.config.load import resolve
 from rlctl.doctor import gpus, host, network, software
 from rlctl.doctor.finding import GIB, Check
 from rlctl.doctor.gpus import Gpu
@@ -421,3 +423,15 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
         for check in checks:
             expect(check, "ok")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preset_of_nodes_asks_for_what_its_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 GPUs a node, and on a node at least float32 master weights and two moments of Adam for its half of the model:
+    12 bytes for each of 32.8 billion parameters over two nodes."""
+    monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
+    flags = {"model.name": "Qwen/Qwen3-32B"}
+    found = wanted(resolve("2nodes", environment={}, flags=flags).config)
+    assert found.gpus_per_node == 8
+    assert found.host_memory > 32.8e9 * 12 / 2
+    assert wanted(resolve("2nodes", environment={}).config).gpus_per_node == 1  # no model, no plan
+    assert wanted(resolve("laptop", environment={}).config).gpus_per_node == 0
