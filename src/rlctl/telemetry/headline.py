@@ -139,7 +139,7 @@ CONDITIONS = (
         0.25,
         "{:.0%} cut off",
         "more than a quarter of the completions ended at the token limit ({:.0%} on average)",
-        "Raise --max-new-tokens, and --max-length where that is the nearer limit.",
+        "Raise --max-new-tokens, and --max-length where that is the nearer limit, unless the answer comes first.",
     ),
     Condition(
         lambda metrics: 1 - metrics.get("answered_fraction", 1),
