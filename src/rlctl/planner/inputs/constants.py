@@ -15,7 +15,7 @@ class Constants:
     """Efficiencies are shares of a peak rate; seconds and bytes otherwise."""
 
     # Training
-    matmul_efficiency: float = 0.62
+    matmul_efficiency: float = 0.67
     """Share of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75; fitted, see `FITTED`)."""
     traffic: float = 2.5
     """Times that a layer's activations cross the memory bus in a forward pass."""
@@ -43,17 +43,17 @@ class Constants:
     backward_overlap: float = 0.0
     """Share of FSDP2's communication hidden behind a backward pass (published training times of 38 s and 97 s with 28 s
     of computation)."""
-    layer_host_s: float = 0.00087
+    layer_host_s: float = 0.00092
     """Host time to launch one layer's forward pass, next to the device's work."""
     expert_host_s: float = 0.00025
     """Host time to launch one local expert's forward pass where experts run one after the other."""
-    moe_layer_host_s: float = 0.0025
+    moe_layer_host_s: float = 0.0026
     """Host time of a layer's routing, permutation and dispatch, including the wait for token counts per expert."""
-    micro_batch_host_s: float = 0.003
+    micro_batch_host_s: float = 0.0026
     """Host time of a forward pass outside the layers: packing a row, copying it, the loss."""
-    host_exposed: float = 0.56
+    host_exposed: float = 0.58
     """Exposed share of host time when the device has more work (or vice versa): ends of passes, and host reads."""
-    context_step_s: float = 0.0036
+    context_step_s: float = 0.0012
     """Host time of a context-parallel ring step in a layer, across nodes with packed rows split by sequence."""
     expert_imbalance: float = 1.25
     """Tokens of the busiest rank over the mean."""
@@ -72,9 +72,9 @@ class Constants:
     """Mean share of a rollout's final length when the KV cache is full: 1/2 with all ages, 1 if all began together."""
     decode_bandwidth_efficiency: float = 0.8
     """Share of HBM bandwidth, reading weights and KV cache in a decode step."""
-    decode_step_s: float = 0.0043
+    decode_step_s: float = 0.0032
     """Scheduling, sampling and detokenization of one decode step, not hidden behind the GPU."""
-    decode_sequence_s: float = 2.5e-05
+    decode_sequence_s: float = 3e-05
     """The part of it that grows with the sequences in the batch."""
     decode_layer_s: float = 1e-05
     """Kernel launches and gaps of one layer in a CUDA graph."""
@@ -84,9 +84,9 @@ class Constants:
     """Messages between an engine's replicas per decode step (0.45 ms of CPU per four steps, measured with Ray)."""
     allreduce_latency_s: float = 1.5e-5
     """One small all-reduce over NVLink (nccl-tests, custom all-reduce)."""
-    network_latency_s: float = 4.3e-05
+    network_latency_s: float = 5.1e-05
     """One small all-reduce over the network."""
-    nodes_step_s: float = 0.012
+    nodes_step_s: float = 0.008
     """The part of a decode step in which an engine over several nodes distributes work and collects results."""
     prefill_efficiency: float = 0.45
     sampler_bytes: float = 16.0
@@ -99,9 +99,9 @@ class Constants:
     """Starting and ending a transfer on all ranks (a published 8 GB shard-to-shard refit takes 0.21 to 0.34 s)."""
     refit_piece_s: float = 1e-5
     """Launching the copy of one tensor's part (kernel launch)."""
-    refit_tensor_s: float = 0.00073
+    refit_tensor_s: float = 0.00042
     """Gathering, naming and loading one tensor where policy and engines share devices (published colocated refits)."""
-    refit_bytes_per_s: float = 2900000000.0
+    refit_bytes_per_s: float = 2600000000.0
     """Bytes of its weights that an engine worker takes over in a second where policy and engines share devices."""
     refit_link_efficiency: float = 0.4
     """Share of a link used by boxes of many tensors (published refits over 400 Gb/s: 0.06 for 1 GB per receiver, 0.15
@@ -142,24 +142,24 @@ FITTED = {
     "moe_layer_host_s": (0.001, 0.006),
     "micro_batch_host_s": (0.001, 0.06),
     "host_exposed": (0.0, 0.6),
-    "context_step_s": (0.0001, 0.008),
+    "context_step_s": (1e-5, 0.008),
     "decode_step_s": (0.001, 0.008),
     "decode_sequence_s": (1e-6, 3e-5),
-    "nodes_step_s": (0.001, 0.02),
-    "network_latency_s": (5e-6, 6e-5),
+    "nodes_step_s": (0.0005, 0.02),
+    "network_latency_s": (3e-6, 6e-5),
     "refit_tensor_s": (1e-4, 1e-3),
-    "refit_bytes_per_s": (1e9, 1e10),
+    "refit_bytes_per_s": (1e9, 2e10),
     "network_efficiency": (0.4, 0.9),
 }
 """Constants fitted by `benchmarks/planner.py --fit` to published step times, with physical bounds; others come from
 data sheets, papers and measurements."""
 
 RANGES = {
-    "total": (0.78, 1.25),
-    "training": (0.93, 1.48),
-    "generation": (0.82, 1.21),
-    "refit": (0.63, 1.57),
-    "logprobs": (0.84, 1.57),
+    "total": (0.74, 1.39),
+    "training": (0.86, 1.33),
+    "generation": (0.83, 1.21),
+    "refit": (0.64, 1.75),
+    "logprobs": (0.77, 1.47),
 }
 """Prediction factors that contain nine of ten published times (per phase, all but the extremes), cross-validated by
 `benchmarks/planner.py --fit`."""
@@ -168,5 +168,5 @@ CPU_RANGE = (0.5, 2.0)
 seconds, training 1.6 times, a refit 0.5 times (`benchmarks/RESULTS.md`)."""
 CALIBRATED_RANGE = (0.85, 1.18)
 """The same for phases that a run on this machine calibrated. Medians of equal runs differ by up to 8%."""
-RESOLUTION = 0.15
+RESOLUTION = 0.18
 """Plans whose seconds differ by less are equal: two of three published steps are within this part of the prediction."""
