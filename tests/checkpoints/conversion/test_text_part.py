@@ -244,7 +244,8 @@ def test_a_model_of_the_catalog_that_takes_images_says_so() -> None:
     assert published_facts(ModelConfig(name="google/gemma-3-1b-it"), said.append).layers == 26
     (line,) = said
     assert line.startswith("google/gemma-3-27b-it takes images or sound as well as text: its text part is trained")
-    assert line.endswith("(54 GB)")
+    assert "(54 GB); no image tokens are counted" in line
+    assert "--set model.images=true" in line
 
 
 def test_a_text_part_needs_room_that_every_node_sees(
