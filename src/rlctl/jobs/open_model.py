@@ -133,7 +133,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     if not here and known is not None and (facts := known_facts(model.name, images=bool(model.images))) is not None:
         if known.text_part and facts.vision is None:
             note = planned_text_part(model.name, facts, "bfloat16")
-            tell(note + (WHOLE if known_facts(model.name, images=True) else ""))
+            tell(note + (WHOLE if vision_family(known.config) else ""))
         return _repositioned(facts, model)
     if not here and known is not None and known.text_part and model.images:
         raise _without_images(model.name)
