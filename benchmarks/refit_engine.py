@@ -44,7 +44,7 @@ def llama_of(gigabytes: float) -> ModelFacts:
     return ModelFacts("llama", layers, 2048, 16, 8, 128, 5632, 16000, 4096, norm_eps=1e-5)
 
 
-def write_model(directory: Path, facts: ModelFacts) -> None:
+def write_model(directory: Path, facts: ModelFacts, dtype: str = "bfloat16") -> None:
     """Write a Hugging Face directory without weights; the engine holds noise until the first refit."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -53,11 +53,35 @@ def write_model(directory: Path, facts: ModelFacts) -> None:
         hidden_size=facts.hidden, intermediate_size=facts.intermediate, num_hidden_layers=facts.layers,
         num_attention_heads=facts.heads, num_key_value_heads=facts.kv_heads, head_dim=facts.head_dim,
         vocab_size=facts.vocab, max_position_embeddings=facts.max_length, rms_norm_eps=facts.norm_eps,
-        tie_word_embeddings=False, torch_dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=False, torch_dtype=dtype, architectures=["LlamaForCausalLM"],
         bos_token_id=1, eos_token_id=2,
     ).save_pretrained(directory)  # fmt: skip
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>").save_pretrained(directory)
+
+
+@contextmanager
+def engine_process(
+    facts: ModelFacts, directory: Path, *, plain: bool, threads: int, dtype: str
+) -> Iterator[WorkerGroup]:
+    """Start the process of an engine alone, with random weights."""
+    config = resolve(None, [], {"generation.plain_parameters": plain}, []).config
+    spec = engine_spec(config, facts, directory, device="cpu", max_length=256, dtype=dtype, threads=threads,
+                       dummy_weights=True)  # fmt: skip
+    logs = directory / "logs"
+    logs.mkdir()
+    placement = Placement(1, gpus=False, timeout_s=LIMIT_S)
+    worker = WorkerSpec({"worker": ENGINE, "spec": spec}, (placement.bundles[0],), spec.environment)
+    group: WorkerGroup | None = None
+    try:
+        group = WorkerGroup("engine", ENGINE_PROCESS, [worker], placement, logs, start_timeout_s=LIMIT_S,
+                            call_timeout_s=LIMIT_S, concurrency=2)  # fmt: skip
+        group.call(EpisodeWorker.start)
+        yield group
+    finally:
+        if group is not None:
+            group.kill()
+        placement.release()
 
 
 @contextmanager
