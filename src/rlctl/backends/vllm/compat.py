@@ -144,8 +144,10 @@ def join_lines_at_images_alone() -> None:
     """
     from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProcessor as Processor
 
-    def apply(self: Any, prompt: list[int], updates: Any) -> Any:
-        tokens, found = super(Processor, self)._apply_token_matches(prompt, updates)
+    plain: Any = Processor.__bases__[0]
+
+    def apply(self: Any, prompt: list[int], mm_prompt_updates: Any) -> Any:
+        tokens, found = plain._apply_token_matches(self, prompt, mm_prompt_updates)
         config, vocabulary = self.info.get_hf_config(), self.info.get_tokenizer().get_vocab()
         lines = [vocabulary["\n" * count] for count in range(1, 5)]
         around = zip([None, *tokens], tokens, [*tokens[1:], None], strict=False)
