@@ -16,10 +16,10 @@ import transformers.models.auto.modeling_auto  # noqa: E402, F401
 import rlctl.backends.dtensor.worker  # noqa: E402, F401
 from rlctl.backends.dtensor import checkpoint, lora, model, optimizer, tensor_parallel  # noqa: E402, F401
 from support import (  # noqa: E402, F401
-    adapters,
     critic_cases,
     dtensor_cases,
-    host_states,
+    host_state_cases,
+    lora_cases,
     parallel_cases,
     parallel_families,
 )
