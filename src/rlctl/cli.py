@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import platform
 import signal
@@ -146,6 +147,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
     terminal.reset()
+    # transformers warns of a default of Idefics3 that no model has, whatever the model is.
+    reads = logging.getLogger("transformers.configuration_utils")
+    reads.addFilter(lambda record: "got 128002" not in record.getMessage())
     debugging = os.environ.get("RLCTL_DEBUG", "") not in ("", "0")
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)

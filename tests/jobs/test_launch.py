@@ -80,8 +80,8 @@ def train(model: Path, *more: str) -> list[str]:
         (["--model", "./no-such-model"], 2, "no-such-model"),
         (["--set", "generation.temperature=0"], 2, "generation.temperature"),
         (["--max-length", "100000"], 2, "--max-length"),
-        (["--set", "generation.top_k=1"], 2, "generation.top_k = 1 cannot be trained on"),
-        (["--set", "generation.min_p=1"], 2, "generation.min_p = 1 cannot be trained on"),
+        (["--set", "generation.top_k=1"], 2, "generation.top_k = 1 cannot be used in training"),
+        (["--set", "generation.min_p=1"], 2, "generation.min_p = 1 cannot be used in training"),
         (
             ["--set", "generation.min_p=0.1", "--set", "vllm.speculative_config={method: ngram}"],
             2,
