@@ -22,9 +22,9 @@ PAGES = (*(page for page in DOCS.glob("*.md") if page.name != "coming_from.md"),
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
 FILES_AND_MODULES = (
     "model.safetensors", "data.jsonl", "run.yaml", "refit.session", "megatron.core", "training.md", "refit.md",
-    "cluster.md", "advantage.rank_power",
+    "cluster.md", "advantage.rank_power", "data.train.dataset_name",
 )  # fmt: skip
-"""Names that look like keys, and the key of the example package on the page about extending."""
+"""Names that look like keys, the key of the example package on the page about extending, and a key of NeMo-RL's."""
 
 
 def texts() -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ def test_a_probe_that_fails_hangs_or_dies_is_told_and_the_others_run(
     assert "exit code 1; the log says: rlctl: the model is too wide." in outcomes["says nothing useful"].detail
     assert "No plan fits." in outcomes["fits nowhere"].detail
     with contextlib.suppress(psutil.NoSuchProcess):  # the hanging probe's own child has ended with it
-        assert psutil.ProbeProcess(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
+        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
     line = deep.line_of(outcomes["fails"])
     assert line.startswith("FAIL  fails")
     assert "layer of fails: RuntimeError: no peers" in line

@@ -177,8 +177,9 @@ def rollout_difference(rank: int, case: Case, directory: Path, never: tuple[int,
     )  # fmt: skip
     worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
     worker.add_logprobs("old_logprobs")
-    rows = worker._all_rows()
-    return max(float((row.columns_R["rollout_logprobs"] - row.columns_R["old_logprobs"]).abs().max()) for row in rows)
+    rows = (row.columns_R for row in worker._all_rows())
+    parts = [(one["rollout_logprobs"] - one["old_logprobs"]).abs().max() for one in rows if len(one["old_logprobs"])]
+    return max(map(float, parts), default=0.0)  # a rank may compute rows of padding alone
 
 
 def sampled_alone(directory: Path, tokens: np.ndarray, images: Sequence[Any], never: tuple[int, ...]) -> Tensor:
