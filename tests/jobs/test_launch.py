@@ -254,6 +254,8 @@ def test_a_dry_resume_shows_what_the_run_goes_on_with(files, tiny_llama, capsys)
     assert "`batch.prompts` = 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama):
     rlctl = str(Path(sys.executable).with_name("rlctl"))  # a process of its own: this one may be part of a Ray session
     for _ in range(2):
@@ -473,6 +475,8 @@ def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied)
     assert any("`batch.prompts` = 4" in line for line in said)
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("edited", "said"),
     [("reward.py", r"the file of the reward .*reward\.py:right is not"), ("chat.jinja", "the text of --chat-template")],

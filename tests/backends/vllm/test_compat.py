@@ -98,6 +98,8 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_the_kernel_is_wrong_by_itself_and_right_by_head(found: dict[str, Any]) -> None:
     before, after = found["rotary"]
     assert before[0] > 0.1, "fixed in this version of vLLM: take cpu.rotate_every_head away"
@@ -167,6 +169,8 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_communicator_with_the_policy_is_made_without_the_settings_of_batch_invariance() -> None:
     """The policy's ranks have the user's own, and NCCL needs the same on both sides."""
     done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=300)

@@ -26,6 +26,8 @@ def policy(tiny_llama: Path) -> WholeTensorPolicy:
     return WholeTensorPolicy(tiny_llama)
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -233,6 +233,8 @@ with StopRequest(print):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_signal_to_the_run_alone_leaves_no_part_of_a_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
