@@ -78,7 +78,7 @@ def test_texts_are_not_trained_on_where_a_save_does_not_fit() -> None:
     cluster = make_cluster("h100", 1, 8)
     small = replace(cluster, device=replace(cluster.device, host_memory=128 * GIB))
     workload, facts = Workload(rollouts=False, prompts=64, generations=1), LLAMA_8B
-    with pytest.raises(NoPlanError, match=r"saved, needs 1\d\d GiB of 128 of host memory"):
+    with pytest.raises(NoPlanError, match=r"saved state needs 1\d\d GiB of 128 of host memory"):
         make_plan(Request(facts, small, workload))
     assert make_plan(Request(facts, small, workload, saves=False)).host_memory < 128 * GIB
     assert make_plan(Request(facts, cluster, workload)).host_memory > 128 * GIB
