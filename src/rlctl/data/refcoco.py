@@ -1,7 +1,7 @@
 """Rows of RefCOCO as published (`jxu124/refcoco`): a picture, several captions of one thing in it, and its box.
 
-A row becomes a question and the box in thousandths of the picture's sides, as NeMo-RL asks it. The pictures are not in
-the data set, but in archives of COCO.
+A row becomes a question and the box in thousandths of the picture's sides. The pictures are not in the data set, but in
+archives of COCO.
 """
 
 from __future__ import annotations

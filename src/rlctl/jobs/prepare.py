@@ -66,7 +66,7 @@ from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
-from rlctl.settings.config import EngineConfig, RlctlConfig
+from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
 from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
@@ -303,7 +303,8 @@ def prepare_job(
 
 def _most_images(config: RlctlConfig) -> int | None:
     """Return the images that engines take in a prompt, where `vllm.limit_mm_per_prompt` limits them."""
-    limits = config.vllm.passed.get("limit_mm_per_prompt") if isinstance(config, EngineConfig) else None
+    engines = config.engine_settings
+    limits = engines.vllm.passed.get("limit_mm_per_prompt") if engines is not None else None
     found = limits.get(IMAGE) if isinstance(limits, dict) else None
     return found.get("count") if isinstance(found, dict) else found
 

@@ -1,5 +1,5 @@
-r"""The rewards of NeMo-RL's environments of images, which look for `<think>`, `<answer>` and `\boxed{}` (its
-`environments/rewards.py`). Completions are text; the images are only in the prompt."""
+r"""Rewards of tasks with images, which look for `<think>`, `<answer>` and `\boxed{}`. Completions are text; the images
+are only in the prompt."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Geo3k:
 TAG_SCORERS: dict[str, Callable[..., Any]] = {
     "format": Tags, "exact_alnum": ExactAlnum, "math_expr": MathExpr, "bbox_giou": BoxGiou, "geo3k": Geo3k,
 }  # fmt: skip
-"""By NeMo-RL's names, which are rlctl's."""
+"""By name of a term."""
 
 
 def tagged(completion: str, tag: str) -> str | None:
