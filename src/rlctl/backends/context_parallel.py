@@ -73,7 +73,7 @@ class GatherValues(torch.autograd.Function):
 
 class JoinContext(torch.autograd.Function):
     """Gather log-probs or values of the whole row on every context-parallel rank. Each rank computes the same loss and
-    keeps the gradient of its own tokens."""
+    keeps its tokens' gradient."""
 
     @staticmethod
     def forward(ctx: Any, part_nR: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:

@@ -59,7 +59,7 @@ def _sum_rows(box: torch.Tensor, columns: np.ndarray, sums: np.ndarray) -> None:
 
 
 def _without_negative_zero(bits: np.ndarray) -> np.ndarray:
-    """Return the bits with 0 in place of negative zero, whose bits are those of the least signed integer."""
+    """Replace negative zeros by zeros. As a signed integer, negative zero is the smallest one."""
     signed = bits.view(f"i{bits.itemsize}")
     least = np.iinfo(signed.dtype).min
     return bits if signed.min() != least else np.where(signed == least, bits.dtype.type(0), bits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,6 +97,11 @@ def doctor(
         print_json({"checks": [check.to_json() for check in checks]})
     if asked.gpus_per_node and asked.model is None:
         message("Memory and disk were checked for a small model; name yours with --model.")
+    require_passed(checks)
+    message("All required checks passed.")
+
+
+def require_passed(checks: Sequence[Check]) -> None:
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         problems = "; ".join(f"{check.name}: {check.detail}" for check in failed)
@@ -103,7 +109,6 @@ def doctor(
             f"{len(failed)} of {len(checks)} checks failed; a run would fail on this machine ({problems}).",
             "Each failed check names its fix.",
         )
-    message("All required checks passed.")
 
 
 def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json_: bool) -> None:

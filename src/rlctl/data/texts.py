@@ -358,20 +358,7 @@ def _with_answers(
             answer = whole[len(before) : end[0]]
             ends.add(end[1])
         if before is None or not (answer or whole.startswith(after)):
-            ways = [
-                *(["data.train_on=last trains only on the last answer"] if place + 1 < len(messages) else []),
-                *(
-                    ["data.train_on=marked on the template's marked tokens"]
-                    if _MARK.search(encoder.template or "")
-                    else []
-                ),
-                "--chat-template gives another",
-            ]
-            raise InputError(
-                f"{where}: the chat template does not say where message {place + 1} stands: what it writes up to there "
-                "is not the beginning of the whole conversation.",
-                f"{', '.join(ways)}.",
-            )
+            raise _no_place(encoder, place, len(messages), where)
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
         said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
         said_there += [word for one in calls for word in (one["name"], *one["arguments"])]
@@ -394,6 +381,19 @@ def _with_answers(
             )
         mask_T[first:after] = True
     return TrainedText(np.array(tokens[:end], np.int32), mask_T[:end])
+
+
+def _no_place(encoder: PromptEncoder, place: int, messages: int, where: str) -> InputError:
+    ways = [
+        *(["data.train_on=last trains only on the last answer"] if place + 1 < messages else []),
+        *(["data.train_on=marked on the template's marked tokens"] if _MARK.search(encoder.template or "") else []),
+        "--chat-template gives another",
+    ]
+    return InputError(
+        f"{where}: the chat template does not say where message {place + 1} stands: what it writes up to there "
+        "is not the beginning of the whole conversation.",
+        f"{', '.join(ways)}.",
+    )
 
 
 def _shared(*texts: str) -> str:
