@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from rlctl.config.load import resolve
-from rlctl.errors import RlctlError
+from rlctl.errors import NoPlanError, RlctlError
 from rlctl.jobs.prepare import shown_plan
 from rlctl.planner.inputs.constants import DEFAULTS, FITTED, RESOLUTION, Constants
 from rlctl.planner.make_plan import make_plan
@@ -38,7 +38,10 @@ WEIGHTS = {"step_s": 3.0, "training_s": 0.5, "generation_s": 0.5, "refit_s": 0.2
 """Weights of a row's times in the fit. The total is what users wait for."""
 SPLIT = ("generation.colocated", "generation.devices")
 """Pins that say whether the engines have GPUs of their own: a published run is compared with one of its kind."""
-SIZES = (*(f"training.{size}" for size in ("tp", "pp", "cp", "ep")), "generation.tp", "generation.pp", "generation.dp")
+SIZES = (
+    *(f"training.{size}" for size in ("tp", "pp", "cp", "ep", "micro_batch_tokens")),
+    *(f"generation.{size}" for size in ("tp", "pp", "dp")),
+)
 GROUPS = ("dense", "moe", "dtensor", "long", "gb200", "async", "fp8")
 
 
@@ -234,7 +237,14 @@ def show_choices(steps: Sequence[Step]) -> None:
     for step in newest.values():
         request = step.plan.request
         pins = {key: value for key, value in request.pins.items() if key in ("training.backend", *SPLIT)}
-        own = make_plan(replace(request, pins=pins), prefer_runnable=False)
+        try:
+            own = make_plan(replace(request, pins=pins), prefer_runnable=False)
+        except NoPlanError as error:
+            print(
+                f"   {step.name}: published {step.plan.name()}: {step.plan.total_s:.0f} s\n       NONE: {error.message}"
+            )
+            slower += 1
+            continue
         worse = own.total_s > step.plan.total_s * (1 + RESOLUTION)
         slower += worse
         verdict = "SLOWER" if worse else "equal" if own.equals(step.plan) else "faster"

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
+from rlctl.config.load import resolve, stored_values
 from rlctl.errors import InputError
+from rlctl.jobs.prepare import shown_plan
 from rlctl.jobs.run_comparison import PlannedAndMeasured, compare_run, recorded_plan
 from rlctl.planner.inputs.cluster import save_calibration
+from rlctl.runs.directory import RunDirectory
+from rlctl.telemetry.metrics import read_metrics
 
 LEAST_S = 0.001
 """Phases that take less are not calibrated."""
+TOKENS = "response_tokens_mean"
 
 
 def calibrate(run: Path) -> tuple[Path, dict[str, float], list[PlannedAndMeasured]]:
-    """Save measured over predicted seconds of each phase of a run; return the file, the factors and the comparison.
+    """Save measured over predicted seconds of each phase of a run; return the file, the factors and the comparison. The
+    prediction is for the lengths that the run's completions had, which its own plan could not know.
 
     Raises InputError where the run has no measured phase that its plan predicts.
     """
     rows, cluster = compare_run(run), recorded_plan(run)["cluster"]
-    before = cluster.get("factors") or {}
+    known = cluster.get("factors") or {}
+    predicted = predicted_again(run) or {row.name: row.predicted / known.get(row.name, 1.0) for row in rows}
+    rows = [replace(row, predicted=predicted[row.name], suspect=None) for row in rows]
     factors = {
-        row.name: before.get(row.name, 1.0) * row.measured / row.predicted
+        row.name: row.measured / row.predicted
         for row in rows
         if row.name != "total" and min(row.measured, row.predicted) >= LEAST_S
     }
     if not factors:
         raise InputError(f"--calibrate {run}: no phase was both predicted and measured.", "Name a finished run.")
     return save_calibration(cluster["gpu"], str(run), factors), factors, rows
+
+
+def predicted_again(run: Path) -> dict[str, float] | None:
+    """Return the seconds of each phase and in all that a plan without calibration has for a run's settings, layout and
+    mean length of completions; None: the run had no completions."""
+    lengths = [line[TOKENS] for line in read_metrics(RunDirectory(run).metrics) if line.get(TOKENS)]
+    if not lengths:
+        return None
+    values = stored_values(RunDirectory(run).manifest()["config"])
+    mean = f"generation.mean_length={max(1, round(fmean(lengths[1:] or lengths)))}"
+    plan = shown_plan(resolve(stored=lambda _: values, environment={}, sets=[mean]), 1, lambda _: None)
+    known = dict(plan.cluster.factors)
+    seconds = {phase.value: value / known.get(phase.value, 1.0) for phase, value in plan.seconds.items()}
+    return seconds | {"total": sum(seconds.values())}

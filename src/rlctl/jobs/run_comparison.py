@@ -86,7 +86,7 @@ def compare_memory(run: Path) -> list[PlannedAndMeasured]:
         return []
     measured, cpu = json.loads(path.read_text(encoding="utf-8")), plan["cluster"]["gpu"] == "cpu"
     rows = []
-    for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
+    for process, phases in (("policy", ("training", "logprobs", "saving")), ("engine", ("generation",))):
         seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB
         parts = [plan["memory_gib"].get(phase, {}).items() for phase in phases]
         left_out = ("total",) if cpu else ELSEWHERE

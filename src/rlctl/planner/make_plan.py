@@ -21,6 +21,7 @@ from rlctl.planner.search.feasible_plans import (
     feasible_plans,
     preference,
     score,
+    untried_kinds,
 )
 from rlctl.planner.views.advice import no_plan, why_none
 from rlctl.planner.views.reasons import reasons_for
@@ -230,6 +231,8 @@ def _slower(plan: Plan, best: Plan) -> str:
         why = "" if best.cluster.is_cpu else f"; {_less_believable(plan, best)}"
         return f"equal as far as the prediction can tell {seconds}{why}"
     if ratio < -0.005:
+        if kinds := [kind for kind in untried_kinds(plan) if kind not in untried_kinds(best)]:
+            return f"{-100 * ratio:.0f}% faster by a prediction that no published run shows to hold for {kinds[0]}"
         return f"{-100 * ratio:.0f}% faster, but less simple"
     return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
 

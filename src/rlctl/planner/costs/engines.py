@@ -157,8 +157,9 @@ def communication_seconds(request: Request, choice: GenerationChoice, sequences:
         latency = constants.allreduce_latency_s * (1 + 0.1 * max(0, min(group, cluster.link_domain) - 2) / 2)
         if not inside:
             latency += constants.network_latency_s * math.log2(cluster.nodes_of(group))
-        volume = 2 * sequences * facts.hidden * 2 / cluster.bandwidth(group)
-        seconds += 2 * facts.layers * (latency + volume)
+        # An all-reduce sends everything twice; replicas gather what all of them hold, and scatter the sums.
+        hidden = 2 * (choice.dp if choice.dp > 1 else 1) * sequences * facts.hidden * 2
+        seconds += 2 * facts.layers * (latency + hidden / group_rate(request, 1, group))
     states = 2 * sequences * facts.hidden * 2  # the hidden and the residual one
     return seconds + (choice.pp - 1) * (2e-4 + states / cluster.bandwidth(choice.replica_gpus))
 

@@ -138,7 +138,10 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
         moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
         if facts.moe is not None:
             moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
-        seconds += constants.traffic * local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+        moved = constants.traffic * moved
+        if stage.head and not choice.valued:
+            moved += constants.logit_traffic_bytes * facts.vocab / p.tp
+        seconds += local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     return MicroBatchTime(
         compute=seconds + attention,
         tensor=(1 - constants.tensor_overlap) * _tensor_seconds(request, stage, choice, local),
@@ -269,10 +272,8 @@ def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number
         exposed = _sharded_seconds(request, choice, micro, number)
     else:
         shared = params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / parallel.expert_dp)
-        span = parallel.tp * ranks
-        inside = span <= max(1, cluster.link_domain)
-        rate = cluster.bandwidth(span) * (constants.link_efficiency if inside else constants.network_efficiency)
-        exposed = (1 - constants.data_overlap) * (shared * (gradient + element_bytes(choice))) / rate
+        moved = shared * (gradient + element_bytes(choice))
+        exposed = (1 - constants.data_overlap) * moved / group_rate(request, parallel.tp, ranks)
     update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     through_host = owned * state_traffic(choice) + unadapted_bytes(request.facts, choice)
     update += through_host / (cluster.device.host_link * constants.pinned_copy)
@@ -397,6 +398,8 @@ def refit_time(
         # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
         return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
+    if generation.matrix_bytes <= 1 and element_bytes(choice) > 1:  # the engine makes float8 blocks of each matrix
+        detour += tensor_count(facts) * constants.refit_quantize_s
     if colocated:
         handed = received / constants.refit_bytes_per_s + tensor_count(facts) * constants.refit_tensor_s
         return detour + constants.refit_fixed_s + handed + offload_seconds(request, choice)

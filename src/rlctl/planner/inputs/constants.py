@@ -19,6 +19,9 @@ class Constants:
     """Share of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75; fitted, see `FITTED`)."""
     traffic: float = 2.5
     """Times that a layer's activations cross the memory bus in a forward pass."""
+    logit_traffic_bytes: float = 30.0
+    """Bytes that a logit moves over the memory bus in a forward pass: written and read in bfloat16, widened, shifted by
+    the maximum, and exponentiated in float32 (`backends/logprobs.py`)."""
     fp8_efficiency: float = 0.60
     """Share of the FP8 peak, for large matrices; scaling is inside."""
     fp4_efficiency: float = 0.45
@@ -53,8 +56,9 @@ class Constants:
     """Host time of a forward pass outside the layers: packing a row, copying it, the loss."""
     host_exposed: float = 0.58
     """Exposed share of host time when the device has more work (or vice versa): ends of passes, and host reads."""
-    context_step_s: float = 0.0012
-    """Host time of a context-parallel ring step in a layer, across nodes with packed rows split by sequence."""
+    context_step_s: float = 0.0006
+    """Host time of a context-parallel ring step in a layer, across nodes with packed rows split by sequence. A step
+    launches a part of the kernels of a layer, which `layer_host_s` bounds, and an exchange."""
     expert_imbalance: float = 1.25
     """Tokens of the busiest rank over the mean."""
     packing_fill: float = 0.93
@@ -101,6 +105,8 @@ class Constants:
     """Launching the copy of one tensor's part (kernel launch)."""
     refit_tensor_s: float = 0.00042
     """Gathering, naming and loading one tensor where policy and engines share devices (published colocated refits)."""
+    refit_quantize_s: float = 0.0003
+    """Scaling and casting one tensor to float8 blocks in the engine: about ten kernels, and Python around them."""
     refit_bytes_per_s: float = 2600000000.0
     """Bytes of its weights that an engine worker takes over in a second where policy and engines share devices."""
     refit_link_efficiency: float = 0.4
@@ -142,7 +148,7 @@ FITTED = {
     "moe_layer_host_s": (0.001, 0.006),
     "micro_batch_host_s": (0.001, 0.06),
     "host_exposed": (0.0, 0.6),
-    "context_step_s": (1e-5, 0.008),
+    "context_step_s": (1e-5, 0.0006),
     "decode_step_s": (0.001, 0.008),
     "decode_sequence_s": (1e-6, 3e-5),
     "nodes_step_s": (0.0005, 0.02),

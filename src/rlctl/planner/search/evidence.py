@@ -76,3 +76,15 @@ def evidence(
     if generation is not None:
         score += any(one.engine_tp == generation.tp for one in known) and generation.pp == generation.dp == 1
     return score
+
+
+def untried(
+    facts: ModelFacts, cluster: ClusterFacts, training: TrainingChoice | None, generation: GenerationChoice | None
+) -> list[str]:
+    """Return the kinds of parallelism of a layout in which no published step shows a prediction to be right: engines of
+    several replicas, and experts that every rank has all of although runs of that size spread them."""
+    kinds = ["engines of several replicas"] if generation is not None and generation.dp > 1 else []
+    spread = any(one.training[-1] > 1 for one in published_for(facts, cluster))
+    if training is not None and spread and training.parallel.ep == 1:
+        kinds.append("experts that are not spread")
+    return kinds

@@ -13,12 +13,12 @@ from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.engines import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB
-from rlctl.planner.inputs.constants import Constants
+from rlctl.planner.inputs.constants import RANGES, Constants
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.engine_search import generation_candidates, generation_choices
-from rlctl.planner.search.evidence import evidence
+from rlctl.planner.search.evidence import evidence, untried
 from rlctl.planner.search.layout_rules import not_runnable
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
@@ -101,7 +101,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
         asleep = policy_asleep(request, training)
         left = request.budget
         if cluster.is_cpu:
-            left -= training.peak.total * max(1, training.choice.parallel.world_size // cluster.nodes)
+            left -= search.held_bytes(request, training) * max(1, training.choice.parallel.world_size // cluster.nodes)
             left -= _teacher_bytes(request, training)
         engines = generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
@@ -117,30 +117,32 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
 def _worth_combining(
     candidates: list[Any],
     runnable: Callable[[Any], bool],
-    rank: Callable[[Any], tuple[int, int]],
+    rank: Callable[[Any], tuple[int, int, int]],
     keep: int = KEEP,
 ) -> list[Any]:
-    """The best candidates, the best of those that can be run, and of those the two that come first by `rank`: they are
-    as believable as can be, and may be as fast as the prediction can tell."""
+    """The best candidates, the best of those that can be run and of tried kinds, and of those the two that come first
+    by `rank`: they are as believable as can be, and may be as fast as the prediction can tell."""
     found, able = candidates[:keep], [c for c in candidates if runnable(c)]
-    for one in (*able[:keep], *sorted(able, key=rank)[:2]):
+    tried = [c for c in able if not rank(c)[0]]
+    for one in (*able[:keep], *tried[:2], *sorted(able, key=rank)[:2]):
         if one not in found:
             found.append(one)
     return found
 
 
-def _rank_training(request: Request) -> Callable[[search.TrainingCandidate], tuple[int, int]]:
-    def rank(candidate: search.TrainingCandidate) -> tuple[int, int]:
-        known = evidence(request.facts, request.cluster, candidate.choice, None)
-        return -known, search.complexity(candidate.choice)
+def _rank_training(request: Request) -> Callable[[search.TrainingCandidate], tuple[int, int, int]]:
+    def rank(candidate: search.TrainingCandidate) -> tuple[int, int, int]:
+        layout = (request.facts, request.cluster, candidate.choice, None)
+        return len(untried(*layout)), -evidence(*layout), search.complexity(candidate.choice)
 
     return rank
 
 
-def _rank_engine(request: Request) -> Callable[[GenerationChoice], tuple[int, int]]:
-    def rank(engine: GenerationChoice) -> tuple[int, int]:
+def _rank_engine(request: Request) -> Callable[[GenerationChoice], tuple[int, int, int]]:
+    def rank(engine: GenerationChoice) -> tuple[int, int, int]:
         kinds = sum(size > 1 for size in (engine.tp, engine.pp, engine.dp))
-        return -evidence(request.facts, request.cluster, None, engine), kinds
+        layout = (request.facts, request.cluster, None, engine)
+        return len(untried(*layout)), -evidence(*layout), kinds
 
     return rank
 
@@ -201,7 +203,8 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
     for training in able:
         left = budget
         if together:
-            left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(policy, training)
+            ranks = training.choice.parallel.world_size
+            left -= search.held_bytes(policy, training) * ranks + _teacher_bytes(policy, training)
         engines = generation_candidates(engine, engine_devices, False, 0.0, left, log.add("generation"))
         for choice in _worth_combining(
             engines, lambda e: not not_runnable(None, e, cluster), _rank_engine(engine), KEEP_SPLIT
@@ -249,25 +252,34 @@ def dimensions(plan: Plan) -> int:
 
 def believable(plans: list[Plan]) -> list[Plan]:
     """Put the plan first that engineers would choose among plans within prediction error: published sizes, then fewest
-    dimensions, then most free memory. The goal `cheap` compares GPU seconds; measured CPUs compare seconds."""
+    dimensions, then most free memory, of each layout its fastest rows. A kind of layout that no published step has must
+    be faster by more than the whole range of predictions. The goal `cheap` compares GPU seconds; measured CPUs compare
+    seconds."""
     first = plans[0]
     if first.cluster.is_cpu or first.workload.goal == "cheap":
         return plans
-    kind = (first.colocated, first.runnable, first.engine_devices if first.workload.overlaps else 0)
-    equal = [
-        plan
-        for plan in plans
-        if plan.equals(first)
-        and (plan.colocated, plan.runnable, plan.engine_devices if plan.workload.overlaps else 0) == kind
-    ]
+
+    def kind(plan: Plan) -> tuple[bool, bool, int]:
+        return plan.colocated, plan.runnable, plan.engine_devices if plan.workload.overlaps else 0
+
+    tried = [plan for plan in plans if kind(plan)[:2] == kind(first)[:2] and not untried_kinds(plan)]
+    if untried_kinds(first) and tried and tried[0].total_s <= first.total_s * RANGES["total"][1]:
+        first = tried[0]
+    few = len(untried_kinds(first))
+    equal = [p for p in plans if p.equals(first) and kind(p) == kind(first) and len(untried_kinds(p)) <= few]
+    fastest = {plan.name(): plan for plan in sorted(equal, key=lambda plan: -plan.total_s)}
 
     def rank(plan: Plan) -> tuple[int, int, float, float]:
         known = evidence(plan.facts, plan.cluster, plan.training, plan.generation)
         fullest = max(memory.total for memory in plan.memory.values())
         return -known, dimensions(plan), round(fullest / plan.cluster.device.memory, 1), plan.total_s
 
-    chosen = min(equal, key=rank)
+    chosen = min(fastest.values(), key=rank)
     return [chosen, *(plan for plan in plans if plan is not chosen)]
+
+
+def untried_kinds(plan: Plan) -> list[str]:
+    return untried(plan.facts, plan.cluster, plan.training, plan.generation)
 
 
 def preference(plan: Plan) -> tuple[bool, float]:
@@ -313,6 +325,8 @@ def _memory(
         assert generation is not None
         return {"generation": generation_memory(request, generation, 0.0)}
     phases = {"training": training.peak}
+    if snapshot := search.snapshot_parts(request, training.choice):
+        phases["saving"] = mem.PhaseMemory(training.peak.parts | snapshot)
     if generation is None:
         return phases
     asleep = search.asleep_bytes(request, colocated)
@@ -354,7 +368,8 @@ def _host_memory(
     if generation is not None:
         engine = max(1, generation.gpus // cluster.nodes) * generation_memory(request, generation, 0.0).total
     if training is not None:
-        policy = max(1, training.choice.parallel.world_size // cluster.nodes) * training.peak.total
+        ranks = max(1, training.choice.parallel.world_size // cluster.nodes)
+        policy = ranks * search.held_bytes(request, training)
         policy += _teacher_bytes(request, training)
     return policy + engine
 

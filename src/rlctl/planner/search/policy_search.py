@@ -93,6 +93,12 @@ def powers(limit: int) -> list[int]:
     return [1 << i for i in range(max(1, limit).bit_length()) if 1 << i <= limit]
 
 
+def _stage_counts(devices: int, most: int) -> list[int]:
+    """Return pipeline sizes to try: powers of two, and those times the least odd part of the number of devices."""
+    odd = next((factor for factor in (3, 5, 7) if devices % factor == 0), 1)
+    return sorted({*powers(most), *(odd * size for size in powers(most // odd))})
+
+
 def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]:
     """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
     if request.cluster.is_cpu:
@@ -100,7 +106,7 @@ def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]
         return
     facts, cluster = request.facts, request.cluster
     tps = request.values("training.tp", powers(min(facts.heads, cluster.near_devices, 16)))
-    pps = request.values("training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
+    pps = request.values("training.pp", [1] if request.fsdp else _stage_counts(devices, min(facts.layers, devices, 64)))
     cps = request.values("training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = request.values("training.ep", powers(facts.moe.experts if facts.moe else 1))
     for tp, pp, cp, ep in product(tps, pps, cps, eps):
@@ -196,6 +202,18 @@ def asleep_bytes(request: Request, colocated: bool) -> float:
     return mem.engine_asleep_bytes(request) if shared else 0.0
 
 
+def snapshot_parts(request: Request, choice: TrainingChoice) -> dict[str, float]:
+    """Return what a save holds in a process next to training, where that is the memory of a device: on a CPU."""
+    if not (request.cluster.is_cpu and request.saves):
+        return {}
+    return {"snapshot": (1 + choice.critic) * mem.snapshot_bytes(request.facts, choice, 1)}
+
+
+def held_bytes(request: Request, training: TrainingCandidate) -> float:
+    """Return the most bytes of one policy process: of training, and on a CPU of a save meanwhile."""
+    return training.peak.total + sum(snapshot_parts(request, training.choice).values())
+
+
 def ruled_trainings(request: Request, devices: int) -> Iterator[tuple[TrainingChoice, list[Problem]]]:
     """Yield layouts with their micro-batches and virtual stages, and the rules that they break."""
     for sizes in training_choices(request, devices):
@@ -228,6 +246,7 @@ def _least_saving(
     asleep, cluster = asleep_bytes(request, colocated), request.cluster
     turns = choice.critic and colocated and request.workload.rollouts and not cluster.is_cpu
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
+    limit -= sum(snapshot_parts(request, choice).values())
     saved, peak = choice, mem.PhaseMemory({})
     for _, savings in groupby(memory_savings(request), key=lambda saving: saving["optimizer_offload"]):
         some = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from rlctl.config.keys import TEACHER_SIZES
 from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.costs.engines import full_step
+from rlctl.planner.costs.engines import full_step, generation_time, plan_kv, weight_bytes
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import RESOLUTION
 from rlctl.planner.inputs.request import HEADROOM, Request
@@ -83,13 +84,16 @@ def _given(plan: Plan, key: str) -> str | None:
     return f"It is pinned: {key}={plan.pins[key]}." if key in plan.pins else None
 
 
-def _why_not(rejected: list[Rejected], t: TrainingChoice, size: str) -> str | None:
-    """Return why the layout with half of `size` (and twice the data parallelism) does not fit; None: it does."""
+def _why_not(plan: Plan, rejected: list[Rejected], t: TrainingChoice, size: str) -> str | None:
+    """Return why the layout with half of `size` (and twice the data parallelism) does not fit, alone or with the plan's
+    engines; None: it does."""
+    engines = f"with {plan.generation.name()}:" if plan.generation else ""
     dp = t.parallel.dp * 2 if size in ("tp", "pp", "cp") else t.parallel.dp
     parallel = replace(t.parallel, **{size: getattr(t.parallel, size) // 2, "dp": dp, "vpp": 1})
     smaller = replace(t, parallel=parallel, recompute="none", optimizer_offload=False)
     for other in rejected:
-        if other.plan.startswith(f"training {smaller.name()}") and "GiB" in other.why:
+        alone = not other.why.startswith("with ") or other.why.startswith(engines)
+        if other.plan.startswith(f"training {smaller.name()}") and "GiB" in other.why and alone:
             return f"{smaller.name()} does not fit: {other.why}."
     return None
 
@@ -107,13 +111,20 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         return "More stages a rank would add more communication than they take from the pipeline bubble."
     if key == "vpp":
         return "It shortens the pipeline bubble."
-    if found := _why_not(rejected, t, key):
+    if found := _why_not(plan, rejected, t, key):
         return found
     if request.workload.goal != "fast":
         return f"It is the best of the layouts that fit for --goal {request.workload.goal}."
     if not plan.cluster.is_cpu and evidence(plan.facts, plan.cluster, plan.training, None):
         return f"Of the layouts that are as fast (within {RESOLUTION:.0%}) it is the one that published runs have."
+    if _slower_than_some(plan, "training"):
+        return "It is as fast as any that the prediction can tell apart."
     return f"It is the fastest of the layouts that fit{' and that can be run' if plan.runnable else ''}."
+
+
+def _slower_than_some(plan: Plan, side: str) -> bool:
+    """Whether a next best layout of a side is faster, by less than the prediction can tell."""
+    return any(one.side == side and (one.seconds or math.inf) < 0.995 * plan.total_s for one in plan.next_best)
 
 
 def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: list[Rejected]) -> Iterator[Ruled]:
@@ -176,6 +187,12 @@ def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
 
 
 def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> str:
+    if key == "dp" and g.dp > 1:
+        held = weight_bytes(plan.facts, g) / GIB
+        whole = weight_bytes(plan.facts, replace(g, dp=1, ep=1)) / GIB
+        return (
+            f"It is {best}: a GPU holds and reads {held:.0f} GiB of weights, and {whole:.0f} in engines of one replica."
+        )
     if key == "ep" and g.ep > 1 and g.dp > 1:
         return f"The replicas share the experts: TP x DP = {g.tp * g.dp}."
     if getattr(g, key) > 1:
@@ -183,6 +200,24 @@ def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> s
     if key != "pp" and plan.facts.moe is None:
         return "The model has no experts to share." if key == "dp" else "The model has no experts."
     return "More would only add communication." if plan.cluster.is_cpu else f"It is {best}: more adds communication."
+
+
+def _half_tp(plan: Plan, g: GenerationChoice, request: Request) -> str:
+    """Return what twice as many engines of half the size would be like."""
+    if g.tp == 1 or plan.cluster.is_cpu:
+        return ""
+    request = replace(request, cluster=plan.cluster)
+    device, asleep = plan.cluster.device, plan.memory["generation"].parts.get("policy asleep", 0.0)
+    half = replace(g, tp=g.tp // 2, ep=g.ep if g.ep == 1 else g.ep // 2)
+    half = replace(
+        half, engines=min(2 * g.engines, request.workload.prompts), memory_fraction=0.92 - asleep / device.memory
+    )
+    size, tokens = plan_kv(request, half)
+    if tokens < request.workload.max_length:
+        return f"; with half, {weight_bytes(plan.facts, half) / GIB:.0f} GiB of weights leave no room for one of them"
+    half = replace(half, kv_cache_bytes=size, kv_cache_tokens=tokens)
+    one, other = (generation_time(request, choice).total for choice in (g, half))
+    return f" ({one:.0f} s, with half {other:.0f})"
 
 
 def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Ruled]:
@@ -196,8 +231,15 @@ def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iter
     longest = workload.lengths(request.constants.length_sigma).longest
     share = workload.share(g.engines, g.dp)
     rollouts = f"{share:,} rollout{'s' * (share != 1)}"
-    best = "the fastest" if workload.goal == "fast" else f"the best for --goal {workload.goal}"
-    yield "generation.tp", g.tp, f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
+    best = f"the best for --goal {workload.goal}"
+    if workload.goal == "fast":
+        best = (
+            "as fast as any that the prediction can tell apart"
+            if _slower_than_some(plan, "generation")
+            else "the fastest"
+        )
+    for_load = f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens"
+    yield "generation.tp", g.tp, f"{for_load}{_half_tp(plan, g, request)}."
     for key in ("pp", "dp", "ep"):
         yield f"generation.{key}", getattr(g, key), _engine_size_rule(plan, g, key, best)
     if (nodes := cluster.nodes_of(g.replica_gpus)) > 1:
