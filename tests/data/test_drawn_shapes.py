@@ -13,8 +13,9 @@ from rlctl.config.load import resolve
 from rlctl.data.drawn_shapes import DRAWN_SHAPES, INK, QUESTIONS, picture
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompts import open_prompts, shows_images
-from rlctl.data.row_types import LabelRows, PairRows, TextRows
+from rlctl.data.row_types import PairRows, TextRows
 from rlctl.errors import InputError
+from rlctl.methods.kto import LabelRows
 from rlctl.settings.data import DataConfig
 
 DATA = DataConfig(name=DRAWN_SHAPES)

@@ -12,7 +12,8 @@ import pytest
 
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.image_sources import IMAGES, MARK, image_source
-from rlctl.data.prompt_rows import PromptRow, row_from_record
+from rlctl.data.prompt_records import row_from_record
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.data.texts import pair_from_record, text_from_record, trained_texts
 from rlctl.data.turns import TurnEncoder

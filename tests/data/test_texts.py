@@ -14,10 +14,11 @@ import pytest
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_prompts
-from rlctl.data.row_types import LabelRows, PairRows, RowType, TextRows
+from rlctl.data.row_types import PairRows, RowType, TextRows
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.errors import InputError
 from rlctl.jobs.tiny_model import CHAT_TEMPLATE
+from rlctl.methods.kto import LabelRows
 from rlctl.settings.data import DataConfig, ModelConfig, TextDataConfig
 
 CHAT = [

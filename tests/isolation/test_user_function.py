@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data.prompt_rows import PromptRow, row_from_record
+from rlctl.data.prompt_records import row_from_record
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Turn
 from rlctl.errors import InputError
 from rlctl.isolation.user_function import UserBatchScorer, UserScorer, user_scorer

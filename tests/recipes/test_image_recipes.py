@@ -12,8 +12,8 @@ import yaml
 from rlctl.config.keys import nest
 from rlctl.config.load import resolve
 from rlctl.config.recipes import Import
-from rlctl.data.image_rows import holds_images, images_of
-from rlctl.data.image_sources import MARK
+from rlctl.data.image_rows import holds_images
+from rlctl.data.image_sources import MARK, images_of
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import AbsentError, ConfigError, InputError
 from rlctl.jobs.open_model import published_facts

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.data.prompt_rows import difficulties
+from rlctl.data.prompt_records import difficulties
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
 from rlctl.methods.rl.rl_config import RlConfig

@@ -17,8 +17,8 @@ from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_obje
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
-from rlctl.data.image_rows import images_of, in_parts
-from rlctl.data.image_sources import IMAGES, MARK, image_source
+from rlctl.data.image_rows import in_parts
+from rlctl.data.image_sources import IMAGES, MARK, image_source, images_of
 from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of

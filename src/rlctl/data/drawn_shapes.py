@@ -9,12 +9,11 @@ import functools
 import io
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlctl.data.image_sources import IMAGE
 from rlctl.data.prompt_rows import PromptRow, PromptSource, instructions
 from rlctl.data.row_types import PROMPTS, RowType
-from rlctl.data.texts import LABEL, REJECTED
 from rlctl.settings.data import DataConfig
 
 if TYPE_CHECKING:
@@ -109,16 +108,10 @@ def open_shapes(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pro
     """Return the rows of the task, with what training on texts, pairs and labels reads as well."""
 
     def row(index: int) -> PromptRow:
-        record = _record(picture(seed, index), index, data, rows)
+        shown = picture(seed, index)
+        answered = rows.example(shown.answer, shown.wrong, index, data)
+        record = {data.prompt_field: shown.question, IMAGE: shown.png} | answered
         return rows.read(record, index, f"{DRAWN_SHAPES}, picture {index}", data)
 
     identity = {"source": DRAWN_SHAPES, "seed": seed}
     return PromptSource(DRAWN_SHAPES, data.size or DEFAULT_ROWS, row, identity, instructions(data))
-
-
-def _record(shown: Picture, index: int, data: DataConfig, rows: RowType) -> dict[str, Any]:
-    """Return the record of a picture. Every second label, and the rejected answer of a pair, belongs to a wrong one."""
-    asked = {data.prompt_field: shown.question, IMAGE: shown.png}
-    right, wrong = (rows.example(word, index, data) for word in (shown.answer, shown.wrong))
-    answered = wrong if right.get(LABEL) is False else right
-    return asked | answered | ({REJECTED: shown.wrong} if REJECTED in answered else {})

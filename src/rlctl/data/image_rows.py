@@ -7,15 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl.config.files import user_path
 from rlctl.data.image_sources import IMAGE, IMAGES, MARK, ImageLimits, ImageSource, image_source
+from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
-
-if TYPE_CHECKING:
-    from rlctl.data.prompt_rows import PromptRow, PromptSource
 
 COLUMNS = (IMAGES, IMAGE)
 """Columns of a row with its images."""
@@ -56,12 +54,6 @@ def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> 
     answer = tuple(one for one, _ in completions) if answers else row.answer
     fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
     return replace(row, prompt=prompt, answer=answer, fields=fields)
-
-
-def images_of(messages: str | Sequence[Mapping[str, Any]]) -> tuple[ImageSource, ...]:
-    if isinstance(messages, str):
-        return ()
-    return tuple(image for message in messages for image in message.get(IMAGES, ()))
 
 
 def broken_images(rows: Sequence[PromptRow] | PromptSource, most: int) -> dict[int, InputError]:
@@ -106,10 +98,6 @@ def in_parts(message: Mapping[str, Any], *, always: bool = False) -> dict[str, A
 def shown_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
     """Return a prompt as functions of the user read it."""
     return prompt if isinstance(prompt, str) else [in_parts(message) for message in prompt]
-
-
-def without_marks(text: str) -> str:
-    return text.replace(MARK, "").strip() if MARK in text else text
 
 
 def holds_images(record: Mapping[str, Any]) -> bool:

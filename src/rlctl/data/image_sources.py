@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -203,3 +203,13 @@ def _from_base64(text: str, where: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InputError(f"{where}: an image is neither a path nor base64 ({error}).", _FORMS) from error
+
+
+def images_of(messages: str | Sequence[Mapping[str, Any]]) -> tuple[ImageSource, ...]:
+    if isinstance(messages, str):
+        return ()
+    return tuple(image for message in messages for image in message.get(IMAGES, ()))
+
+
+def without_marks(text: str) -> str:
+    return text.replace(MARK, "").strip() if MARK in text else text

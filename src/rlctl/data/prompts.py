@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
 from rlctl.data.image_rows import COLUMNS, holds_images
-from rlctl.data.prompt_rows import (
-    GYM_PREFIX,
-    MESSAGES,
-    GymTask,
-    PromptRow,
-    PromptSource,
-    instructions,
-)
+from rlctl.data.prompt_records import MESSAGES
+from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource, instructions
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest, suggest_file
 from rlctl.settings.data import DataConfig

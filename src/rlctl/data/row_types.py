@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.chat import PromptEncoder
-from rlctl.data.prompt_rows import TOOLS, PromptRow, prompt_field_in, require_fields, row_from_record
+from rlctl.data.prompt_records import prompt_field_in, require_fields, row_from_record
+from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.texts import (
     CHOSEN,
     COMPLETION,
-    LABEL,
     MARGIN,
     REJECTED,
     TrainedText,
-    label_from_record,
     pair_from_record,
     text_from_record,
     trained_texts,
@@ -57,9 +55,9 @@ class RowType(ABC):
         """Return what stands for the answer of a reasoning-gym question."""
         return dataset[index]["answer"]
 
-    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
-        """Return the fields, next to its prompt, of a made-up row for rehearsals."""
-        return {data.answer_field if data.answer_field != "answer" else COMPLETION: answer}
+    def example(self, right: str, wrong: str, number: int, data: DataConfig) -> dict[str, Any]:
+        """Return the fields, next to its prompt, of a made-up row with a right and a wrong answer."""
+        return {data.answer_field if data.answer_field != "answer" else COMPLETION: right}
 
     def texts(
         self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
@@ -82,8 +80,8 @@ class PromptRows(RowType):
     def require_columns(self, columns: Sequence[str], data: DataConfig, label: str) -> None:
         require_fields(columns, data, label)
 
-    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
-        return {data.answer_field: answer}
+    def example(self, right: str, wrong: str, number: int, data: DataConfig) -> dict[str, Any]:
+        return {data.answer_field: right}
 
 
 class TextRows(RowType):
@@ -114,32 +112,14 @@ class PairRows(RowType):
             raise InputError(f"{where}: the next {LOOKED_AT} questions all have its answer.", "Choose another task.")
         return answer, other
 
-    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
-        return {CHOSEN: answer, REJECTED: "nobody knows"}
+    def example(self, right: str, wrong: str, number: int, data: DataConfig) -> dict[str, Any]:
+        return {CHOSEN: right, REJECTED: wrong}
 
 
 class MarginPairRows(PairRows):
     """Pairs with an optional `margin`: by how much the score of the chosen completion is to be the higher one."""
 
     numbers = (MARGIN,)
-
-
-class LabelRows(RowType):
-    """Completions with a `label`, true or false; the completion of another row stands next to each."""
-
-    needs_another = True
-
-    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-        return label_from_record(record, index, where, data)
-
-    def example(self, answer: str, number: int, data: DataConfig) -> dict[str, Any]:
-        return {LABEL: number % 2 == 0} | super().example(answer, number, data)
-
-    def texts(
-        self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
-    ) -> tuple[TrainedText, ...]:
-        assert other is not None  # `needs_another`
-        return trained_texts(encoder, replace(row, answer=(row.answer[0], other.answer[0])))
 
 
 PROMPTS = PromptRows()

@@ -18,13 +18,11 @@ import numpy as np
 
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.control_tokens import begun
-from rlctl.data.image_rows import images_of, with_images
-from rlctl.data.prompt_rows import (
+from rlctl.data.image_rows import with_images
+from rlctl.data.image_sources import images_of
+from rlctl.data.prompt_records import (
     MESSAGES,
     THOUGHTS,
-    TOOLS,
-    Messages,
-    PromptRow,
     checked_messages,
     checked_prompt,
     decoded_messages,
@@ -32,6 +30,7 @@ from rlctl.data.prompt_rows import (
     matched,
     value_of,
 )
+from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.refcoco import refcoco_record
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
@@ -42,8 +41,6 @@ COMPLETION, TEXT, CHOSEN, REJECTED = "completion", "text", "chosen", "rejected"
 SQUAD = {"context", "question", "answers"}
 HELP_STEER = {"response1", "response2", "overall_preference"}
 """Fields of rows as SQuAD and HelpSteer3 have them."""
-LABEL = "label"
-"""Field that says whether a completion is good."""
 RANKED = "completions"
 """Field of the completions of a prompt with their ranks, the best of which has the lowest."""
 MARGIN = "margin"
@@ -118,7 +115,7 @@ def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: D
             index, where, prompt, (_completion(matched(value_of(record, completion), data), completion, where),), fields
         )
     if data.answer_field != ANSWER and not has_field(record.keys(), data.answer_field):
-        raise _without_field(data.answer_field, "--answer-field", record, where)
+        raise without_field(data.answer_field, "--answer-field", record, where)
     if MESSAGES in record:
         messages = _messages(record[MESSAGES], MESSAGES, where)
         first = _first_trained(messages, where, last=data.trained_part == "last")
@@ -129,18 +126,6 @@ def _text_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         f"{where}: no text to train on. Its fields are {', '.join(record) or 'none'}.",
         "A row has `prompt` and `completion` (--prompt-field and --answer-field name others), `messages`, or `text`.",
     )
-
-
-def label_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-    """Return the text of a record that is labeled as good or bad. Raises InputError naming row and field."""
-    if LABEL not in record:
-        raise _without_field(LABEL, "", record, where)
-    if record[LABEL] not in (True, False):
-        raise InputError(f"{where}: the field {LABEL!r} is neither true nor false.", "It says whether it is good.")
-    row = text_from_record(record, index, where, data)
-    if len(row.answer) != 1:
-        raise InputError(f"{where}: a text without a prompt has no label to learn.", "Give `prompt` and `completion`.")
-    return row
 
 
 def pair_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
@@ -155,7 +140,7 @@ def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         record = {**({PROMPT: record[CONTEXT]} if CONTEXT in record else {}), **record, **pair}
     for name in (CHOSEN, REJECTED):
         if name not in record:
-            raise _without_field(name, "", record, where)
+            raise without_field(name, "", record, where)
     chosen, rejected = (_completion(record[name], name, where) for name in (CHOSEN, REJECTED))
     if not isinstance(chosen, str) and not isinstance(rejected, str) and chosen[0]["role"] != ASSISTANT:
         pairs = zip(chosen, rejected, strict=False)
@@ -169,7 +154,7 @@ def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         return PromptRow(index, where, chosen[:shared], (chosen[shared:], rejected[shared:]), dict(record))
     prompt = _prompt(record, where, data)
     if prompt is None:
-        raise _without_field(data.prompt_field, "--prompt-field", record, where)
+        raise without_field(data.prompt_field, "--prompt-field", record, where)
     return PromptRow(index, where, prompt, (chosen, rejected), dict(record))
 
 
@@ -244,7 +229,8 @@ def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
     return places[-1] if last else places[0]
 
 
-def _without_field(name: str, flag: str, record: Mapping[str, Any], where: str) -> InputError:
+def without_field(name: str, flag: str, record: Mapping[str, Any], where: str) -> InputError:
+    """Return the error of a record that lacks a field; `flag` names another one."""
     hint = f"Its fields are {', '.join(record) or 'none'}{f'; name the right one with {flag} NAME' if flag else ''}."
     return InputError(f"{where}: no field {name!r}.", hint)
 

@@ -16,7 +16,8 @@ from typing import Any
 from rlctl.config.plugins import load_named, plugin_names
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.image_sources import IMAGES, image_source
-from rlctl.data.prompt_rows import PromptRow, checked_messages
+from rlctl.data.prompt_records import checked_messages
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import REWARD_PART
 from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN

@@ -23,7 +23,8 @@ from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.image_rows import shown_prompt, with_images
 from rlctl.data.image_sources import IMAGES
-from rlctl.data.prompt_rows import PromptRow, checked_prompt, prompt_field_in, row_from_record
+from rlctl.data.prompt_records import checked_prompt, prompt_field_in, row_from_record
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments
 from rlctl.jobs.open_model import NamedModel, open_model

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.config.load import resolve
-from rlctl.data.prompt_rows import PROMPT, USUAL_NAMES, prompt_field_in
+from rlctl.data.prompt_records import USUAL_NAMES, prompt_field_in
 from rlctl.data.prompts import FILE_SUFFIXES, columns_of, open_prompts
-from rlctl.data.templates import ANSWER
+from rlctl.data.templates import ANSWER, PROMPT
 from rlctl.errors import InputError
 from rlctl.planner.from_config import local_gpus
 from rlctl.settings.config import RolloutConfig

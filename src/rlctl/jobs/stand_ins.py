@@ -108,7 +108,7 @@ def generated_rows(
             if plain:
                 made = {"text": f"{question} {answer}"}
             else:
-                made |= rows.example(answer, number, data)
+                made |= rows.example(answer, "nobody knows", number, data)
             if any(term.name == "ifeval" for term in reward.terms):
                 made |= {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
             if images:

@@ -16,24 +16,57 @@ reference is the model that the run began with. Suffix N: the completions of a m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlctl.backends.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
 from rlctl.config.section import PositiveNumber, Section
+from rlctl.data.chat import PromptEncoder
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.data.row_types import LabelRows
-from rlctl.data.texts import LABEL
+from rlctl.data.row_types import RowType
+from rlctl.data.texts import TrainedText, text_from_record, trained_texts, without_field
+from rlctl.errors import InputError
 from rlctl.methods.text_method import TextMethod, per_text
 from rlctl.settings.config import TextConfig
+from rlctl.settings.data import DataConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
 
 GOOD, BAD = "good", "bad"
+LABEL = "label"
+"""Field that says whether a completion is good."""
+
+
+class LabelRows(RowType):
+    """Completions with a `label`, true or false; the completion of another row stands next to each."""
+
+    needs_another = True
+
+    def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+        if LABEL not in record:
+            raise without_field(LABEL, "", record, where)
+        if record[LABEL] not in (True, False):
+            raise InputError(f"{where}: the field {LABEL!r} is neither true nor false.", "It says whether it is good.")
+        row = text_from_record(record, index, where, data)
+        if len(row.answer) != 1:
+            hint = "Give `prompt` and `completion`."
+            raise InputError(f"{where}: a text without a prompt has no label to learn.", hint)
+        return row
+
+    def example(self, right: str, wrong: str, number: int, data: DataConfig) -> dict[str, Any]:
+        good = number % 2 == 0
+        return {LABEL: good} | super().example(right if good else wrong, wrong, number, data)
+
+    def texts(
+        self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
+    ) -> tuple[TrainedText, ...]:
+        assert other is not None  # `needs_another`
+        return trained_texts(encoder, replace(row, answer=(row.answer[0], other.answer[0])))
 
 
 class KtoSettings(Section):

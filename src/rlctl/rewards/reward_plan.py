@@ -12,7 +12,8 @@ from dataclasses import replace
 from rlctl.checkpoints.model_source import require_name_or_directory
 from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
-from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
+from rlctl.data.prompt_records import USUAL_NAMES
+from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.errors import InputError, RlctlError, suggest
 from rlctl.isolation.user_function import is_reference, split_reference
 from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction

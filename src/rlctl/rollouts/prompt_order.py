@@ -15,7 +15,8 @@ from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
 from rlctl.data.image_rows import broken_images, require_images
 from rlctl.data.mixing import Mixing, source_settings
-from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
+from rlctl.data.prompt_records import difficulties
+from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PROMPTS, RowType

@@ -22,8 +22,8 @@ from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.methods.available import ALGORITHMS, method_from_config
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.methods.rl.policy_gradient import PenalizedAdvantages
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.token_advantages import PenalizedAdvantages
 from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
 from support.groups import group

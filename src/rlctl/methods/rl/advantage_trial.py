@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, RlctlError
-from rlctl.methods.rl.algorithm import Algorithm
 
 LEAST_ROLLOUTS = 4
 ADVICE = "Return one finite number for each rollout of the group: a float64 array of the shape of `rewards_G`."
 
 
-def require_advantages(algorithm: Algorithm, what: str) -> None:
+class HasAdvantages(Protocol):
+    """What a trial needs of an algorithm."""
+
+    made_by: Callable[[Any], Any]
+
+    def keeps(self, rewards_G: np.ndarray) -> bool: ...
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray: ...
+
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]: ...
+
+
+def require_advantages(algorithm: HasAdvantages, generations: int, what: str) -> None:
     """Raise InputError where `advantages` or `batch_advantages` fails on groups of different or equal rewards, or
     returns something else than a finite number for each rollout."""
-    count = max(LEAST_ROLLOUTS, algorithm.config.batch.generations)
+    count = max(LEAST_ROLLOUTS, generations)
     rewards = [np.arange(count) % 2.0, np.linspace(-1.0, 1.0, count), np.ones(count)]
     kept = [rewards_G for rewards_G in rewards if algorithm.keeps(rewards_G)]
     doing = f"computing the advantages of made-up groups of {count} rollouts"

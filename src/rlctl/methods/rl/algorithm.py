@@ -23,9 +23,11 @@ from rlctl.backends.messages import Truncation
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
 from rlctl.errors import ConfigError
+from rlctl.methods.rl.advantage_trial import require_advantages
 from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, token_weights, whitened, whitened_rollouts
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig
+from rlctl.methods.rl.token_advantages import PenalizedAdvantages
 from rlctl.rollouts.source import RolloutSource
 from rlctl.rollouts.turn_faults import BITS
 from rlctl.settings.training import LogprobColumn
@@ -77,9 +79,7 @@ class Algorithm(Method):
         refuse_async(config)
 
     def try_out(self, what: str) -> None:
-        from rlctl.methods.rl.advantage_trial import require_advantages
-
-        require_advantages(self, what)
+        require_advantages(self, self.config.batch.generations, what)
 
     def workload(self, facts: ModelFacts, tokens: int | None = None) -> Workload:
         from rlctl.planner.from_config import rollout_workload
@@ -170,8 +170,6 @@ class Algorithm(Method):
 
     @property
     def token_advantages(self) -> AdvantageEstimate | None:
-        from rlctl.methods.rl.policy_gradient import PenalizedAdvantages
-
         return PenalizedAdvantages(self.config) if self.config.whitens_penalties else None
 
     @property

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.backends.batch import TokenBatch, ValueBatch
+from rlctl.backends.batch import TokenBatch
 from rlctl.methods.rl.advantages import group_advantages
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import RlConfig
@@ -148,29 +148,6 @@ class PolicyGradient(Algorithm):
             return batch
         advantages_R = penalized(batch.advantages_R, old_full_logprobs(batch), _reference(batch), batch, config.loss)
         return replace(batch, advantages_R=advantages_R)
-
-
-@dataclass(frozen=True)
-class PenalizedAdvantages:
-    """From the advantages of rollouts to those of tokens on the ranks, where these are whitened with the KL penalty in
-    them: REINFORCE++ (arXiv 2501.03262) normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
-
-    config: RlConfig
-    column: str = "reference_logprobs"
-    whitens: bool = True
-
-    @property
-    def bounds(self) -> tuple[float | None, float | None]:
-        return self.config.advantage.clip_low, self.config.advantage.clip_high
-
-    def __call__(self, batch: ValueBatch) -> tuple[None, torch.Tensor]:
-        """Return the advantage of each token of a micro-batch [R], before it is whitened."""
-        from rlctl.methods.rl.losses import penalized
-
-        old_R, reference_R = batch.old_logprobs_R, batch.reference_logprobs_R
-        assert old_R is not None  # `needs` has both
-        assert reference_R is not None
-        return None, penalized(batch.rewards_R, old_R, reference_R, batch, self.config.loss)
 
 
 def _reference(batch: TokenBatch) -> torch.Tensor:

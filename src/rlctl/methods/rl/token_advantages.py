@@ -1,0 +1,35 @@
+"""Advantages of tokens, from those of rollouts and the KL penalty in them: what the ranks compute before whitening."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlctl.backends.batch import ValueBatch
+from rlctl.methods.rl.rl_config import RlConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class PenalizedAdvantages:
+    """From the advantages of rollouts to those of tokens on the ranks, where these are whitened with the KL penalty in
+    them: REINFORCE++ (arXiv 2501.03262) normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
+
+    config: RlConfig
+    column: str = "reference_logprobs"
+    whitens: bool = True
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.config.advantage.clip_low, self.config.advantage.clip_high
+
+    def __call__(self, batch: ValueBatch) -> tuple[None, torch.Tensor]:
+        """Return the advantage of each token of a micro-batch [R], before it is whitened."""
+        from rlctl.methods.rl.losses import penalized
+
+        old_R, reference_R = batch.old_logprobs_R, batch.reference_logprobs_R
+        assert old_R is not None  # `needs` has both
+        assert reference_R is not None
+        return None, penalized(batch.rewards_R, old_R, reference_R, batch, self.config.loss)
