@@ -16,7 +16,7 @@ import pytest
 from ray import cloudpickle
 
 from rlctl.cluster import ray_session
-from rlctl.cluster.ray_session import asks_for_token
+from rlctl.cluster.ray_session import BesideSession, asks_for_token
 from rlctl.cluster.session_files import lasting_folder
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.files import abandoned
@@ -230,6 +230,64 @@ def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
     assert not Path(told["session"]).parents[1].exists()
     assert not [file for one in told["begun"] for file in one["files"] if Path(file).exists()]
     assert not [pid for pid in (*told["ray"], *(p for one in told["begun"] for p in one["pids"])) if runs(pid)]
+
+
+BESIDE = """
+import json, sys, time
+import psutil
+from rlctl.cluster.ray_session import BesideSession
+from rlctl.errors import InputError
+
+when, told = sys.argv[1], {}
+def family():
+    return {process.pid: process.name() for process in psutil.Process().children(recursive=True)}
+try:
+    with BesideSession() as ray:
+        ray.begin(gpus=0)
+        if when == "starting":
+            while not any("gcs_server" in name for name in family().values()):
+                time.sleep(0.01)
+        if when == "started":
+            ray.wait()
+            import ray as library
+            told["value"] = library.get(library.put(7))
+        told["family"] = family()
+        raise InputError("the data is wrong.")
+except InputError as error:
+    told["error"] = error.message
+told["left"] = family()
+with BesideSession() as ray:  # a program goes on with another one
+    ray.begin(gpus=0)
+    ray.wait()
+    told["again"] = sys.modules["ray"].is_initialized()
+told["left_again"] = family()
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("when", ["importing", "starting", "started"])
+def test_a_session_that_starts_beside_an_error_is_ended_with_it(when: str) -> None:
+    """The error of the block is the one that is told, and whatever Ray has started by then is gone before it is."""
+    program = [sys.executable, "-c", BESIDE, when]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["error"] == "the data is wrong."
+    assert bool(told["family"]) == (when != "importing")
+    assert told.get("value") == (7 if when == "started" else None)
+    assert (told["left"], told["again"], told["left_again"]) == ({}, True, {})
+
+
+def test_a_session_that_cannot_start_says_so_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BesideSession() as beside, monkeypatch.context() as patch:
+        patch.setattr(ray_session, "ray_session", _refusing)
+        beside.begin()
+        with pytest.raises(MachineError, match="did not start"):
+            beside.wait()
+
+
+def _refusing(*_: object, **__: object) -> None:
+    raise MachineError("Ray did not start.")
 
 
 KILLED = """

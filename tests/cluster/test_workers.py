@@ -16,7 +16,15 @@ from ray.exceptions import OutOfMemoryError
 from rlctl.cluster import workers
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import fetch
-from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
+from rlctl.cluster.workers import (
+    PendingCall,
+    WorkerDiedError,
+    WorkerGroup,
+    WorkerPlaces,
+    WorkerSpec,
+    failing_with,
+    telling_waits,
+)
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 from support.forked_workers import started_anew
 
@@ -135,6 +143,28 @@ def test_workers_of_tests_marked_gpu_are_started_anew(request, gpus, tmp_path):
         anew = start_group(gpus, tmp_path / "anew")
     assert anew.call(Counter.is_forked) == [False, False]
     anew.kill()
+
+
+def test_a_wait_ends_with_the_failure_of_what_runs_beside_it(gpus, group, tmp_path):
+    """What starts beside something slower is not noticed after it alone."""
+    other = WorkerGroup(
+        "other", Counter, [WorkerSpec({"rank": 0}, (gpus.bundles[0],))], gpus, tmp_path / "logs", start_timeout_s=120,
+        call_timeout_s=60,
+    )  # fmt: skip
+    try:
+        beside = other.submit(Counter.rank_plus, 1)
+        with failing_with(beside):  # which succeeds
+            assert group.call(Counter.rank_plus, 5) == [5, 6]
+        assert beside.results() == [1]
+        begun = time.monotonic()
+        with failing_with(other.submit(Counter.refuse)), pytest.raises(InputError, match="the file `x` is empty"):
+            group.call(Counter.doze, 1, 50.0)
+        assert time.monotonic() - begun < 40
+        late = other.within(0.1).submit(Counter.doze, 0, 5.0)
+        with failing_with(late):  # the time that a wait may take is its own
+            assert group.call(Counter.rank_plus, 5) == [5, 6]
+    finally:
+        other.kill()
 
 
 def test_workers_import_nothing_from_the_working_directory(lasting):

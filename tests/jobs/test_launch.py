@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlctl.cli import run
+from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import write_json
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
@@ -106,6 +107,29 @@ def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, c
     assert "Traceback" not in shown.err
     assert shown.out == ""
     assert not (files / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "begun"),
+    [
+        (["--data", "absent.jsonl"], True),
+        (["--reward", "broken.py:raises"], True),
+        (["--max-length", "100000"], False),
+        (["--model", "noconfig"], False),
+        (["--gpu", "h100", "--gpus-per-node", "8"], False),
+        (["--dry-run"], False),
+    ],
+)
+def test_ray_begins_to_start_once_the_plan_is_checked_and_before_data_is_read(
+    files, tiny_llama, monkeypatch, more, begun
+):
+    """What Ray has begun to start ends with the error, and a dry run starts nothing."""
+    asked: list[tuple[Any, Any]] = []
+    monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
+    monkeypatch.setattr("rlctl.jobs.prepare.local_gpus", list)
+    monkeypatch.setattr(BesideSession, "begin", lambda self, address=None, *, gpus=None: asked.append((address, gpus)))
+    assert run(train(tiny_llama, *more)) == (0 if more == ["--dry-run"] else 3 if "--gpu" in more else 2)
+    assert asked == [(None, 0)] * begun
 
 
 def test_a_long_prompt_of_a_late_step_is_named_before_the_first_one(files, tiny_llama, capsys, monkeypatch):
@@ -297,7 +321,12 @@ def go_on(path: Path, *, allow_changes: bool = False, **flags: Any) -> tuple[Job
 
     said: list[str] = []
     resolved = options.resolve_config(run_dir=str(path), resume=True, **flags)
-    return resumed_job(RunDirectory(path), resolved, said.append, allow_changes=allow_changes), said
+    begun: list[Any] = []
+    job = resumed_job(
+        RunDirectory(path), resolved, said.append, allow_changes=allow_changes, starts=lambda *one: begun.append(one)
+    )
+    assert len(begun) == 1
+    return job, said
 
 
 def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_llama, capsys):

@@ -50,6 +50,15 @@ def even(completion, answer, prompt, scored=[], **row):
 """
 
 
+def test_the_policy_gets_its_weights_while_the_engine_starts_and_both_are_there_before_the_refit(uninterrupted):
+    run_dir, _ = uninterrupted
+    said = (run_dir / "logs" / "driver.log").read_text()
+    phases = ["starting Ray", "starting processes", "starting policy", "loading weights", "starting engines",
+              "starting reward scorer", "first refit", "stopping the processes"]  # fmt: skip
+    places = [said.index(f" {phase}") for phase in phases]
+    assert places == sorted(places)
+
+
 def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
     run_dir, done = uninterrupted
     lines = read_metrics(run_dir / "metrics.jsonl")

@@ -4,6 +4,7 @@ listens on the loopback only, in folders of this user, and both go away at its e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,17 +78,17 @@ def ray_session(
     address: str | None = None,
     *,
     gpus: int | None = None,
-    logs: Path | None = None,
+    logs: Path | Callable[[], Path | None] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Connect to Ray for the block.
 
     `address` None starts Ray on this machine and stops it with its workers; else the cluster is joined and left
-    running. `gpus` limits a local session's GPUs. After a failure, a local session's logs are copied to `logs`. `tell`
-    warns of a cluster without a token. Raises MachineError if Ray does not start or answer.
+    running. `gpus` limits a local session's GPUs. After a failure, a local session's logs are copied to `logs`, which
+    may be a function where the place is not known yet. `tell` warns of a cluster without a token. Raises MachineError
+    if Ray does not start or answer.
     """
-    for name, value in PATIENCE.items() if address is None else ():
-        os.environ.setdefault(name, value)
+    _have_patience(address)
     import ray
     from ray._private import ray_constants
 
@@ -104,8 +106,94 @@ def ray_session(
     # Below `uv run` Ray would start each worker by another `uv run`, which makes an environment without rlctl for it.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
-    with _started(gpus, logs) if address is None else _joined(address, tell):
+    place: Callable[[], Path | None] = logs if callable(logs) else lambda: logs
+    with _started(gpus, place) if address is None else _joined(address, tell):
         yield
+
+
+def _have_patience(address: str | None) -> None:
+    """To be called before Ray is imported."""
+    for name, value in PATIENCE.items() if address is None else ():
+        os.environ.setdefault(name, value)
+
+
+class _Abandoned(BaseException):
+    """Raised in the thread of a session that is not waited for any more."""
+
+
+class BesideSession:
+    """A session that starts in a thread of its own while the caller does something else, and ends with a `with` block.
+
+    Ray's processes end with the thread that started them, so the thread waits until the session is to end.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        """`tell`: see `ray_session`."""
+        self._tell = tell
+        self._logs: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+        self._answered, self._ending = threading.Event(), threading.Event()
+        self._is_starting = self._given_up = False
+        self._error: BaseException | None = None
+        self._failure: BaseException | None = None
+        """What the block ends with."""
+
+    def begin(self, address: str | None = None, *, gpus: int | None = None) -> None:
+        """Begin to start or join Ray, as `ray_session` does."""
+        _have_patience(address)
+        self._thread = threading.Thread(target=self._hold, args=(address, gpus), name="ray", daemon=True)
+        self._thread.start()
+
+    def wait(self, logs: Path | None = None) -> BesideSession:
+        """Wait until Ray is there; its logs go to `logs` if the block fails. Raises like `ray_session`."""
+        self._logs = logs
+        self._answered.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self
+
+    def _hold(self, address: str | None, gpus: int | None) -> None:
+        try:
+            import ray  # noqa: F401 - before it may be interrupted: a module cannot be imported by halves
+
+            with self._turn:
+                if self._given_up:
+                    return
+                self._is_starting = True
+            with ray_session(address, gpus=gpus, logs=lambda: self._logs, tell=self._tell):
+                with self._turn:
+                    self._is_starting = False
+                    self._answered.set()
+                self._ending.wait()
+                if self._failure is not None:
+                    raise self._failure
+        except _Abandoned:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is raised where the session is waited for
+            self._error = error
+        finally:
+            self._answered.set()
+
+    def __enter__(self) -> BesideSession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._failure = error
+        with self._turn:
+            self._given_up = True
+            has_begun = self._is_starting or self._answered.is_set()  # else it imports, and starts nothing any more
+            if self._is_starting and thread.ident is not None:  # what Ray has started by then is ended at once
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
+        self._ending.set()
+        if has_begun:
+            thread.join()
+        if error is None and self._error is not None:
+            raise self._error
 
 
 @contextlib.contextmanager
@@ -151,7 +239,7 @@ def asks_for_token(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
+def _started(gpus: int | None, logs: Callable[[], Path | None]) -> Iterator[None]:
     import ray
 
     base = session_base()
@@ -170,8 +258,7 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
                 f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
             ) from error
         _keep_stdout_clean()
-        if logs is not None:
-            stack.push(lambda kind, *_: _copy_logs(own, logs) if kind and issubclass(kind, Exception) else None)
+        stack.push(lambda kind, *_: _copy_logs(own, logs()) if kind and issubclass(kind, Exception) else None)
         stack.callback(ray.shutdown)
         yield
 
@@ -224,7 +311,9 @@ def require_control() -> None:
         )
 
 
-def _copy_logs(session: Path, logs: Path) -> None:
+def _copy_logs(session: Path, logs: Path | None) -> None:
+    if logs is None:
+        return
     target = logs / "ray"
     with contextlib.suppress(OSError):  # the failure itself is what matters
         logs.mkdir(exist_ok=True)  # and no run directory that was removed meanwhile
@@ -319,10 +408,10 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
                     },
                 )
             return
-        except Exception as error:  # Ray gives the timeout no class of its own; others are raised again
-            if "timed out during startup" not in str(error):
-                raise
+        except BaseException as error:
             ray.shutdown()
+            if "timed out during startup" not in str(error):  # Ray gives the timeout no class of its own
+                raise
             if attempt + 1 == START_ATTEMPTS:
                 raise TimeoutError(f"{error} (tried {START_ATTEMPTS} times)") from error
 

@@ -123,9 +123,11 @@ class _Host:
         self.worker: Any = None
         self._usage: UsageSampler | None = None
 
-    def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
+    def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any], then: str | None = None) -> int:
         made = imported(worker_class) if isinstance(worker_class, str) else worker_class
         self.worker = self._logged(lambda: made(**kwargs))
+        if then is not None:
+            self.call((then,), (), {})
         return os.getpid()
 
     def call(self, path: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -237,10 +239,12 @@ class WorkerGroup(Generic[W_co]):
         call_timeout_s: float,
         wait: bool = True,
         concurrency: int = 1,
+        then: Callable[[W_co], None] | None = None,
     ) -> None:
         """Start the processes and construct the workers in parallel. Raises like `ready`. `wait` False returns at once;
         then call `ready` first. `worker_class` can be `module:name`, imported only in workers. Each worker takes
-        `concurrency` calls at a time, each in a thread."""
+        `concurrency` calls at a time, each in a thread. `then`: a method that each worker calls as soon as it is
+        constructed; `ready` waits for it too."""
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
@@ -251,7 +255,8 @@ class WorkerGroup(Generic[W_co]):
         self.pids: list[int] = []
         self._oom_kills = oom_kills()
         self._turn = threading.Lock()  # calls of two threads reach all ranks in one order: a call may be collective
-        self._started = [self._begin(rank) for rank in range(len(self.specs))]
+        first = None if then is None else then.__name__
+        self._started = [self._begin(rank, first) for rank in range(len(self.specs))]
         if wait:
             self.ready()
 
@@ -279,20 +284,24 @@ class WorkerGroup(Generic[W_co]):
         bundles = [bundle for spec in self.specs for bundle in spec.all_bundles]
         return sum(bundle.gpu is not None and bundle.node == node for bundle in bundles)
 
-    def _begin(self, rank: int) -> Any:
+    def _begin(self, rank: int, then: str | None = None) -> Any:
         spec, kwargs = self.specs[rank], dict(self.specs[rank].kwargs)
         if spec.others:
             name = f"{self._logs[rank].stem}-other"
             limits = self.start_timeout_s, self.call_timeout_s
             kwargs["places"] = WorkerPlaces(name, spec.others, self._placement, self.log_dir, *limits)
-        return self.hosts[rank].start.remote(self._worker_class, kwargs)
+        return self.hosts[rank].start.remote(self._worker_class, kwargs, then)
+
+    @property
+    def starting(self) -> PendingCall[int]:
+        """The call that `ready` waits for."""
+        return PendingCall(self.within(self.start_timeout_s), "start", self._started)
 
     def ready(self) -> None:
         """Wait until every worker is constructed; on failure, end the processes and raise WorkerError or
         WaitTimeoutError."""
         try:
-            starting = PendingCall(self.within(self.start_timeout_s), "start", self._started)
-            self.pids = starting.results(self._require_hosts)
+            self.pids = self.starting.results(self._require_hosts)
             for rank, pid in enumerate(self.pids):
                 log.info("%s rank %d is process %d; its output is in %s", self.name, rank, pid, self.log_path(rank))
         except BaseException:
@@ -488,19 +497,7 @@ class WorkerGroup(Generic[W_co]):
 
     def stop(self) -> None:
         """Let workers close, then end their processes."""
-        import ray
-        from ray.exceptions import RayError
-
-        stops = [host.stop.remote() for host in self.hosts]
-        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
-        for rank, ref in enumerate(stops):
-            try:
-                ray.get(ref, timeout=0)
-            except (RayError, RlctlError) as error:
-                # The processes are ended below in any case; a close that failed is for the log, not for the user.
-                with contextlib.suppress(OSError), self.log_path(rank).open("a") as log:
-                    log.write(f"close: {error}\n")
-        self.kill()
+        stop_together([self])
 
     def kill(self) -> None:
         """End the processes at once; where Ray is broken, they end with the session."""
@@ -508,6 +505,25 @@ class WorkerGroup(Generic[W_co]):
 
         for host in self.hosts if dead_process() is None else ():
             ray.kill(host, no_restart=True)
+
+
+def stop_together(groups: Sequence[WorkerGroup[Any]]) -> None:
+    """Let the workers of all groups close at once, then end their processes."""
+    import ray
+    from ray.exceptions import RayError
+
+    stops = {host.stop.remote(): group.log_path(rank) for group in groups for rank, host in enumerate(group.hosts)}
+    if stops:
+        ray.wait(list(stops), num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+    for ref, path in stops.items():
+        try:
+            ray.get(ref, timeout=0)
+        except (RayError, RlctlError) as error:
+            # The processes are ended below in any case; a close that failed is for the log, not for the user.
+            with contextlib.suppress(OSError), path.open("a") as log:
+                log.write(f"close: {error}\n")
+    for group in groups:
+        group.kill()
 
 
 def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
@@ -553,6 +569,20 @@ def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
         _told_of_waits.remove(tell)
 
 
+_watched: list[PendingCall[Any]] = []
+
+
+@contextlib.contextmanager
+def failing_with(*calls: PendingCall[Any]) -> Iterator[None]:
+    """Within the block, every wait for all ranks of a group also ends with the failure of one of `calls`."""
+    _watched.extend(calls)
+    try:
+        yield
+    finally:
+        for call in calls:
+            _watched.remove(call)
+
+
 def _next_done(
     calls: Sequence[PendingCall[Any]], pending: list[Any], deadline: float, look: Callable[[], None] | None = None
 ) -> tuple[list[Any], list[Any]]:
@@ -586,18 +616,20 @@ def _next_done(
 def _wait_for_all(
     calls: Sequence[PendingCall[Any]], timeout_s: float, look: Callable[[], None] | None = None
 ) -> list[list[Any]]:
-    place = {ref: (index, rank) for index, call in enumerate(calls) for rank, ref in enumerate(call.refs)}
-    results: list[list[Any]] = [[None] * len(call.refs) for call in calls]
+    wanted = {ref for call in calls for ref in call.refs}
+    every = [*calls, *(call for call in _watched if wanted.isdisjoint(call.refs))]
+    place = {ref: (index, rank) for index, call in enumerate(every) for rank, ref in enumerate(call.refs)}
+    results: list[list[Any]] = [[None] * len(call.refs) for call in every]
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
-    while pending:
-        done, pending = _next_done(calls, pending, deadline, look)
+    while wanted.intersection(pending):
+        done, pending = _next_done(every, pending, deadline, look)
         if not done:
             break
         for ref in done:
             index, rank = place[ref]
             try:
-                results[index][rank] = calls[index].group.result(ref, rank, calls[index].method)
+                results[index][rank] = every[index].group.result(ref, rank, every[index].method)
             except WorkerDiedError:
                 raise
             except RlctlError as error:
@@ -608,9 +640,9 @@ def _wait_for_all(
                     first = error
     if first is not None:
         raise first
-    if pending:
-        raise _late(calls, [place[ref] for ref in pending], timeout_s)
-    return results
+    if late := [place[ref] for ref in pending if ref in wanted]:
+        raise _late(calls, late, timeout_s)
+    return results[: len(calls)]
 
 
 def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], timeout_s: float) -> WaitTimeoutError:

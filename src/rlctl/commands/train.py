@@ -126,6 +126,9 @@ def _train(command: str | None, context: typer.Context) -> None:
         commands = " or ".join(f"`rlctl train {name} ...`" for name in _methods())
         raise InputError("`rlctl train` does not know which method to use (run.algorithm).", f"Write {commands}.")
     resolved = resolved.allowing_differences() if params["allow_differences"] else resolved
+    from rlctl.data.chat import Process
+
+    Process.reads_tokenizers_alone = OwnProcess.is_one  # models are loaded by processes of their own
     if dry_run:
         show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
         return
@@ -141,11 +144,9 @@ def _train(command: str | None, context: typer.Context) -> None:
 
 def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion: str | None) -> DryRun:
     """Return the dry run of a new run, or with `resume` of a continued one."""
-    from rlctl.data.chat import Process
     from rlctl.jobs.dry_run import dry_train
     from rlctl.jobs.train import dry_resume
 
-    Process.reads_tokenizers_alone = OwnProcess.is_one
     if resume:
         return dry_resume(resolved, message, allow_changes=allow_changes, completion=completion)
     return dry_train(resolved, completion)

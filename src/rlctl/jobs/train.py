@@ -9,9 +9,11 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import user_path
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
@@ -19,10 +21,13 @@ from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.jobs.dry_run import DryRun, about
-from rlctl.jobs.prepare import Job, content_changes, prepare_job, version_changes
+from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, version_changes
+from rlctl.jobs.run_workers import device_of
 from rlctl.jobs.training_run import RunSummary, run_training
+from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
+from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.training.loop import Loop
@@ -51,21 +56,25 @@ def train_grpo(
 ) -> RunSummary:
     """Begin or continue a run; returns when it is finished or was asked to stop. `loop` takes the steps in place of
     rlctl's own."""
-    with Display(steps=resolved.config.run.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
+    with (
+        Display(steps=resolved.config.run.steps, quiet=quiet) as display,
+        StopRequest(display.say) as stop,
+        BesideSession(display.say) as ray,
+    ):
         display.doing("reading model and data, planning")
         try:
             if resume:
-                return _resume(resolved, display, stop, allow_changes, loop or Loop)
-            return _begin(resolved, display, stop, loop or Loop)
+                return _resume(resolved, display, stop, ray, allow_changes, loop or Loop)
+            return _begin(resolved, display, stop, ray, loop or Loop)
         except Exception as error:
             display.note(f"{type(error).__name__}: {error}")
             raise
 
 
-def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[Loop]) -> RunSummary:
+def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideSession, loop: type[Loop]) -> RunSummary:
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
-    job = prepare_job(resolved, display.say, starts=True)
+    job = prepare_job(resolved, display.say, starts=partial(begin_ray, ray))
     display.steps = job.config.run.steps
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
     with _locked(run, run.create):
@@ -73,24 +82,35 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[L
             display.log_to(run.log)
             run.write_manifest(job.manifest())
             _introduce(display, job, run)
-            return run_training(job, run, display, stop, resume=False, loop=loop)
+            return run_training(job, run, display, stop, ray, resume=False, loop=loop)
         except BaseException as error:
             if not run.has_steps():
                 run.abandon(keep_logs=isinstance(error, Exception))
             raise
 
 
+def begin_ray(ray: BesideSession, config: RlctlConfig, plan: Plan) -> None:
+    """Begin to start Ray, or to join it, for a plan."""
+    ray.begin(config.cluster.ray_address, gpus=0 if device_of(plan) == "cpu" else None)
+
+
 def _resume(
-    resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool, loop: type[Loop]
+    resolved: Resolved,
+    display: Display,
+    stop: StopRequest,
+    ray: BesideSession,
+    allow_changes: bool,
+    loop: type[Loop],
 ) -> RunSummary:
     run = run_to_resume(resolved)
     with _locked(run, run.reopen):
         display.log_to(run.log)
         run.recover_partial(display.say)
-        job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
+        starts = partial(begin_ray, ray)
+        job = resumed_job(run, resolved, display.say, allow_changes=allow_changes, starts=starts)
         display.steps = job.config.run.steps
         _introduce(display, job, run)
-        return run_training(job, run, display, stop, resume=True, loop=loop)
+        return run_training(job, run, display, stop, ray, resume=True, loop=loop)
 
 
 def run_to_resume(resolved: Resolved) -> RunDirectory:
@@ -115,7 +135,7 @@ def dry_resume(
 ) -> DryRun:
     """Return what `--resume` would go on with, checked as a resume is."""
     run = run_to_resume(resolved)
-    job = resumed_job(run, resolved, tell, allow_changes=allow_changes, starts=False, completion=completion)
+    job = resumed_job(run, resolved, tell, allow_changes=allow_changes, completion=completion)
     return DryRun.of(job)
 
 
@@ -125,7 +145,7 @@ def resumed_job(
     tell: Callable[[str], None],
     *,
     allow_changes: bool,
-    starts: bool = True,
+    starts: Starts | None = None,
     completion: str | None = None,
 ) -> Job:
     """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
@@ -152,7 +172,7 @@ def resumed_job(
         tell(change)
     checkpoints = run.checkpoints()
     if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
-        if starts:  # a run that was killed while it saved its last step lacks the line of it
+        if starts is not None:  # a run that was killed while it saved its last step lacks the line of it
             run.open_metrics(checkpoints[-1])
         raise InputError(
             f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
-from rlctl.cluster.ray_session import dead_process, fetch, ray_session, require_processes
+from rlctl.cluster.ray_session import BesideSession, dead_process, fetch, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.files import write_json
@@ -107,9 +108,17 @@ class RunSummary:
 
 
 def run_training(
-    job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool, loop: type[Loop] = Loop
+    job: Job,
+    run: RunDirectory,
+    display: Display,
+    stop: StopRequest,
+    ray: BesideSession,
+    *,
+    resume: bool,
+    loop: type[Loop] = Loop,
 ) -> RunSummary:
-    """Train until the last step or a stop request. The run directory is locked and has its manifest.
+    """Train until the last step or a stop request. The run directory is locked and has its manifest, and `ray` has
+    begun to start.
 
     With `resume` it goes on from the newest checkpoint that is intact.
 
@@ -122,7 +131,7 @@ def run_training(
         display.without = SHOWN_METRICS[1:] if job.prompts.environment else SHOWN_METRICS
     try:
         with run.writing():
-            steps, interrupted = _train(job, run, display, stop, resume, loop)
+            steps, interrupted = _train(job, run, display, stop, ray, resume, loop)
     except RlctlError as error:
         _report(run, display, "stopped")
         raise _with_resume_hint(error, run, command_of(job.config.run.algorithm)) from error
@@ -150,7 +159,13 @@ def run_training(
 
 
 def _train(
-    job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool, loop: type[Loop]
+    job: Job,
+    run: RunDirectory,
+    display: Display,
+    stop: StopRequest,
+    ray: BesideSession,
+    resume: bool,
+    loop: type[Loop],
 ) -> tuple[int, bool]:
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
@@ -158,13 +173,13 @@ def _train(
     with contextlib.ExitStack() as stack:
         job = _converted(job, display)
         display.doing("starting Ray")
-        gpus = 0 if job.device == "cpu" else None
-        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
+        stack.enter_context(ray.wait(run.logs))
         stack.enter_context(telling_waits(display.say))
         stop.install()  # an import of Ray's may have swallowed a signal
         stop.trouble = dead_process
-        workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing))
-        policy = _load_policy(job, workers, display)
+        load = partial(_load_policy, job, display)
+        workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing, load))
+        policy = workers.policy
         if job.method.reference_before_training:
             display.doing("log-probs of the reference model")
             _precompute_reference(job, run, policy)
@@ -312,22 +327,20 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _load_policy(job: Job, workers: RunWorkers, display: Display) -> PolicyClient:
-    policy = workers.policy
+def _load_policy(job: Job, display: Display, policy: PolicyClient, teacher: PolicyClient | None) -> None:
     display.doing("loading weights")
     policy.load_model(job.source.weights)
     if "reference_logprobs" in job.method.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
-    if workers.teacher is not None and job.teacher is not None:
-        display.doing(f"loading the {workers.teacher.group.name}")
+    if teacher is not None and job.teacher is not None:
+        display.doing(f"loading the {teacher.group.name}")
         # Rollouts are scored while the policy trains, where they are sampled meanwhile.
         stays = job.config.samples_while_training and not job.config.named_teacher
-        policy.teacher = Teacher(workers.teacher, job.offload and not stays)
+        policy.teacher = Teacher(teacher, job.offload and not stays)
         policy.teacher.load_model(job.teacher.source.weights)
         if job.projection is not None:
             policy.hold_projection(job.projection)
-    return policy
 
 
 def _precompute_reference(job: Job, run: RunDirectory, policy: PolicyClient) -> None:
