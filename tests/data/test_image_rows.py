@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,20 @@ def test_paths_are_relative_to_the_data_file(tmp_path: Path) -> None:
     assert source[1].images == ()
 
 
+def test_paths_are_relative_to_a_dataset_s_directory_or_to_the_folder_that_is_named(tmp_path: Path) -> None:
+    from rlctl.jobs.generate import read_prompts
+
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / "red.png").write_bytes(png())
+    (tmp_path / "train.jsonl").write_text('{"prompt": "What?", "image": "shown/red.png"}\n')
+    assert open_prompts(DataConfig(name=str(tmp_path)))[0].images[0].encoded() == png()
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "What?", "image": "red.png"}\n')
+    named = DataConfig(image_folder=str(tmp_path / "shown"), image_bytes=100_000)
+    [row] = read_prompts([], str(tmp_path / "asked.jsonl"), named)
+    assert row.images[0].encoded() == png()
+    assert row.images[0].limits.bytes == 100_000
+
+
 @pytest.mark.parametrize(
     ("record", "why"),
     [
@@ -211,12 +226,52 @@ def test_both_texts_of_a_pair_and_all_turns_of_messages_have_the_images(model: P
     assert [part.data.tolist() for part in text.media] == [one.tolist() for one in shown]
 
 
+def test_marked_answers_stand_behind_images_and_what_follows_the_last_is_left_out(model: Path) -> None:
+    """Images that follow the last answer go with their message."""
+    encoder = encoder_of(model)
+    assert encoder.template is not None
+    ends = "<|im_end|>\n{% endfor %}"
+    marked = encoder.template.replace(
+        "<|im_start|>{{ m['role'] }}\n",
+        "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+        "{% endgeneration %}\n{% else %}",
+    ).replace(ends, "<|im_end|>\n{% endif %}{% endfor %}")
+    turns = [
+        {"role": "user", "content": [IMAGE, say("What?")]},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": [say("And "), IMAGE]},
+    ]
+    shown = [np.array(square()), np.array(square("blue", (40, 90)))]
+    row = text_from_record({"messages": turns, "images": [png(), png("blue", (40, 90))]}, 0, "row", DataConfig())
+    whole = theirs(model, turns[:2], shown[:1], add_generation_prompt=False)
+    for one, marks in ((encoder, False), (replace(encoder, template=marked), True)):
+        (text,) = trained_texts(one, row, marked=marks)
+        assert text.tokens_T.tolist() == whole[: len(text.tokens_T)]
+        assert encoder.tokenizer.decode(text.tokens_T[text.mask_T]) == "red<|im_end|>"
+        assert len(text.media) == 1
+
+
+def test_the_beginning_of_a_text_takes_no_part_of_an_image(model: Path) -> None:
+    record = {"prompt": "Is <image> like <image>?", "images": [png(), png()], "completion": "red"}
+    (text,) = trained_texts(encoder_of(model), text_from_record(record, 0, "row", DataConfig()))
+    for kept in range(1, len(text.tokens_T) + 1):
+        cut = text.first(kept)
+        end = next((p.start for p in text.media if p.start < kept < p.start + p.tokens), kept)
+        assert cut.tokens_T.tolist() == text.tokens_T[:end].tolist()
+        assert len(cut.mask_T) == end
+        assert [part.start for part in cut.media] == [p.start for p in text.media if p.start + p.tokens <= end]
+
+
 def test_text_that_says_what_stands_for_an_image_stays_text(model: Path) -> None:
     written = FAMILIES[model.name][0]
     encoder = encoder_of(model)
     row = PromptRow(0, "row", f"Why {written}?", None)
     assert encoder.images().placeholder_id not in encoder.encode(row)
     assert written in encoder.tokenizer.decode(encoder.encode(row))
+    for asked in (text_from_record({"text": f"See {written}."}, 0, "row 7", DataConfig()), replace(row, where="row 7")):
+        kept = encoder_of(model, special_tokens="tokens")
+        with pytest.raises(InputError, match=r"row 7: the token .* stands for an image, and there is no image"):
+            kept.encode(asked) if asked.answer is None else trained_texts(kept, asked)
     if written != "<image>":  # which is a place for the image of a row
         row = row_from_record({"prompt": f"Why {written}?", "images": [png()]}, 0, "row", DataConfig())
         assert len(encoder.prompt(row).media) == 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import http.server
 import io
+import threading
+import urllib.parse
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -84,13 +87,14 @@ def test_modes_are_converted_as_the_processor_converts_them(mode: str, processor
     assert (processor.pixels([ours])["pixel_values"] == theirs).all()
 
 
-def test_images_are_turned_upright_as_their_exif_says(processor: ImageProcessor) -> None:
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_images_are_turned_upright_as_their_exif_says(kind: str, processor: ImageProcessor) -> None:
     for orientation in range(1, 9):
         exif = Image.Exif()
         exif[0x0112] = orientation
         image = square("red", (60, 20))
         image.putpixel((0, 0), (0, 0, 255))
-        source = ImageSource("row", data=encoded(image, exif=exif))
+        source = ImageSource("row", data=encoded(image, kind, exif=exif))
         upright = ImageOps.exif_transpose(Image.open(io.BytesIO(source.data)))
         assert (processor.rgb(source.decoded()) == np.array(upright)).all()
         assert source.size() == (upright.height, upright.width)
@@ -107,6 +111,85 @@ def test_rows_hold_images_in_many_ways(tmp_path: Path) -> None:
     ]  # fmt: skip
     for value in values:
         assert np.array(image_source(value, "row", tmp_path).decoded()).tolist() == np.array(square("red")).tolist()
+
+
+def test_sizes_come_from_headers() -> None:
+    """Of a PNG file PIL would decode all pixels in search of an orientation behind them."""
+    assert ImageSource("row", data=encoded(square("red", (60, 20)))[:-60]).size() == (20, 60)
+
+
+def test_images_of_pil_are_the_same_in_all_modes(processor: ImageProcessor) -> None:
+    color = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8))
+    others = {mode: color.convert(mode) for mode in ("CMYK", "YCbCr", "HSV", "F", "I", "RGBa", "RGBX", "PA")}
+    for mode, image in (modes() | others).items():
+        read = processor.rgb(image_source(image, "row", Path()).decoded())
+        assert (read == processor.rgb(image)).all(), mode
+
+
+def test_only_the_limit_of_the_configuration_refuses_a_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert ImageSource("row", data=encoded(square("red")), limits=ImageLimits(64 * 64)).decoded().size == (64, 64)
+
+
+class Gallery(http.server.BaseHTTPRequestHandler):
+    """Serves what `shown` has of a path: a body, and the length that it announces."""
+
+    shown: ClassVar[dict[str, tuple[bytes, int]]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(path := urllib.parse.unquote(self.path))
+        body, length = self.shown[path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_images_of_urls_are_fetched_once_unless_they_are_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCTL_CACHE_DIR", str(tmp_path))
+    data, page = encoded(square("red")), b"<html>Sign in</html>"
+    Gallery.asked.clear()
+    Gallery.shown = {
+        "/r\u00e9d one.png": (data, len(data)), "/half.png": (data[:90], len(data)), "/page.png": (page, len(page)),
+        "/cut.png": (data[:-60], len(data) - 60),
+    }  # fmt: skip
+    server = http.server.HTTPServer(("127.0.0.1", 0), Gallery)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    at = f"http://127.0.0.1:{server.server_port}"
+
+    def read(name: str) -> Image.Image:
+        return image_source(f"{at}/{name}", "row 3", Path()).decoded()
+
+    try:
+        for _ in range(2):
+            assert np.array(read("r\u00e9d one.png")).tolist() == np.array(square("red")).tolist()
+        assert Gallery.asked == ["/r\u00e9d one.png"]
+        whys = {"half.png": "cannot be fetched .*bytes of it did not come", "page.png": "not an image that PIL can"}
+        for name, why in (whys | {"cut.png": "damaged"}).items():
+            with pytest.raises(InputError, match=rf"row 3, {at}/{name}: .*{why}"):
+                read(name)
+            Gallery.shown[f"/{name}"] = data, len(data)  # it is repaired there
+            assert read(name).size == (64, 64)
+        with pytest.raises(InputError, match=r"row 3, http://127.0.0.1:port/a: it cannot be fetched"):
+            image_source("http://127.0.0.1:port/a", "row 3", Path()).decoded()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_shape_that_the_processor_refuses_names_its_row(tmp_path: Path) -> None:
+    """transformers refuses to enlarge a side to more than 200 times the other."""
+    processor = ImageProcessor.open(write_vision_model(tmp_path, "qwen2_5_vl"))
+    thin = np.zeros((1000, 4, 3), np.uint8)
+    with pytest.raises(ValueError, match="aspect ratio"):
+        processor.processor.image_processor([thin])
+    with pytest.raises(InputError, match=r"row 3: the model's processor refuses an image of 4 x 1,000 pixels \(abs"):
+        processor.expand([processor.placeholder_id], [thin], "row 3")
 
 
 @pytest.mark.parametrize(

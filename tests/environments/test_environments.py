@@ -12,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rlctl.data.image_sources import IMAGES, MARK
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.environment_plan import RunningEpisode, plan_environment
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
+from support.vision_models import square
 
 TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
 ROW = PromptRow(4, "row 4", "What?", "7", {"level": 2})
@@ -182,6 +184,20 @@ def test_methods_are_tools_and_a_broken_call_is_told_to_the_model() -> None:
     assert [(one.calls, one.broken) for one in replies] == [(1, 0), (1, 1), (1, 0), (0, 1), (0, 1), (1, 1), (0, 0)]
     assert replies[-1].done
     assert closed.reward == 5.0
+
+
+def test_tools_return_images() -> None:
+    one, other = CALL.format("show", '{"color": "red"}'), CALL.format("compare", "{}")
+    with hosting("Album") as host:
+        _, shown, both, *_ = asyncio.run(asked(host, *episode(one, f"{other}{one}{CALL.format('hide', '{}')}", "end")))
+    [message] = shown.messages
+    assert (message["role"], message["content"]) == ("user", MARK)
+    assert [image.rgb().tobytes() for image in message[IMAGES]] == [square("red").tobytes()]
+    [message] = both.messages
+    said = f"as wide as{MARK}\n\n{MARK}\n\nError: there is no function 'hide'; the functions are compare, show."
+    assert message["content"] == said
+    sizes = [image.rgb().size for image in message[IMAGES]]
+    assert sizes == [(112, 48), (64, 64)]
 
 
 def test_what_an_environment_says_is_plain_data() -> None:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from rlctl.data.drawn_shapes import QUESTIONS, picture
-from rlctl.jobs.laptop_vision import DESCRIBE, LABEL, NAME
+from rlctl.jobs.laptop_vision import LABEL, NAME
 from rlctl.jobs.open_model import find_model
 from support.runs import results
 
@@ -53,14 +53,12 @@ class Answers:
 
 
 @pytest.mark.slow
-def test_the_model_describes_pictures_and_answers_at_random_in_the_right_form(cache: Path) -> None:
+def test_the_model_answers_at_random_in_the_right_form(cache: Path) -> None:
     shown, asked = [picture(7, index) for index in range(120)], Answers(cache / "models" / LABEL)
     answers = [asked.text(asked.to(one.question, one.png)) for one in shown]
     assert sum(answer in QUESTIONS[one.question] for answer, one in zip(answers, shown, strict=True)) > 110
     right = sum(answer == one.answer for answer, one in zip(answers, shown, strict=True))
     assert 0.1 < right / len(shown) < 0.45
-    described = [asked.text(asked.to(DESCRIBE, one.png)) for one in shown]
-    assert sum(said == one.description for said, one in zip(described, shown, strict=True)) > 60
 
 
 @pytest.mark.slow

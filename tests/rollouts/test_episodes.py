@@ -6,27 +6,29 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.batch import WeightedRollout
-from rlctl.backends.messages import GroupRequest, Sampling, attached
+from rlctl.backends.messages import GroupRequest, SampleResult, Sampling, attached
 from rlctl.backends.packed_rows import build_row
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import MediaPart, contexts_of
+from rlctl.data.prompt_rows import PromptRow, row_from_record
+from rlctl.data.rollouts import MediaPart, Turn, contexts_of
 from rlctl.errors import InputError, WorkerError
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
+from rlctl.rollouts.episodes import Episode, result_of
 from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
-from rlctl.settings.data import ModelConfig
+from rlctl.settings.data import DataConfig, ModelConfig
 from support.chat_formats import FORMATS, write_of_formats
 from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
@@ -34,6 +36,8 @@ from support.engines import START_TIMEOUT_S, tiny_facts
 from support.multimodal_models import IMAGE, IMAGE_SIDE, IMAGE_TOKENS, write_with_images
 from support.toy_episodes import REPLY, TOKENS_A_TURN, TURNS
 from support.toy_gym import free_port, toy_gym
+from support.vision_cases import sampled_alone
+from support.vision_models import square, write_vision_model
 
 TOLERANCE = 1e-4
 TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
@@ -159,6 +163,30 @@ def test_a_prompt_s_image_is_with_each_turn_and_with_its_rollout(host: Any, tmp_
     miscounted = replace(asked, media=(replace(part, tokens=part.tokens - 1),))
     with pytest.raises(WorkerError, match="vLLM reads a prompt with image as"):
         call(host, EpisodeWorker.generate, [miscounted], SAMPLING, 60.0)
+
+
+@pytest.mark.parametrize("other", ["equal", "other pixels", "another size"])
+def test_a_group_shares_the_images_that_are_the_same(other: str) -> None:
+    """An environment may show each episode an image of its own, whose tokens look the same."""
+    red, blue = (np.array(square(color, (8, 4))) for color in ("red", "blue"))
+    second, tokens = {"equal": (red.copy(), 4), "other pixels": (blue, 4), "another size": (blue[:2], 2)}[other]
+    request, episodes = GroupRequest(0, (), (1, 2)), []
+    for pixels, count in ((red, 4), (second, tokens)):
+        episode = Episode(cast(Any, None), "0.0.0", request, 1, SAMPLING)
+        episode.read([7, *[5] * count, 8], [MediaPart("image", pixels, 1, count, (5,))])
+        answer = SampleResult("", np.array([9], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "", "stop")
+        episode.answers.append((len(episode.tokens), answer))
+        episode.tokens.append(9)
+        episode.transcript.append(Turn("assistant", "", 1, 0.0))
+        episodes.append(episode)
+    result = result_of(request, episodes, 0)
+    assert result.prompt_tokens == (6 if other == "equal" else 1)
+    micro = tuple(WeightedRollout(0, one, result.prompt_tokens, result.tokens[one], 0.0, 1.0) for one in range(2))
+    row = build_row(micro, {0: result.columns}, share=True, multiple=1, device=torch.device("cpu"))
+    assert [part.data.tolist() for part in row.media] == [red.tolist(), *([second.tolist()] * (other != "equal"))]
+    assert [row.tokens_T[part.start : part.start + part.tokens].unique().tolist() for part in row.media] == [
+        [5] for _ in row.media
+    ]
 
 
 # With an environment
@@ -334,6 +362,41 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
             assert result.episodes[sample].counts["asked"] == 3.0
         assert result.rewards == ((0.25,) * 2 if how == "ids" else (1.0,) * 2)
         assert result.finish_reasons == ("length", "length")
+
+
+def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Path) -> None:
+    """Also where it goes on from tokens that stand for images already, which nothing expands again."""
+    model = write_vision_model(tmp_path / "model", "qwen3_vl")
+    shown = [square("red"), square("blue", (112, 48))]
+    record = {"prompt": "What is it?", "images": shown, "answer": "x"}
+    row = row_from_record(record, 0, "row 0", DataConfig())
+    config = RlConfig.model_validate(
+        {"environment": {"name": "program", "params": {"command": [sys.executable, str(PROGRAM), "look"]}}}
+    )
+    encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
+    made = EnvironmentPlay.open(config, encoder, row)
+    assert made is not None
+    made = replace(made, max_length=512)
+    engine = replace(spec(model), arguments=spec(model).arguments | {"skip_mm_profiling": True})
+    host.within(START_TIMEOUT_S).call(SwappingEngine.play, engine, made)
+    asked = episode_request(0, row, encoder, (1, 2), 0)
+    never = encoder.never_sampled
+    (result,) = call(host, EpisodeWorker.generate, [asked], Sampling(6, never=never), 60.0)
+    for sample in range(2):
+        columns, episode = result.columns, result.episodes[sample]
+        assert (episode.failure, episode.turns) == (None, 4)
+        contexts = contexts_of(result.tokens[sample], episode)
+        sizes = []
+        for begin, tokens in contexts:
+            part = slice(columns.slice(sample).start + begin, columns.slice(sample).start + begin + tokens)
+            media = [one for one in columns.media(sample) if begin <= one.start < begin + tokens]
+            sizes.append([one.data.shape[1::-1] for one in media])
+            mask = columns.loss_mask_T[part]
+            images = [Image.fromarray(one.data) for one in media]
+            expected = sampled_alone(model, columns.tokens_T[part], images, never).numpy()
+            assert np.abs(columns.logprobs_T[part][1:] - expected)[mask[1:]].max() < TOLERANCE
+        both = [image.size for image in shown]
+        assert sizes == [both, both, both, [*both, both[0]]]
 
 
 def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llama: Path) -> None:

@@ -10,21 +10,28 @@ import pytest
 
 from rlctl.checkpoints.hf.model_facts import known_facts
 from rlctl.config.load import resolve
+from rlctl.data.images import ImageProcessor
 from rlctl.errors import InputError
+from rlctl.jobs.dry_run import FirstLook
 from rlctl.jobs.prepare import prepare_job
 from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.vision_tower import image_share
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.validation import ValidationSet
+from rlctl.settings.data import DataConfig
 from support.vision_models import square, write_vision_model
 
 
 def test_rows_with_broken_images_are_refused_or_left_out(tmp_path: Path) -> None:
-    model = write_vision_model(tmp_path / "model")
+    model = write_vision_model(tmp_path / "model", "qwen2_5_vl")
     square("red").save(tmp_path / "red.png")
+    square("red", (1000, 4)).save(tmp_path / "thin.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:-60])
-    rows = [{"prompt": "what?", "image": name} for name in ("red.png", "cut.png", "gone.png", "red.png")]
+    names = ("red.png", "cut.png", "gone.png", "thin.png", "red.png")
+    rows = [*({"prompt": "what?", "image": name} for name in names), {"prompt": "is <image> so?"}]
+    rows = [{"answer": "red", **row} for row in rows]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -35,12 +42,24 @@ def test_rows_with_broken_images_are_refused_or_left_out(tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"rows.jsonl, line 2, cut.png: the image is damaged"):
         opened("stop")
     stream = opened("drop")
-    assert [row.where.rpartition(" ")[2] for row in (stream.sources[0].prompts[place] for place in range(2))] == [
+    assert [row.where.rpartition(" ")[2] for row in (stream.sources[0].prompts[place] for place in range(3))] == [
         "1",
-        "4",
+        "5",
+        "6",
     ]
-    assert len(stream.sources[0].prompts) == 2
-    assert any("2 of 4 rows are left out (data.broken_images=drop)" in note for note in stream.notes())
+    assert len(stream.sources[0].prompts) == 3
+    validation = {"every": 1, "data": {"name": str(path)}}
+    data = {"name": str(path), "broken_images": "drop"}
+    reward = {"terms": [{"name": "exact-match"}]}
+    config = RlConfig.model_validate({"data": data, "validation": validation, "reward": reward})
+    validated = ValidationSet.open(config, stream, model)
+    assert validated is not None
+    assert sorted(row.where.rpartition(" ")[2] for row in validated.rows) == ["1", "5", "6"]
+    assert "3 with broken images left out" in validated.describe(config)
+    with pytest.raises(InputError, match=r"rows.jsonl, line \d, .*png"):
+        ValidationSet.open(config.model_copy(update={"data": DataConfig(name=str(path))}), stream, model)
+    assert any("1 row says <image> without an image" in note and "line 6" in note for note in stream.notes())
+    assert any("3 of 6 rows are left out (data.broken_images=drop)" in note for note in stream.notes())
 
 
 def test_plans_count_the_image_tokens_of_the_data(tmp_path: Path) -> None:
@@ -103,3 +122,26 @@ def test_a_reward_model_is_not_trained_on_images(tmp_path: Path) -> None:
     resolved = resolve(None, flags={"run.algorithm": "rm"}, sets=asked, environment={})
     with pytest.raises(InputError, match=r"`train rm` trains reward models of texts"):
         prepare_job(resolved)
+
+
+def test_a_dry_run_shows_all_images_of_a_text(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model", "qwen3_vl")
+    for color, size in (("red", (64, 64)), ("blue", (112, 48))):
+        square(color, size).save(tmp_path / f"{color}.png")
+    turns: list[Any] = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "Where?"},
+        {"role": "user", "content": [{"type": "text", "text": "At "}, {"type": "image", "image": "red.png"}]},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": [{"type": "image", "image": "blue.png"}]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns[:4]}) + "\n" + json.dumps({"messages": turns}) + "\n")
+    asked = [f"model.name={model}", f"data.name={path}", "cluster.gpu=cpu", "batch.prompts=2"]
+    resolved = resolve(None, flags={"run.algorithm": "sft"}, sets=asked, environment={})
+    [shown] = FirstLook.of(prepare_job(resolved)).prompts
+    tokens = ImageProcessor.open(model).expansion((64, 64))
+    begun = "<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\nWhere?<|im_end|>\n<|im_start|>user\nAt "
+    image = f"<|vision_start|>[image of 64 x 64 pixels, {len(tokens)} tokens]<|vision_end|>"
+    assert shown.text == f"{begun}{image}<|im_end|>\n<|im_start|>assistant\nred<|im_end|>"
+    assert (shown.images, shown.image_tokens) == (1, len(tokens))

@@ -13,7 +13,7 @@ from rlctl.data.rollouts import MediaPart
 from rlctl.report.page import page
 from rlctl.report.reported_run import ReportedRun
 from rlctl.runs.samples import sample_text
-from rlctl.runs.thumbnails import MOST_BYTES, MOST_IMAGES, SIDE, thumbnails
+from rlctl.runs.thumbnails import COLUMNS, MOST_BYTES, MOST_IMAGES, SIDE, TALLEST, drawn, thumbnails
 
 
 def part(pixels: np.ndarray) -> MediaPart:
@@ -56,3 +56,11 @@ def test_a_sample_shows_its_images_next_to_the_completion() -> None:
     assert text.count("<img ") == 1
     assert f'src="{sample["images"][0]["thumbnail"]}"' in text
     assert text.index("What color?</pre>") < text.index("<img ") < text.index("red</pre>")
+
+
+def test_a_tall_image_has_as_many_lines_as_fit_a_terminal() -> None:
+    for height, width in ((1000, 10), (10, 1000), (300, 200)):
+        [image] = thumbnails([part(noise(height, width))])["images"]
+        lines = drawn(image)
+        assert 1 <= len(lines) <= TALLEST // 2
+        assert {line.count("▀") for line in lines} == {min(COLUMNS, max(1, round(TALLEST * width / height)))}

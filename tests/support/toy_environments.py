@@ -158,6 +158,25 @@ class Calling:
         return Step(reward=0.25 * bool(known), ask=ask)
 
 
+class Album:
+    """Tools that return images: one of PIL, and a list of a text and a part of a message."""
+
+    def reset(self, **row: Any) -> str:
+        return "Look."
+
+    def show(self, color: str) -> Any:
+        """Show a square.
+
+        Args:
+            color: Its color.
+        """
+        return _shown(color, (64, 64))["image"]
+
+    def compare(self) -> Any:
+        """Show a square next to a text."""
+        return ["as wide as", _shown("blue", (112, 48))]
+
+
 class Gymnasium:
     """Has Gymnasium's methods, and an observation of the form that `form` names."""
 

@@ -52,6 +52,13 @@ def main(how: str) -> None:
                 messages.append({"role": "user", "content": "More."})
             except HTTPError as error:
                 code = json.load(error)["error"]["code"]
+    elif how == "look":
+        look = [{"type": "image_url", "image_url": {"url": url}} for url in row["images"]]
+        messages = [{"role": "user", "content": [*look, {"type": "text", "text": "What is it?"}]}]
+        first = chat(messages, n=2)
+        ask("/inference/v1/generate", token_ids=[*first["prompt_token_ids"], 40, 41])
+        messages.append({"role": "user", "content": [*look[:1], {"type": "text", "text": "Again?"}]})
+        chat(messages)
     elif how == "several":
         first, second = chat(messages, n=2, stop=["e", "a"])["choices"]
         assert not {*"ea"}.intersection(first["message"]["content"] + second["message"]["content"])

@@ -17,7 +17,7 @@ from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_obje
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
-from rlctl.data.image_rows import in_parts
+from rlctl.data.image_rows import IN_TEXT, in_parts
 from rlctl.data.image_sources import IMAGES, MARK, image_source, images_of
 from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.rollouts import MediaPart
@@ -48,6 +48,13 @@ class EncodedPrompt:
 
     tokens: tuple[int, ...]
     media: tuple[MediaPart, ...] = ()
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """Those that stand for no image."""
+        ends = [0, *(part.start + part.tokens for part in self.media)]
+        starts = [*(part.start for part in self.media), len(self.tokens)]
+        return [token for first, after in zip(ends, starts, strict=True) for token in self.tokens[first:after]]
 
     def last(self, tokens: int) -> EncodedPrompt:
         """Return the prompt without its beginning, with at most so many tokens; an image that would be cut goes."""
@@ -143,6 +150,8 @@ class PromptEncoder:
         tokens = self._written_tokens(messages, where)
         if sources := images_of(messages):
             tokens, _ = self.images(where).layout(tokens, [source.size() for source in sources], where)
+        else:
+            self.require_no_image(tokens, where)
         return tuple(tokens)
 
     def prompt(self, row: PromptRow) -> EncodedPrompt:
@@ -158,6 +167,7 @@ class PromptEncoder:
 
     def with_images(self, tokens: Sequence[int], messages: Messages, where: str) -> EncodedPrompt:
         if not (sources := images_of(messages)):
+            self.require_no_image(tokens, where)
             return EncodedPrompt(tuple(tokens))
         processor = self.images(where)
         expanded, media = processor.expand(tokens, [processor.read(source) for source in sources], where)
@@ -233,6 +243,14 @@ class PromptEncoder:
                 "The tokenizer belongs to another model: name the right one with --tokenizer.",
             )
 
+    def require_no_image(self, tokens: Sequence[int], where: str) -> None:
+        """Raise InputError for a token that stands for an image, in a text that has none."""
+        if self.sees and self.template is not None and (own := self.images(where)).placeholder_id in tokens:
+            raise InputError(
+                f"{where}: the token {own.placeholder!r} stands for an image, and there is no image.",
+                "Take its text out, or give the row an image.",
+            )
+
     def messages(self, row: PromptRow) -> Messages:
         """Return the row's messages with system prompt, prompt template and suffix; none if the environment begins by
         itself."""
@@ -298,6 +316,12 @@ class PromptEncoder:
             f"{'; '.join(named[:3])}{'; ...' * (len(named) > 3)}"
             for become, named in found.items()
         ]
+
+    def notes_on_places(self, rows: Iterable[PromptRow]) -> list[str]:
+        """Return a note on rows whose text has a place for an image, where the row has none."""
+        held = [row.where for row in rows if self.sees and not row.images and IN_TEXT in row.question]
+        many = f"{len(held):,} rows say" if len(held) > 1 else "1 row says"
+        return [f"{many} {IN_TEXT} without an image, which stays text: {held[0]}"] if held else []
 
     def notes_on_instructions(self, text: str) -> list[str]:
         held = dict.fromkeys(self.control.in_strings(text))

@@ -3,17 +3,21 @@ under the key `images`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.config.files import user_path
 from rlctl.data.image_sources import IMAGE, IMAGES, MARK, ImageLimits, ImageSource, image_source
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
+
+if TYPE_CHECKING:
+    from rlctl.data.chat import PromptEncoder
+    from rlctl.data.images import ImageProcessor
 
 COLUMNS = (IMAGES, IMAGE)
 """Columns of a row with its images."""
@@ -56,20 +60,43 @@ def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> 
     return replace(row, prompt=prompt, answer=answer, fields=fields)
 
 
-def broken_images(rows: Sequence[PromptRow] | PromptSource, most: int) -> dict[int, InputError]:
-    """Return the error of each of the first `most` rows that has an image which cannot be decoded, by its place."""
+def broken_images(
+    rows: Sequence[PromptRow] | PromptSource, most: int, processor: ImageProcessor
+) -> dict[int, InputError]:
+    """Return the error of each of the first `most` rows that has an image which cannot be decoded, or which the
+    processor refuses, by its place."""
 
-    def trouble(place: int) -> InputError | None:
-        try:
-            for image in rows[place].images:
-                image.decoded()
-        except InputError as error:
-            return error
-        return None
+    def undecoded(place: int) -> InputError | None:
+        return _trouble(ImageSource.decoded, rows[place].images)
+
+    def refused(place: int) -> InputError | None:
+        return _trouble(lambda image: processor.expansion(image.size(), image.where), rows[place].images)
 
     places = range(min(len(rows), most))
     with ThreadPoolExecutor() as pool:  # PIL decodes without Python's lock
-        return {place: error for place, error in zip(places, pool.map(trouble, places), strict=True) if error}
+        found = {place: error for place, error in zip(places, pool.map(undecoded, places), strict=True) if error}
+    others = (place for place in places if place not in found)
+    return dict(sorted((found | {place: error for place in others if (error := refused(place))}).items()))
+
+
+def readable(rows: Sequence[PromptRow], data: DataConfig, encoder: PromptEncoder) -> tuple[PromptRow, ...]:
+    """Return rows without those that have broken images, if configured. Raises InputError for others, and if none is
+    left."""
+    if not any(row.images for row in rows):
+        return tuple(rows)
+    broken = broken_images(rows, len(rows), encoder.images())
+    if broken and (data.broken_images == "stop" or len(broken) == len(rows)):
+        raise next(iter(broken.values()))
+    return tuple(row for place, row in enumerate(rows) if place not in broken)
+
+
+def _trouble(read: Callable[[ImageSource], Any], images: Iterable[ImageSource]) -> InputError | None:
+    try:
+        for image in images:
+            read(image)
+    except InputError as error:
+        return error
+    return None
 
 
 def require_images(rows: Iterable[PromptRow], most: int) -> None:
@@ -134,7 +161,8 @@ def _in_columns(record: Mapping[str, Any]) -> list[Any]:
 
 def image_in(value: Any, where: str, data: DataConfig) -> ImageSource:
     """Return the image that a value of a row stands for. Raises InputError where it stands for none."""
-    own = Path(data.name).parent if data.name and Path(data.name).is_file() else Path()
+    named = Path(data.name or "")
+    own = named.parent if named.is_file() else named if named.is_dir() else Path()
     folder = user_path(data.image_folder) if data.image_folder else own
     return image_source(value, where, folder, ImageLimits(data.image_pixels, data.image_bytes))
 

@@ -7,10 +7,14 @@ import binascii
 import hashlib
 import io
 import os
+import string
+import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +36,10 @@ MOST_PIXELS, MOST_BYTES = 50_000_000, 50_000_000
 _ORIENTATION = 0x0112
 _TURNED = range(5, 9)
 """Tag of EXIF, and its values that swap width and height."""
+_PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""Names of a PNG file's parts that may have an orientation."""
+_DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, MemoryError)
+"""What PIL raises for damaged images."""
 
 
 @dataclass(frozen=True)
@@ -71,35 +79,48 @@ class ImageSource:
 
     def size(self) -> tuple[int, int]:
         """Return (height, width) after its EXIF orientation, from the header. Raises InputError."""
-        return _size(self)
+        return _known_size(self) if self.place else _size(self)
 
     def decoded(self) -> Image:
         """Return the image, upright and in its own mode. Raises InputError where it is broken or too large."""
         from PIL import ImageOps
 
-        image = self._opened()
+        image = self._opened(self.encoded())
         try:
             image.load()
             upright = ImageOps.exif_transpose(image)
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, MemoryError) as error:
+        except _DAMAGED as error:
             raise self._broken(error) from error
         return upright
 
     def rgb(self) -> Image:
         return self.decoded().convert("RGB")
 
-    def _opened(self) -> Image:
+    def turned(self, image: Image, data: bytes) -> bool:
+        """Return whether its EXIF orientation swaps width and height. Raises InputError where it is broken."""
+        if image.format == "PNG" and not any(name in data for name in _PNG_EXIF):
+            return False  # PIL would decode all of it in search of one behind the pixels
+        if image.format == "TIFF":
+            return False  # PIL gives the size after it
+        try:
+            return image.getexif().get(_ORIENTATION) in _TURNED
+        except _DAMAGED as error:
+            raise self._broken(error) from error
+
+    def _opened(self, data: bytes) -> Image:
         from PIL import Image, UnidentifiedImageError
 
-        data = self.encoded()
+        # PIL refuses twice as many; its own limit would refuse images that ours allows.
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, self.limits.pixels)
         try:
             image = Image.open(io.BytesIO(data))
         except Image.DecompressionBombError as error:
             raise self._too_large(f"far more than {self.limits.pixels:,} pixels") from error
         except UnidentifiedImageError as error:
             what = "is empty" if not data else "is not an image that PIL can read"
+            self._forget()
             raise InputError(f"{self.where}: it {what}.", "Write it as PNG, JPEG or WebP.") from error
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError) as error:
+        except _DAMAGED as error:
             raise self._broken(error) from error
         if image.width * image.height > self.limits.pixels:
             raise self._too_large(f"{image.width:,} x {image.height:,} pixels")
@@ -110,6 +131,7 @@ class ImageSource:
         return InputError(f"{self.where}: it has {has}.", hint)
 
     def _broken(self, error: Exception) -> InputError:
+        self._forget()
         return InputError(f"{self.where}: the image is damaged ({first_line(error)}).", "Replace the file.")
 
     def _within(self, data: bytes) -> bytes:
@@ -118,16 +140,28 @@ class ImageSource:
             raise InputError(f"{self.where}: it has more bytes than an image may have.", hint)
         return data
 
+    @property
+    def _kept(self) -> Path:
+        return cache_directory() / IMAGES / hashlib.sha256(self.place.encode()).hexdigest()
+
+    def _forget(self) -> None:
+        """Fetch what is no image again the next time."""
+        if _is_url(self.place):
+            self._kept.unlink(missing_ok=True)
+
     def _fetched(self) -> bytes:
         """Return the URL's content, cached on disk."""
-        kept = cache_directory() / IMAGES / hashlib.sha256(self.place.encode()).hexdigest()
+        kept = self._kept
         if kept.is_file():
             return self._within(kept.read_bytes())
-        request = urllib.request.Request(self.place, headers={"User-Agent": "rlctl"})
+        address = urllib.parse.quote(self.place, safe=string.punctuation)  # people write spaces and accents
+        request = urllib.request.Request(address, headers={"User-Agent": "rlctl"})
         try:
             with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as answer:
                 data = self._within(answer.read(self.limits.bytes + 1))
-        except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
+                if answer.length:
+                    raise OSError(f"{answer.length:,} bytes of it did not come")
+        except (OSError, ValueError, HTTPException) as error:  # URLError and timeouts are OSErrors
             raise InputError(
                 f"{self.where}: it cannot be fetched ({error}).", "Check the URL and the network."
             ) from error
@@ -138,11 +172,15 @@ class ImageSource:
         return data
 
 
-@lru_cache(maxsize=1_000_000)
 def _size(source: ImageSource) -> tuple[int, int]:
-    image = source._opened()
-    turned = image.getexif().get(_ORIENTATION) in _TURNED
-    return (image.width, image.height) if turned else (image.height, image.width)
+    data = source.encoded()
+    image = source._opened(data)
+    return (image.width, image.height) if source.turned(image, data) else (image.height, image.width)
+
+
+@lru_cache(maxsize=1_000_000)
+def _known_size(source: ImageSource) -> tuple[int, int]:
+    return _size(source)
 
 
 def _is_url(text: str) -> bool:
@@ -171,25 +209,32 @@ def image_source(value: Any, where: str, folder: Path, limits: ImageLimits = Ima
         if len(value) > _LONGEST_PATH or (_looks_encoded(value) and not path.is_file()):
             return ImageSource(where, data=_from_base64(value, where), limits=limits)
         return ImageSource(f"{where}, {value}", place=str(path), limits=limits)
-    if (held := _saved(value)) is not None:
+    if (held := saved(value)) is not None:
         return ImageSource(where, data=held, limits=limits)
     raise InputError(f"{where}: an image is of type {type(value).__name__}.", _FORMS)
 
 
-def _saved(value: Any) -> bytes | None:
-    """Return an image of PIL as a file without loss; None: the value is none."""
-    from PIL import Image
+def of_pil(value: Any) -> bool:
+    """Return whether a value is an image of PIL, which whoever has one has imported."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
 
-    if not isinstance(value, Image.Image):
+
+def saved(value: Any) -> bytes | None:
+    """Return an image of PIL as a file without loss; None: the value is none."""
+    if not of_pil(value):
         return None
-    file = io.BytesIO()
-    value.save(file, format="TIFF" if value.mode == "CMYK" else "PNG")
+    file, kind = io.BytesIO(), "PNG" if value.mode in _PNG_MODES else "TIFF"
+    shown = value.convert("RGB") if value.mode in _UNSAVED else value
+    shown.save(file, format=kind)
     return file.getvalue()
 
 
 _KEYS = ("bytes", "image", "image_url", "url", "base64", "data", "path")
 _FORMS = "An image is a path, a URL, a data URL, base64, or an object with `bytes` or `path`."
 _LONGEST_PATH = 4096
+_PNG_MODES, _UNSAVED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), ("HSV", "RGBa", "RGBX")
+"""Modes of PIL's images that PNG files hold without loss, and those that neither these nor TIFF files hold."""
 _ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")
 """How PNG, JPEG, GIF, WebP, BMP and TIFF files begin in base64."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "spatial_shapes")
 """Outputs of processors that models take as the pixels of images."""
-KEPT_IMAGES = 64
+KEPT_BYTES = 256 << 20
 """Decoded images cached by a process, reused for the prompt's length, its request and its next turn."""
 
 
@@ -83,15 +83,23 @@ class ImageProcessor:
         """Return an image of a row as `rgb` gives it. Raises InputError that names the row."""
         found = self._read.pop(source, None)
         self._read[source] = found = self.rgb(source.decoded()) if found is None else found
-        if len(self._read) > KEPT_IMAGES:
+        while len(self._read) > 1 and sum(image.nbytes for image in self._read.values()) > KEPT_BYTES:
             self._read.popitem(last=False)
         return found
 
-    def expansion(self, size: tuple[int, int]) -> tuple[int, ...]:
-        """Return the tokens that stand for an image of (height, width)."""
+    def expansion(self, size: tuple[int, int], where: str = "an image") -> tuple[int, ...]:
+        """Return the tokens that stand for an image of (height, width). Raises InputError for a size that the processor
+        refuses."""
         if size not in self._expansions:
             blank = np.zeros((*size, 3), np.uint8)
-            self._expansions[size] = tuple(self._processed([blank])["input_ids"][0])
+            try:
+                self._expansions[size] = tuple(self._processed([blank])["input_ids"][0])
+            except (ValueError, ArithmeticError, RuntimeError) as error:
+                raise InputError(
+                    f"{where}: the model's processor refuses an image of {size[1]:,} x {size[0]:,} pixels "
+                    f"({first_line(error)}).",
+                    "Give the image another shape, or leave such rows out with --set data.broken_images=drop.",
+                ) from error
         return self._expansions[size]
 
     def layout(
@@ -112,7 +120,7 @@ class ImageProcessor:
                 pieces.append(Piece(token, (token,), None))
                 continue
             number, size = next(images)
-            expanded = self.expansion(size)
+            expanded = self.expansion(size, where)
             at = expanded.index(placeholder) if placeholder in expanded else 0
             pieces += [Piece(one, (placeholder,) if place == at else (), number) for place, one in enumerate(expanded)]
         for first, second, merged in self._merges:

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.control_tokens import begun
-from rlctl.data.image_rows import with_images
+from rlctl.data.image_rows import in_parts, with_images
 from rlctl.data.image_sources import images_of
 from rlctl.data.prompt_records import (
     MESSAGES,
@@ -84,6 +84,12 @@ class TrainedText:
     def answered_tokens(self) -> int:
         """Tokens of the answer: those with a loss, or those that are scored together."""
         return int(self.mask_T.sum()) if self.prompt is None else len(self.tokens_T) - 1 - self.prompt
+
+    def first(self, tokens: int) -> TrainedText:
+        """Return its beginning, with at most so many tokens; an image that would be cut goes."""
+        end = min([tokens, *(p.start for p in self.media if p.start < tokens < p.start + p.tokens)])
+        media = tuple(part for part in self.media if part.start < end)
+        return replace(self, tokens_T=self.tokens_T[:end], mask_T=self.mask_T[:end], media=media)
 
     def scored(self) -> TrainedText:
         """Return the text for a reward model with one more token, because a score's output stands at the position
@@ -257,11 +263,20 @@ def trained_texts(
         text = written(encoder, messages, said, row.where)
         if everything:
             text.mask_T[1:] = True
-        if any(images_of(part) for part in (messages, said)):
-            text = _expanded(encoder, text, [*messages, *said], row.where)
+        read = [*messages, *_up_to_answer(said, marked=marked)]
+        if images_of(read):
+            text = _expanded(encoder, text, read, row.where)
+        else:
+            encoder.require_no_image(text.tokens_T.tolist(), row.where)
         encoder.require_known(text.tokens_T.tolist(), row.where)
         found.append(text)
     return tuple(found)
+
+
+def _up_to_answer(said: Messages, *, marked: bool) -> Messages:
+    """Return the messages of a completion that are in its text, which ends with the last answer."""
+    answers = (place for place, one in enumerate(said) if (one["role"] == ASSISTANT if marked else _has_loss(one)))
+    return said[: max(answers, default=-1) + 1]
 
 
 def _expanded(encoder: PromptEncoder, text: TrainedText, messages: Messages, where: str) -> TrainedText:
@@ -298,6 +313,7 @@ def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
     end = _end_token(encoder, row.where)
     tokens += [end] if tokens[-1:] != [end] else []
     encoder.require_known(tokens, row.where)
+    encoder.require_no_image(tokens, row.where)
     mask_T = np.ones(len(tokens), bool)
     mask_T[0] = False
     return TrainedText(np.array(tokens, np.int32), mask_T)
@@ -321,10 +337,10 @@ def _with_answers(
     encoder: PromptEncoder, prompt: Messages, said: Messages, where: str, *, headed: bool = False
 ) -> TrainedText:
     """Render a conversation up to its last answer's end. `headed`: the header counts as part of an answer."""
-    last = max((place for place, message in enumerate(said) if _has_loss(message)), default=-1)
-    if last < 0:
+    said = _up_to_answer(said, marked=False)
+    if not said:
         raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
-    messages = encoder.hidden([*prompt, *said[: last + 1]])
+    messages = encoder.hidden([*prompt, *said])
     whole = encoder.render(messages, where, answered=True)
     cuts: list[int] = []
     ends = set(encoder.stop_token_ids)
@@ -447,11 +463,12 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
 
 def _marked(encoder: PromptEncoder, template: str, messages: Messages, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a conversation, and those that its template marks."""
-    hidden = encoder.hidden({"messages": messages, TOOLS: encoder.variables.get(TOOLS)})
+    shown = [in_parts(one, always=encoder.in_parts) for one in messages]
+    hidden = encoder.hidden({"messages": shown, TOOLS: encoder.variables.get(TOOLS)})
     variables = {**encoder.variables, TOOLS: hidden[TOOLS]}
-    if hidden["messages"] == messages and hidden[TOOLS] == encoder.variables.get(TOOLS):
+    if hidden["messages"] == shown and hidden[TOOLS] == encoder.variables.get(TOOLS):
         found: Any = encoder.tokenizer.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, **variables
+            shown, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, **variables
         )
         return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
     from transformers.utils.chat_template_utils import render_jinja_template

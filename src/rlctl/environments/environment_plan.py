@@ -22,7 +22,8 @@ from rlctl.data.rollouts import REWARD_PART
 from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN
 from rlctl.environments.interface import Ask, Environment, Message, Step
-from rlctl.environments.tools import Call, as_text, read_calls, refusal, schema_of, typed
+from rlctl.environments.tool_results import Content, content_of, joined
+from rlctl.environments.tools import Call, read_calls, refusal, schema_of, typed
 from rlctl.errors import InputError, first_line, suggest
 from rlctl.isolation.user_function import LARGEST_REWARD, UserCode, is_reference
 from rlctl.settings.rewards import EnvironmentConfig
@@ -161,14 +162,14 @@ class RunningEpisode:
         text: str = message["content"]
         written = read_calls(text, self._loaded.plan.form) if self._tools else []
         if calls := [typed(call, self._schemas) for call in written]:
-            answers, broken = [], 0
+            answers, broken = list[Content](), 0
             for call in calls:
                 if why := refusal(call, self._schemas):
                     broken += 1
                     answers.append(f"Error: {why}.")
                     continue
                 try:
-                    answers.append(as_text(await _called(self._tools[call.name], **call.arguments)))
+                    answers.append(content_of(await _called(self._tools[call.name], **call.arguments)))
                 except Exception as error:  # noqa: BLE001 - the model may read what it has done wrong
                     answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
             return self._told(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])
@@ -201,13 +202,13 @@ class RunningEpisode:
             await _called(self._made.close)
         return Reply(reward=reward, done=True, metrics=_numbers(parts))
 
-    def _told(self, answers: Sequence[str], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
+    def _told(self, answers: Sequence[Content], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
         role = self._loaded.plan.tool_role
         if role == "user":  # as one message: templates may want questions and answers to alternate
-            answers, names = ["\n\n".join(answers)], ()
-        messages = [{"role": role, "content": text} for text in answers]
+            answers, names = [joined(answers)], ()
+        messages = [{"role": role, "content": content} for content in answers]
         named = [{**one, "name": name} for one, name in zip(messages, names, strict=True)] if names else messages
-        return Reply(_plain(named), stop=self._stop, calls=made, broken=broken)
+        return Reply(_with_images(named), stop=self._stop, calls=made, broken=broken)
 
     def _reply(self, step: Step) -> Reply:
         stop = self._stop if step.stop is None else _stops(step.stop)

@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rlctl.backends.lookup import POLICY
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.config.files import user_path
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments, differences
 from rlctl.jobs.cpu_format import format_notes, with_cpu_format
@@ -161,14 +161,13 @@ class FirstLook:
         for source in job.prompts.sources:
             row = replace(source.prompts[0], source=source.label)
             plan = job.rewards.of(source.label) if job.rewards else None
-            tokens = job.prompts.tokens(row)
-            text = cast(str, source.encoder.tokenizer.decode(list(tokens), skip_special_tokens=False))
+            read = job.prompts.encoded(row)
             trained = None
             if isinstance(job.prompts, TextStream):
                 trained = max((int(one.mask_T.sum()) for one in job.prompts.texts(row)), default=0)
-            text, images, seen = _with_images_named(job, row, text)
-            trials = plan.trials if plan else ()
-            prompts.append(FirstPrompt(row.where, len(tokens), text, trials, trained, images, seen))
+            text, trials = _with_images_named(read, source.encoder), plan.trials if plan else ()
+            images, seen = len(read.media), sum(part.tokens for part in read.media)
+            prompts.append(FirstPrompt(row.where, len(read.tokens), text, trials, trained, images, seen))
         return cls(tuple(prompts), job.prompt_tokens, job.prompts.kind)
 
     def text(self) -> list[str]:
@@ -204,20 +203,15 @@ class FirstPrompt:
     """Tokens that its images are read as."""
 
 
-def _with_images_named(job: Job, row: PromptRow, text: str) -> tuple[str, int, int]:
-    """Return a prompt as text, in which each image stands as one word, its images, and their tokens."""
-    if not row.images:
-        return text, 0, 0
-    encoder = next(one.encoder for one in job.prompts.sources if one.label == row.source)
-    prompt, decode = encoder.prompt(row), encoder.tokenizer.decode
-    pieces, after = [], 0
-    for part in prompt.media:
-        before = decode(list(prompt.tokens[after : part.start]), skip_special_tokens=False)
+def _with_images_named(read: EncodedPrompt, encoder: PromptEncoder) -> str:
+    """Return a prompt as text, in which the size of each image stands for it."""
+    pieces, after, decode = list[Any](), 0, encoder.tokenizer.decode
+    for part in read.media:
+        before = decode(list(read.tokens[after : part.start]), skip_special_tokens=False)
         height, width = part.data.shape[:2]
         pieces += [before, f"[image of {width} x {height} pixels, {part.tokens:,} tokens]"]
         after = part.start + part.tokens
-    rest = decode(list(prompt.tokens[after:]), skip_special_tokens=False)
-    return "".join(map(str, [*pieces, rest])), len(prompt.media), sum(part.tokens for part in prompt.media)
+    return "".join(map(str, [*pieces, decode(list(read.tokens[after:]), skip_special_tokens=False)]))
 
 
 def _shown(text: str) -> list[str]:

@@ -212,7 +212,8 @@ def _json_row(line: str, where: str, data: DataConfig) -> PromptRow:
             f"--prompts-file: {where} has no field `{data.prompt_field}` (it has: {have}).",
             "Name it with --set data.prompt_field.",
         )
-    read = DataConfig(name=data.name, prompt_field=data.prompt_field)
+    own = {"name", "prompt_field", "image_folder", "image_pixels", "image_bytes"}
+    read = DataConfig.model_validate(data.model_dump(include=own))
     made = row_from_record(row, 0, f"--prompts-file: {where}", read)
     return replace(made, where=where, answer=None)
 

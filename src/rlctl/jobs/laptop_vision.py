@@ -1,7 +1,8 @@
-"""The model of the preset laptop-vision: a tiny one that describes pictures, and answers questions at random.
+"""The model of the preset laptop-vision: a tiny one that answers questions about pictures at random.
 
 It is made on first use, in a process of its own (`python -m rlctl.jobs.laptop_vision DST`): random weights, then
-supervised training, first on descriptions of pictures and then on questions with random answers of the right form.
+supervised training, first on descriptions of pictures, by which it learns to see, and then on questions with random
+answers of the right form.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.config.load import Resolved
-from rlctl.data.image_rows import shown_prompt
+from rlctl.data.image_rows import IN_TEXT
+from rlctl.data.image_sources import MARK
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
@@ -108,9 +109,9 @@ def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, A
     turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []
     rollout: Rollout | None = next(iter(group.rollouts), None)
     if not turns:
-        asked = shown_prompt(group.prompt.prompt)
+        asked = group.prompt.prompt
         said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        turns = [Turn(one["role"], one["content"], 0, None) for one in said]
+        turns = [Turn(one["role"], one["content"].replace(MARK, IN_TEXT), 0, None) for one in said]
         turns.append(Turn("assistant", texts[0], rollout.response_tokens if rollout else 0, rollout and rollout.reward))
     return {
         "episode": group.position,

@@ -36,10 +36,10 @@ from rlctl.settings.training import TrainingConfig
 
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
+"""Prompt length that the planner assumes where the data is not read."""
 IMAGE_TOKENS, IMAGE_SHARE = 384, 0.75
 """Tokens of images that are assumed in a prompt of a model that reads them (Qwen2.5-VL reads 640 x 480 pixels as 391),
 next to those of its text, and the share of a text that is assumed."""
-"""Prompt length that the planner assumes where the data is not read."""
 SHORTEST_ROOM = 256
 """Prompt tokens that are always provided for, however short the prompts looked at are."""
 TEXT_TOKENS = 2048

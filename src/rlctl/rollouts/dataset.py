@@ -12,9 +12,10 @@ import numpy as np
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.cluster.ray_session import put
-from rlctl.data.chat import PromptEncoder
+from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
+from rlctl.data.image_rows import readable
 from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
@@ -90,10 +91,7 @@ class TextStream(PromptStream):
         found = self.rows.texts(row, other, source.encoder, source.data, self.scored)
         if other is not None and self.limit is not None:  # what stands next to the text is cut where it is too long
             own, *beside = found
-            cut = (
-                TrainedText(text.tokens_T[: self.limit], text.mask_T[: self.limit], media=text.media) for text in beside
-            )
-            found = (own, *cut)
+            found = (own, *(text.first(self.limit) for text in beside))
         return self._fitting(found, source, row)
 
     def _fitting(self, found: tuple[TrainedText, ...], source: OpenedSource, row: PromptRow) -> tuple[TrainedText, ...]:
@@ -103,9 +101,7 @@ class TextStream(PromptStream):
         if source.data.too_long == "drop":
             return ()
         if source.data.too_long == "cut" and row.answer == ():
-            return tuple(
-                replace(one, tokens_T=one.tokens_T[: self.limit], mask_T=one.mask_T[: self.limit]) for one in found
-            )
+            return tuple(one.first(self.limit) for one in found)
         raise InputError(
             f"{row.where}: the text has {longest:,} tokens, and --max-length is {self.limit:,}.",
             "Raise it, or leave such rows out with --set data.too_long=drop.",
@@ -183,8 +179,12 @@ class TextStream(PromptStream):
         return whole_text(self._named[row.source].encoder, row)
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
-        found = self.texts(row)
-        return max((text.tokens_T.tolist() for text in found), key=len, default=[])
+        return self.encoded(row).tokens
+
+    def encoded(self, row: PromptRow) -> EncodedPrompt:
+        """Return the longest text of a row with its images; empty: it is left out."""
+        longest = max(self.texts(row), key=lambda text: len(text.tokens_T), default=None)
+        return EncodedPrompt(tuple(longest.tokens_T.tolist()), longest.media) if longest else EncodedPrompt(())
 
     def _image_tokens(self, row: PromptRow) -> int:
         """Return those of the text that has most of them, which may have images in all of its messages."""
@@ -225,7 +225,8 @@ class HeldOutTexts:
         encoder = PromptEncoder.build(texts.encoder.tokenizer, config.model, data, model_dir)
         order = PromptOrder(len(source), config.run.seed)
         opened = OpenedSource("", source, data, encoder, RewardConfig(), order)
-        rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
+        drawn = [source[order.at(place)] for place in range(min(len(source), wanted.max_prompts))]
+        rows = readable(drawn, data, encoder)
         stream = type(texts)([opened], Mixing([1.0]), len(rows))
         stream.rows = texts.rows
         stream.precomputes, stream.others = texts.precomputes, texts.sources[0].prompts

@@ -140,10 +140,13 @@ class EnvironmentPlay:
         # Where the template has no place for tools, the system prompt lists those of the environment.
         return encoder if self.plan.schemas and TOOLS not in encoder.variables else encoder.telling(row)
 
+    def opened(self, row: PromptRow, encoder: PromptEncoder) -> EncodedPrompt:
+        """Return a first prompt before a run, with the environment's first messages. Raises InputError if empty."""
+        return self.beginning(encoder.messages(row), self.opening, row)[0]
+
     def measured(self, row: PromptRow, encoder: PromptEncoder) -> list[int]:
-        """Return a first prompt's ids before a run, with the environment's first messages. Raises InputError if
-        empty."""
-        return list(self.beginning(encoder.messages(row), self.opening, row)[0].tokens)
+        """Return the ids of `opened`."""
+        return list(self.opened(row, encoder).tokens)
 
     def told(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with results of tools in the role in which the template takes them."""
@@ -220,6 +223,8 @@ class Player:
         )
         prompt, said = play.beginning(episode.request.messages, reply, episode.row)
         ids = list(prompt.tokens)
+        if reply.ask is not None and reply.ask.tokens:
+            play.turns.encoder.require_no_image(ids, episode.row.where)
         if len(ids) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(ids)} tokens of at most {play.max_length}")
         episode.read(ids, prompt.media)
@@ -266,6 +271,9 @@ class Player:
                 given = without if anew else given
         else:
             prompt, messages = self._play.beginning((), reply, episode.row)
+            if ask.tokens:  # an engine is asked with the images of its tokens that stand for some
+                prompt = replace(prompt, media=episode.images_in(prompt.tokens))
+                turns.encoder.require_no_image(prompt.text_tokens, episode.row.where)
             given, media = list(prompt.tokens), prompt.media
             anew = given[: len(context)] != context
             if not anew:

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
@@ -108,6 +108,15 @@ class Episode:
     @property
     def context(self) -> list[int]:
         return self.tokens[self.starts[-1] :]
+
+    def images_in(self, tokens: Sequence[int]) -> tuple[MediaPart, ...]:
+        """Return the media of the context in the tokens that `tokens` begin with as well."""
+        begin, context = self.starts[-1], self.context
+        alike = next(
+            (at for at, pair in enumerate(zip(context, tokens, strict=False)) if len({*pair}) > 1), len(context)
+        )
+        parts = (replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
+        return tuple(part for part in parts if part.start + part.tokens <= min(alike, len(tokens)))
 
     def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = (), *, anew: bool = False) -> None:
         """Append tokens that the model did not choose, with `media` among them. `anew`: start a new context."""
@@ -395,18 +404,30 @@ def _facts(episode: Episode) -> EpisodeFacts:
 
 
 def _shared_prompt(episodes: Sequence[Episode]) -> int:
-    """Return the number of tokens before the first answers common to all contexts: usually the prompt."""
-    begun = []
+    """Return the number of tokens before the first answers common to all contexts, with their media: usually the
+    prompt."""
+    begun, shown = [], []
     for episode in (one for one in episodes if one.answers):
         ends = (*episode.starts[1:], len(episode.tokens))
         for start, end in zip(episode.starts, ends, strict=True):
-            begun.append(episode.tokens[start : next((at for at, _ in episode.answers if start <= at < end), end)])
+            first = next((at for at, _ in episode.answers if start <= at < end), end)
+            begun.append(episode.tokens[start:first])
+            shown.append(
+                [replace(part, start=part.start - start) for part in episode.media if start <= part.start < first]
+            )
     same = 0
     for column in zip(*begun, strict=False):
         if len(set(column)) > 1:
             break
         same += 1
-    return same
+    return min([same, *_places_of_other_media(shown)])
+
+
+def _places_of_other_media(shown: Sequence[Sequence[MediaPart]]) -> Iterator[int]:
+    """Yield where contexts, each of which has media of its own, have different ones: their tokens may be the same."""
+    for parts in zip(*shown, strict=False):
+        if not all(np.array_equal(part.data, parts[0].data) for part in parts[1:]):
+            yield min(part.start for part in parts)
 
 
 def _of_turns(episodes: Sequence[Episode], offsets: np.ndarray) -> dict[str, np.ndarray]:

@@ -149,10 +149,16 @@ class PromptStream:
 
     def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
         if self.environment is None:
-            prompt = self._fitting(row, self._named[row.source].encoder.prompt(row))
+            prompt = self.encoded(row)
             return GroupRequest(position, prompt.tokens, tuple(seeds), media=prompt.media)
         encoder = self._named[row.source].encoder
         return episode_request(position, row, encoder, seeds, episode_seed(run_seed, position))
+
+    def encoded(self, row: PromptRow) -> EncodedPrompt:
+        """Return a prompt as the model reads it, with its images and the environment's first messages."""
+        encoder = self._named[row.source].encoder
+        opened = encoder.prompt(row) if self.environment is None else self.environment.opened(row, encoder)
+        return self._fitting(row, opened)
 
     def text(self, row: PromptRow) -> str:
         """Return a prompt as the model reads it, with the environment's first messages."""
@@ -195,7 +201,7 @@ class PromptStream:
             every, drops = source.prompts, source.data.broken_images == "drop"
             if not any(row.images for row in every.sample(SAMPLED_ROWS)):
                 continue
-            broken = broken_images(every, len(every) if drops else CHECKED_IMAGES)
+            broken = broken_images(every, len(every) if drops else CHECKED_IMAGES, source.encoder.images(every.label))
             if broken and (not drops or len(broken) == len(every)):
                 raise next(iter(broken.values()))
             if not broken:
@@ -246,6 +252,8 @@ class PromptStream:
         return sum(map(self._image_tokens, rows)) / max(1, sum(len(self.tokens(row)) for row in rows))
 
     def _image_tokens(self, row: PromptRow) -> int:
+        if self.environment is not None:
+            return sum(part.tokens for part in self.encoded(row).media)
         read = self._named[row.source].encoder.images().expansion
         return sum(len(read(image.size())) for image in row.images)
 
@@ -274,6 +282,7 @@ class PromptStream:
             for row in held:
                 self.tokens(row)
             found += source.encoder.notes_on(held, texts=self.kind == "text")
+            found += source.encoder.notes_on_places(rows[source.label])
             found += source.encoder.notes_on_instructions(source.prompts.instructions)
         return found
 

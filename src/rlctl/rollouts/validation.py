@@ -18,6 +18,7 @@ from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.holdout import open_validation
+from rlctl.data.image_rows import readable
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
@@ -76,7 +77,8 @@ class ValidationSet:
             encoder = environment.showing_tools(encoder)
         reward = config.reward.model_copy(update={"terms": wanted.reward}) if wanted.reward else config.reward
         order = PromptOrder(len(source), config.run.seed)
-        rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
+        drawn = [source[order.at(place)] for place in range(min(len(source), wanted.max_prompts))]
+        rows = readable(drawn, data, encoder)
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
         rewards = None if alone else prepare_rewards(reward, source, apart=True, opened=encoder.opens_thought)
         judged = rewards is not None and rewards.accuracy_by
@@ -96,6 +98,7 @@ class ValidationSet:
             rewards=rewards,
             fingerprint=source.fingerprint(),
             too_long=data.too_long,
+            changed=f", {broken} with broken images left out" if (broken := len(drawn) - len(rows)) else "",
         )
 
     def fitted(self, limit: int, room: int) -> ValidationSet:
@@ -106,7 +109,9 @@ class ValidationSet:
             return self
         if self.too_long == "cut":
             tokens = tuple(one[-room:] if len(one) > limit else one for one in self.tokens)
-            return replace(self, tokens=tokens, changed=f", {len(long)} of them cut to their last {room} tokens")
+            return replace(
+                self, tokens=tokens, changed=f"{self.changed}, {len(long)} of them cut to their last {room} tokens"
+            )
         kept = [place for place in range(len(self.rows)) if place not in long]
         if self.too_long == "refuse" or not kept:
             raise InputError(
@@ -115,7 +120,7 @@ class ValidationSet:
                 "Raise --max-length, or leave such rows out with --set data.too_long=drop.",
             )
         rows, tokens = (tuple(values[place] for place in kept) for values in (self.rows, self.tokens))
-        return replace(self, rows=rows, tokens=tokens, changed=f", {len(long)} longer ones left out")
+        return replace(self, rows=rows, tokens=tokens, changed=f"{self.changed}, {len(long)} longer ones left out")
 
     def describe(self, config: RlctlConfig) -> str:
         rollouts = config.rollout_settings

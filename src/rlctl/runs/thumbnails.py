@@ -18,8 +18,8 @@ MOST_IMAGES = 4
 SIDE = 80
 """Longest side of a thumbnail, in pixels."""
 MOST_BYTES = 6000
-COLUMNS = 24
-"""Width of a picture in a terminal, in characters; a character is two pixels high."""
+COLUMNS, TALLEST = 24, 64
+"""Most width of a picture in a terminal, in characters, and its height in half characters."""
 _DATA = "data:image/{};base64,"
 
 
@@ -55,13 +55,14 @@ def drawn(image: dict[str, Any]) -> list[str]:
 
     data = base64.b64decode(image["thumbnail"].partition(",")[2])
     shown = Image.open(io.BytesIO(data)).convert("RGB")
-    height = max(2, round(COLUMNS * shown.height / shown.width / 2) * 2)
-    pixels = shown.resize((COLUMNS, height), Image.Resampling.BOX).load()
+    width = max(1, min(COLUMNS, round(TALLEST * shown.width / shown.height)))
+    height = max(2, round(width * shown.height / shown.width / 2) * 2)
+    pixels = shown.resize((width, height), Image.Resampling.BOX).load()
     assert pixels is not None
     return [
         "".join(
             f"\x1b[38;2;{_color(pixels[column, row])};48;2;{_color(pixels[column, row + 1])}m\N{UPPER HALF BLOCK}"
-            for column in range(COLUMNS)
+            for column in range(width)
         )
         + "\x1b[0m"
         for row in range(0, height, 2)

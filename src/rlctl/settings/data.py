@@ -93,10 +93,10 @@ class DataConfig(Section):
     image_bytes: Positive = 50_000_000
     """Maximum size of an image file, in bytes."""
     image_folder: PathText | None = None
-    """Folder that paths of images are relative to; unset: the folder of the data file."""
+    """Folder that paths of images are relative to; unset: the folder of the data file, or the dataset's directory."""
     broken_images: Literal["stop", "drop"] = "stop"
-    """Treatment of rows with a missing, damaged or too large image: refuse the data before the run starts, or drop the
-    rows and report their number."""
+    """Treatment of rows with a missing, damaged, too large or too narrow image: refuse the data before the run starts,
+    or drop the rows and report their number."""
     shuffle: bool = True
     """Shuffle the prompts; `run.seed` fixes their order. With an order by difficulty or pass rate, shuffle ties."""
     order: DataOrder | None = None

@@ -12,7 +12,7 @@ import pytest
 
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import args, compat
-from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.tiny_model import write_tiny_family
@@ -122,6 +122,16 @@ def test_drafts_that_would_have_random_weights_are_refused(tiny_llama: Path, dra
     method = drafts.get("method")
     with pytest.raises(ConfigError, match=rf"vllm\.speculative_config\.method = {method}: the draft needs weights"):
         args.refuse_unsupported(config, facts_in(tiny_llama), device)
+
+
+def test_sizes_of_images_for_the_engine_alone_are_refused() -> None:
+    config = RlConfig.model_validate({"vllm": {"mm_processor_kwargs": {"max_pixels": 50176}}})
+    whole, text = (known_facts("Qwen/Qwen2.5-VL-7B-Instruct", images=images) for images in (True, False))
+    assert whole is not None
+    assert text is not None
+    with pytest.raises(ConfigError, match=r"vllm\.mm_processor_kwargs = .* other sizes than the trainer"):
+        args.refuse_unsupported(config, whole, "cuda")
+    args.refuse_unsupported(config, text, "cuda")
 
 
 def test_drafts_without_weights_are_for_gpus(tiny_llama: Path) -> None:

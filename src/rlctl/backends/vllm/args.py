@@ -156,6 +156,11 @@ def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, 
             f"model.dtype = float16: activations of {facts.family} overflow in it, and vLLM refuses it.",
             "Set model.dtype=bfloat16.",
         )
+    if facts.vision is not None and (own := config.vllm.passed.get("mm_processor_kwargs")):
+        raise ConfigError(
+            f"vllm.mm_processor_kwargs = {own}: the engine would read images in other sizes than the trainer.",
+            "Change them in preprocessor_config.json in the model's directory, which both read.",
+        )
     _refuse_drafts(config.vllm.passed.get("speculative_config"), device)
     if pp > 1 and config.training.router_replay:
         raise ConfigError(

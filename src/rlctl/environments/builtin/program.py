@@ -1,12 +1,13 @@
 """A program that uses the model through OpenAI's or vLLM's protocol; one run is one episode.
 
-It gets the row as JSON on stdin and the server in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`. Its last line
-is a JSON object with `reward`; other numbers are metrics.
+It gets the row as JSON on stdin, with images as data URLs, and the server in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and
+`OPENAI_MODEL`. Its last line is a JSON object with `reward`; other numbers are metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rlctl.data.image_sources import saved
 from rlctl.environments.interface import Ask, Message, Step
 
 Answered = asyncio.Future[Message | None]
@@ -61,7 +63,7 @@ class Program:
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **variables, "EPISODE_SEED": str(seed), **self.variables},
         )
-        output, errors = await self.process.communicate(json.dumps(row, default=str).encode())
+        output, errors = await self.process.communicate(json.dumps(row, default=_as_json).encode())
         if self.process.returncode:
             last = (errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"])[-1]
             raise RuntimeError(f"the program ended with code {self.process.returncode}: {last}")
@@ -229,6 +231,11 @@ async def serve(
 def _refused(why: str, code: str) -> web.HTTPBadRequest:
     error = {"error": {"message": why, "type": "invalid_request_error", "code": code}}
     return web.HTTPBadRequest(text=json.dumps(error), content_type="application/json")
+
+
+def _as_json(value: Any) -> str:
+    image = saved(value)
+    return str(value) if image is None else f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def _texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
