@@ -56,7 +56,7 @@ def drawn(image: dict[str, Any]) -> list[str]:
     data = base64.b64decode(image["thumbnail"].partition(",")[2])
     shown = Image.open(io.BytesIO(data)).convert("RGB")
     width = max(1, min(COLUMNS, round(TALLEST * shown.width / shown.height)))
-    height = max(2, round(width * shown.height / shown.width / 2) * 2)
+    height = min(TALLEST, max(2, round(width * shown.height / shown.width / 2) * 2))
     pixels = shown.resize((width, height), Image.Resampling.BOX).load()
     assert pixels is not None
     return [
