@@ -145,7 +145,7 @@ class Gallery(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None: ...
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 def test_images_of_urls_are_fetched_once_unless_they_are_broken(

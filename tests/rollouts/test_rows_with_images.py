@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 
 from rlctl.checkpoints.hf.model_facts import known_facts
 from rlctl.config.load import resolve
+from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.images import ImageProcessor
+from rlctl.data.prompt_rows import row_from_record
 from rlctl.errors import InputError
 from rlctl.jobs.dry_run import FirstLook
 from rlctl.jobs.prepare import prepare_job
@@ -18,6 +22,7 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.vision_tower import image_share
+from rlctl.rollouts.environment_play import EnvironmentPlay
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.settings.data import DataConfig
@@ -145,3 +150,19 @@ def test_a_dry_run_shows_all_images_of_a_text(tmp_path: Path) -> None:
     image = f"<|vision_start|>[image of 64 x 64 pixels, {len(tokens)} tokens]<|vision_end|>"
     assert shown.text == f"{begun}{image}<|im_end|>\n<|im_start|>assistant\nred<|im_end|>"
     assert (shown.images, shown.image_tokens) == (1, len(tokens))
+
+
+def test_a_context_with_images_keeps_its_thoughts(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model", "qwen3_vl")
+    environment = {"name": f"{Path(__file__).parents[1] / 'support' / 'toy_environments.py'}:Counting"}
+    config = RlConfig.model_validate({"environment": environment | {"thinking": "template"}})
+    encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
+    said = "m['content'].split('</think>')[-1] if m['role'] == 'assistant' and not loop.last else m['content']"
+    without = str(encoder.template).replace("{{ m['content'] }}", f"{{{{ {said} }}}}")
+    encoder = replace(encoder, template=without)
+    image = io.BytesIO()
+    square("red").save(image, "PNG")
+    row = row_from_record({"prompt": "what?", "image": image.getvalue()}, 0, "row 3", DataConfig())
+    with pytest.raises(InputError, match=r"environment.thinking = template: row 3 has images"):
+        EnvironmentPlay.open(config, encoder, row)
+    assert EnvironmentPlay.open(config, encoder, replace(row, prompt="what?")) is not None

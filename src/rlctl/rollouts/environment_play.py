@@ -99,7 +99,12 @@ class EnvironmentPlay:
         if reply.ask is not None:  # each conversation shows its own tools
             turns = replace(turns, encoder=encoder.with_ends(turns.encoder.stop_token_ids))
         play = cls(plan, turns, limits, reply, tuple(notes))
-        play.measured(row, turns.encoder)
+        if play.opened(row, turns.encoder).media and turns.drops:
+            raise InputError(
+                f"environment.thinking = template: {row.where} has images, and a context with images is not written "
+                "without its thoughts.",
+                "Leave it out: thoughts then stay in the context.",
+            )
         return play
 
     def showing_tools(self, encoder: PromptEncoder) -> PromptEncoder:
