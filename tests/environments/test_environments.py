@@ -188,16 +188,19 @@ def test_methods_are_tools_and_a_broken_call_is_told_to_the_model() -> None:
 
 def test_tools_return_images() -> None:
     one, other = CALL.format("show", '{"color": "red"}'), CALL.format("compare", "{}")
+    found = CALL.format("find", "{}")
     with hosting("Album") as host:
-        _, shown, both, *_ = asyncio.run(asked(host, *episode(one, f"{other}{one}{CALL.format('hide', '{}')}", "end")))
+        texts = (one, f"{other}{one}{CALL.format('hide', '{}')}", found)
+        _, shown, both, told, *_ = asyncio.run(asked(host, *episode(*texts)))
     [message] = shown.messages
     assert (message["role"], message["content"]) == ("user", MARK)
     assert [image.rgb().tobytes() for image in message[IMAGES]] == [square("red").tobytes()]
     [message] = both.messages
-    said = f"as wide as{MARK}\n\n{MARK}\n\nError: there is no function 'hide'; the functions are compare, show."
+    said = f"as wide as{MARK}\n\n{MARK}\n\nError: there is no function 'hide'; the functions are compare, find, show."
     assert message["content"] == said
     sizes = [image.rgb().size for image in message[IMAGES]]
     assert sizes == [(112, 48), (64, 64)]
+    assert [one["content"] for one in told.messages] == ['[{"type": "image", "image": "a.png", "title": "A"}]']
 
 
 def test_what_an_environment_says_is_plain_data() -> None:

@@ -176,6 +176,10 @@ class Album:
         """Show a square next to a text."""
         return ["as wide as", _shown("blue", (112, 48))]
 
+    def find(self) -> Any:
+        """Find images, which the model is told of."""
+        return [{"type": "image", "image": "a.png", "title": "A"}]
+
 
 class Gymnasium:
     """Has Gymnasium's methods, and an observation of the form that `form` names."""

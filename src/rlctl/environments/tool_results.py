@@ -10,6 +10,8 @@ from rlctl.data.image_sources import IMAGE, of_pil
 from rlctl.environments.tools import as_text
 
 Content = str | list[dict[str, Any]]
+PARTS = ({"type", "image"}, {"type", "image_url"})
+"""Keys of a part of a message that is an image; results with others are data."""
 BLANK_LINE = "\n\n"
 
 
@@ -43,4 +45,4 @@ def _text(said: str) -> dict[str, Any]:
 
 
 def _is_image(one: Any) -> bool:
-    return of_pil(one) or (isinstance(one, dict) and one.get("type") in PART_TYPES)
+    return of_pil(one) or (isinstance(one, dict) and one.keys() in PARTS and one["type"] in PART_TYPES)
