@@ -19,7 +19,8 @@ from rlctl.backends.messages import GroupRequest, SampleResult, Sampling, attach
 from rlctl.backends.packed_rows import build_row
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.prompt_rows import PromptRow, row_from_record
+from rlctl.data.prompt_records import row_from_record
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart, Turn, contexts_of
 from rlctl.errors import InputError, WorkerError
 from rlctl.methods.rl.grpo import Grpo

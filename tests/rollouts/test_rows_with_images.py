@@ -14,7 +14,7 @@ from rlctl.checkpoints.hf.model_facts import known_facts
 from rlctl.config.load import resolve
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.images import ImageProcessor
-from rlctl.data.prompt_rows import row_from_record
+from rlctl.data.prompt_records import row_from_record
 from rlctl.errors import InputError
 from rlctl.jobs.dry_run import FirstLook
 from rlctl.jobs.prepare import prepare_job
