@@ -240,7 +240,7 @@ def _slower(plan: Plan, best: Plan) -> str:
 def _less_believable(plan: Plan, best: Plan) -> str:
     known = [evidence(one.facts, one.cluster, one.training, one.generation) for one in (plan, best)]
     if known[0] < known[1]:
-        return "less of its layout is that of published runs"
+        return "published runs of such a model show less of this layout"
     if dimensions(plan) > dimensions(best):
         return "it has more parallel dimensions"
     return "it leaves less memory free" if dimensions(plan) == dimensions(best) else "it is of another kind"
