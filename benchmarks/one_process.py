@@ -56,10 +56,15 @@ def peak_bytes(step: Callable[[], object]) -> int:
     """Return by how much the memory of this process grows at most during `step` (Linux)."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on (proc(5))
     before = _status("VmRSS")
+    return highest_bytes(step) - before
+
+
+def highest_bytes(step: Callable[[], object]) -> int:
+    """Return the highest resident memory of this process during `step` (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on (proc(5))
     step()
-    return _status("VmHWM") - before
+    return _status("VmHWM")
 
 
 def _status(key: str) -> int:

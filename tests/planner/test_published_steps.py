@@ -16,6 +16,8 @@ RUNS = (
     ("NeMo-RL v0.6 summary", "grpo-deepseek-v3-64n8g-async-1off", "h100"),
     ("NeMo-RL v0.6 summary", "grpo-qwen3-30ba3b-4n4g", "gb200"),
     ("NeMo-RL v0.5 summary", "grpo-llama3.1-8b-instruct-2n8g-fp8-async-1off", "h100"),
+    ("NeMo-RL v0.5 summary", "grpo-deepseek-v3-64n8g-fp8-async-1off", "h100"),
+    ("NeMo-RL v0.7 summary", "grpo-qwen3-30ba3b-4n8g-40K", "h100"),
     ("NeMo-RL v0.7 summary", "grpo-deepseek-v3-64n4g", "gb200"),
     ("NeMo-RL v0.7 summary", "grpo-qwen3-32b-4n8g", "h100"),
     ("NeMo-RL pull 3278", "grpo-qwen3-235b-32n8g-async-1off", "h100"),

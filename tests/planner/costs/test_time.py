@@ -8,7 +8,8 @@ import pytest
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.costs.engines import communication_seconds
 from rlctl.planner.costs.time import (
     critic_time,
     logprobs_time,
@@ -96,3 +97,19 @@ def test_a_node_holds_its_share_of_a_sharded_model() -> None:
     assert remote_share(choice(True, dp=64), nodes, True) == pytest.approx(7 / 8)
     assert remote_share(choice(True, dp=64, replicate=8), nodes, True) == 0
     assert remote_share(choice(False, dp=64), nodes, True) == 0
+
+
+def test_engines_over_nodes_reduce_over_the_network_devices_of_all_their_ranks() -> None:
+    """Two all-reduces of bfloat16 states a layer, each of which sends everything twice, over 8 NICs of 50 GB/s."""
+    facts, cluster = model("DeepSeek-V3"), make_cluster("h100", 4)
+    request = Request(facts, cluster, Workload())
+    few, many = (communication_seconds(request, GenerationChoice(tp=32), sequences) for sequences in (1000, 2000))
+    moved = 2 * facts.layers * 2 * 1000 * facts.hidden * 2
+    assert many - few == pytest.approx(moved / (8 * 50e9 * DEFAULTS.network_efficiency), rel=0.01)
+
+
+def test_positions_of_a_prompt_need_no_logits() -> None:
+    """Four completions of 16 tokens behind one prompt of 30: 94 tokens go through the layers, 64 through the head."""
+    work = Workload(8, 4, 128, max_new_tokens=16, mean_new_tokens=16, prompt_tokens=30)
+    assert replace(work, share_prompts=True).predicted_share(1.0) == pytest.approx(64 / 94)
+    assert work.predicted_share(1.0) == pytest.approx(16 / 46)

@@ -173,7 +173,8 @@ def logit_bytes(
 ) -> float:
     """Vocabulary-parallel logits: output in the training dtype, its float32 copy, and their gradient."""
     present = min(tokens, choice.logit_tokens or tokens)
-    per_entry = element_bytes(choice) + constants.logit_copy_bytes * (2 if gradient else 1)
+    copies = (2 if gradient else 1) - (element_bytes(choice) == 4)  # float32 logits are that copy themselves
+    per_entry = element_bytes(choice) + constants.logit_copy_bytes * copies
     return present * facts.vocab / choice.parallel.tp * per_entry
 
 
@@ -199,22 +200,37 @@ def likely_tokens_bytes(request: Request, choice: TrainingChoice, each: int) -> 
     return each * workload.teacher_top * workload.tokens(request.constants.length_sigma) / choice.parallel.dp
 
 
+def row_tokens(request: Request, choice: TrainingChoice) -> float:
+    """Return the tokens of a full row on a rank; on a CPU, whose rows hold more than most steps have, of the step."""
+    if not request.cluster.is_cpu:
+        return choice.micro_batch_tokens / choice.parallel.cp
+    workload, parallel = request.workload, choice.parallel
+    step = workload.trained_tokens(request.constants.length_sigma) / workload.optimizer_steps / parallel.dp
+    return min(float(choice.micro_batch_tokens), step) / parallel.cp
+
+
 def training_memory(request: Request, choice: TrainingChoice, asleep: float, micro_batches: int) -> PhaseMemory:
     """Return training memory of the fullest stage. `asleep`: a sleeping engine's remainder on the device."""
     facts, constants, found = request.facts, request.constants, list[PhaseMemory]()
-    tokens = choice.micro_batch_tokens / choice.parallel.cp
+    tokens, on_cpu = row_tokens(request, choice), request.cluster.is_cpu
     for stage in distinct_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
-        parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
+        if on_cpu:  # torch's operations keep float32 copies also where they compute in bfloat16
+            wide = replace(choice, precision="float32", micro_batch_tokens=math.ceil(tokens * choice.parallel.cp))
+            parts["activations"] = activation_bytes(facts, stage, wide, micro_batches, constants)
+            parts["activations"] *= constants.cpu_activation_copies
+        else:
+            parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         if stage.embedding:
             seen = tokens * image_share(facts, request.workload, constants.length_sigma)
             parts["activations"] += seen * tower_activation_bytes(facts, choice, element_bytes(choice))
-        parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
+        predicted = tokens * (request.workload.predicted_share(constants.length_sigma) if on_cpu else 1.0)
+        parts["logits"] = logit_bytes(facts, choice, predicted, True, constants) if stage.head else 0.0
         dynamic = parts["activations"] + parts["logits"]
         if choice.optimizer_offload:  # the update has the room that activations had
             parts["optimizer"] = max(0.0, update_bytes(facts, stage, choice) - dynamic)
             parts["optimizer"] += _hosted_bytes(request, stage, choice)
-        parts["fragmentation"] = constants.fragmentation * dynamic
+        parts["fragmentation"] = (0.0 if on_cpu else constants.fragmentation) * dynamic
         if (
             top := request.workload.teacher_top
         ):  # of the policy's own log-probs of them and their gradient, those of a row
@@ -230,12 +246,16 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
 def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> PhaseMemory:
     """Return memory of the log-prob phase (forward only). Offloaded states count only on a CPU."""
     facts, constants = request.facts, request.constants
-    stage, tokens = stages(facts, choice)[-1], choice.micro_batch_tokens / choice.parallel.cp
+    stage, tokens = stages(facts, choice)[-1], row_tokens(request, choice)
     states = state_bytes(facts, stage, choice)
     states["optimizer"] += _hosted_bytes(request, stage, choice)
     kinds = (False, True) if facts.moe else (False,)
     states["activations"] = tokens * max(layer_activation_bytes(facts, choice, moe, constants) for moe in kinds)
     states["logits"] = logit_bytes(facts, choice, tokens, False, constants)
+    if request.cluster.is_cpu:  # the allocator gives back a part of what training had
+        trained = training_memory(request, choice, asleep, 1).parts
+        states["activations"] = constants.cpu_kept * trained["activations"]
+        states["logits"] = constants.cpu_kept * trained["logits"]
     states |= {"engine asleep": asleep, "staging": constants.staging_bytes if asleep else 0.0}
     return PhaseMemory(states | {"runtime": runtime_bytes(request, choice)})
 

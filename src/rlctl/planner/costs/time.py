@@ -37,6 +37,11 @@ from rlctl.planner.inputs.request import Request
 
 CPU_MATMUL_EFFICIENCY = 0.65
 """Share of the CPU's matmul rate in a training step with packed rows (120 of 178 GFLOP/s on two AVX2 cores)."""
+CPU_LAYER_S = 0.005
+"""Time of one layer's forward pass on a CPU next to products and memory traffic: some sixty operations of torch, whose
+threads meet after each (models of 8, 12 and 30 layers on two cores)."""
+CPU_LOGIT_S = 1.1e-8
+"""Core time of a logit's softmax, gathering and entropy in a forward pass (the same runs)."""
 PASSES = {"none": 3.0, "selective": 3.15, "full": 4.0}
 """Training pass of a micro-batch in forward passes, by recomputation."""
 
@@ -116,7 +121,8 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     if moe_sizes is not None and facts.moe is not None:
         dense_flops += stage.moe_layers * moe_sizes.dense
         expert_flops = stage.moe_layers * moe_sizes.experts * facts.moe.experts_per_token / facts.moe.experts
-    head_flops = facts.vocab * facts.hidden if stage.head else 0.0
+    predicted = request.workload.predicted_share(constants.length_sigma)
+    head_flops = facts.vocab * facts.hidden * predicted if stage.head else 0.0
     rate = matmul_rate(request, choice, local)
     seconds = 2 * local * (dense_flops + head_flops) / p.tp / rate
     if stage.embedding:  # every tensor-parallel rank computes the tower
@@ -133,15 +139,18 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     attention = 2 * local * stage.layers * score_width(facts) * keys / p.tp
     efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
     attention /= _peak(request, choice, "bf16") * efficiency
-    if not cluster.is_cpu:  # memory traffic of what is not a matmul: norms, RoPE, activation functions, casts
-        whole = replace(choice, recompute="none", precision="bf16")
-        moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
-        if facts.moe is not None:
-            moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
-        moved = constants.traffic * moved
-        if stage.head and not choice.valued:
-            moved += constants.logit_traffic_bytes * facts.vocab / p.tp
-        seconds += local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    if cluster.is_cpu and stage.head and not choice.valued:
+        cores = choice.threads or cluster.device.cores
+        seconds += local * predicted * facts.vocab / p.tp * CPU_LOGIT_S / cores
+    whole = replace(choice, recompute="none", precision=choice.precision if cluster.is_cpu else "bf16")
+    # Memory traffic of what is not a matmul: norms, RoPE, activation functions, casts.
+    moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
+    if facts.moe is not None:
+        moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
+    moved *= constants.traffic
+    if stage.head and not choice.valued and not cluster.is_cpu:
+        moved += constants.logit_traffic_bytes * facts.vocab * predicted / p.tp
+    seconds += local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     return MicroBatchTime(
         compute=seconds + attention,
         tensor=(1 - constants.tensor_overlap) * _tensor_seconds(request, stage, choice, local),
@@ -149,15 +158,15 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
         context=max(0.0, _context_seconds(request, stage, choice, tokens) - attention),
         host=_host_seconds(request, stage, choice),
         matmul=matmul,
-        exposed=0.0 if cluster.is_cpu else constants.host_exposed,
+        exposed=1.0 if cluster.is_cpu else constants.host_exposed,  # the same processor does both
     )
 
 
 def _host_seconds(request: Request, stage: Stage, choice: TrainingChoice) -> float:
     facts, cluster, constants, p = request.facts, request.cluster, request.constants, choice.parallel
-    layers = stage.layers * constants.layer_host_s
     if cluster.is_cpu:
-        return layers
+        return stage.layers * CPU_LAYER_S
+    layers = stage.layers * constants.layer_host_s
     if facts.moe is not None:
         experts = 0.0 if choice.grouped_experts else facts.moe.experts / p.ep * constants.expert_host_s
         layers += stage.moe_layers * (constants.moe_layer_host_s + experts)
@@ -395,8 +404,8 @@ def refit_time(
         detour = 2 * payload / (device.host_link * constants.pageable_copy)
     if cluster.is_cpu:
         far = payload / device.network if cluster.nodes > 1 and not colocated else 0.0
-        # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
-        return detour + far + 0.05 + payload / 1.0e9
+        # Measured: 0.8 to 1.6 GB/s through shared memory, 0.1 s of handshakes.
+        return detour + far + 0.1 + payload / 1.35e9
     received = weight_bytes(facts, generation)
     if generation.matrix_bytes <= 1 and element_bytes(choice) > 1:  # the engine makes float8 blocks of each matrix
         detour += tensor_count(facts) * constants.refit_quantize_s

@@ -135,6 +135,12 @@ class Workload:
         spared = self.prompts * (self.generations - 1) * self.prompt_tokens if shared else 0
         return self.tokens(sigma) - spared
 
+    def predicted_share(self, sigma: float) -> float:
+        """Share of the trained tokens after which a trained token follows; the others need no logits."""
+        if not self.rollouts:
+            return 1.0
+        return min(1.0, self.samples * self.lengths(sigma).mean / self.trained_tokens(sigma))
+
     def mean_keys(self, sigma: float) -> float:
         """Mean keys that a token attends to: half of E[S^2] / E[S] over the sequences."""
         if not self.rollouts:

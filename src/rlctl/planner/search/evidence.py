@@ -70,12 +70,16 @@ def evidence(
     experts."""
     known, score = published_for(facts, cluster), 0
     if training is not None:
-        p = training.parallel
-        score += any(one.training == (p.tp, p.pp, p.cp, p.ep) for one in known)
-        score += facts.moe is not None and p.ep > 1
+        score += has_published_sizes(facts, cluster, training)
+        score += facts.moe is not None and training.parallel.ep > 1
     if generation is not None:
         score += any(one.engine_tp == generation.tp for one in known) and generation.pp == generation.dp == 1
     return score
+
+
+def has_published_sizes(facts: ModelFacts, cluster: ClusterFacts, training: TrainingChoice) -> bool:
+    p = training.parallel
+    return any(one.training == (p.tp, p.pp, p.cp, p.ep) for one in published_for(facts, cluster))
 
 
 def untried(

@@ -387,7 +387,7 @@ def _seconds(
     if training is None:
         return seconds
     seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs, Phase.CRITIC: training.critic}
-    seconds[Phase.OTHER] = 0.1 if request.cluster.is_cpu else request.constants.other_s
+    seconds[Phase.OTHER] = 0.01 if request.cluster.is_cpu else request.constants.other_s
     if generation is not None and workload.rollouts:
         if workload.staleness is None:
             seconds[Phase.REWARD] = _reward_seconds(request, training)
@@ -428,7 +428,7 @@ def _generation_seconds(request: Request, generation: GenerationChoice) -> float
 def _reward_seconds(request: Request, training: search.TrainingCandidate | None) -> float:
     model = training.teacher if training is not None else None
     of_model = model.seconds if model is not None and model.choice.valued else 0.0
-    return of_model + (0.05 if request.cluster.is_cpu else request.constants.reward_s)
+    return of_model + (0.015 if request.cluster.is_cpu else request.constants.reward_s)
 
 
 def _rollout_seconds(

@@ -14,7 +14,7 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import RESOLUTION
 from rlctl.planner.inputs.request import HEADROOM, Request
 from rlctl.planner.result import Plan, Reason, Rejected
-from rlctl.planner.search.evidence import evidence
+from rlctl.planner.search.evidence import has_published_sizes
 from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
@@ -115,7 +115,7 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         return found
     if request.workload.goal != "fast":
         return f"It is the best of the layouts that fit for --goal {request.workload.goal}."
-    if not plan.cluster.is_cpu and evidence(plan.facts, plan.cluster, plan.training, None):
+    if not plan.cluster.is_cpu and has_published_sizes(plan.facts, plan.cluster, t):
         return f"Of the layouts that are as fast (within {RESOLUTION:.0%}) it is the one that published runs have."
     if _slower_than_some(plan, "training"):
         return "It is as fast as any that the prediction can tell apart."
