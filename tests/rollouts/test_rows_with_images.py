@@ -18,6 +18,7 @@ from rlctl.data.prompt_records import row_from_record
 from rlctl.errors import InputError
 from rlctl.jobs.dry_run import FirstLook
 from rlctl.jobs.prepare import prepare_job
+from rlctl.jobs.rollout import EpisodesJob, episodes_job
 from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
@@ -150,6 +151,23 @@ def test_a_dry_run_shows_all_images_of_a_text(tmp_path: Path) -> None:
     image = f"<|vision_start|>[image of 64 x 64 pixels, {len(tokens)} tokens]<|vision_end|>"
     assert shown.text == f"{begun}{image}<|im_end|>\n<|im_start|>assistant\nred<|im_end|>"
     assert (shown.images, shown.image_tokens) == (1, len(tokens))
+
+
+def test_episodes_of_rows_with_images_are_played_by_the_whole_model(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model")
+    square("red").save(tmp_path / "red.png")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "what?", "image": "red.png", "answer": "red"}) + "\n")
+    asked = [f"model.name={model}", f"data.name={path}", "reward.terms=[{name: exact-match}]", "cluster.gpu=cpu"]
+
+    def job(*more: str) -> EpisodesJob:
+        return episodes_job(resolve(None, sets=[*asked, *more], environment={}), None, 1, False, lambda _: None)
+
+    whole = job()
+    assert whole.completions.facts.vision is not None
+    assert len(whole.prompts.encoded(whole.prompts.prompt_at(0)).media) == 1
+    with pytest.raises(InputError, match=r"rows.jsonl: it has images, and the model is one of text"):
+        job("model.images=false")
 
 
 def test_a_context_with_images_keeps_its_thoughts(tmp_path: Path) -> None:

@@ -177,6 +177,11 @@ class PromptEncoder:
         """Return what reads the images of prompts. Raises InputError where the model takes none."""
         from rlctl.data.images import ImageProcessor
 
+        if not self.sees:
+            raise InputError(
+                f"{where}: it has images, and the model is one of text.",
+                "Name a vision-language model, and set model.images=true; without it, the first rows decide.",
+            )
         if self.template is None:
             raise InputError(f"{where}: it has images, but the model has no chat template to place them.",
                              "Give a template with --chat-template.")  # fmt: skip

@@ -21,6 +21,7 @@ from rlctl.data.image_sources import MARK
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
+from rlctl.jobs.prepare import with_images
 from rlctl.refit.decoding import policy_difference
 from rlctl.rewards.reward_plan import any_reward, mixed_rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
@@ -51,6 +52,7 @@ def episodes_job(
     resolved: Resolved, checkpoint: Checkpoint | None, count: int, compares: bool, tell: Tell
 ) -> EpisodesJob:
     """Open model, data and environment. Raises InputError for what is wrong with them."""
+    resolved = resolved if checkpoint else with_images(resolved)
     job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
     if checkpoint is not None and compares:
         raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
