@@ -1,10 +1,13 @@
 """Measures saves of a policy against `dd conv=fsync` of the same bytes in the same run.
 
-    python benchmarks/save.py [--megabytes 400] [--backend megatron] [--repeats 5]
+    python benchmarks/save.py [--megabytes 400] [--backend megatron] [--repeats 5] [--step 8x4x45x16 --threads 2]
 
 A random Llama in float32 with its optimizer's states, one process. `stands_still` is the snapshot, during which
 training waits; `written` is the time until files are flushed and have digests. Saves and `dd` take turns; prints the
 medians, and of each the seconds of processors, which other programs disturb less.
+
+With `--step` it also says how much a save delays the training step beside it: steps on that shape (see train.py) alone
+and with a save begun before them take turns. `snapshot` is the part of the delay in which the step has not begun.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from one_process import policy
+from train import Shape, make_groups, plan, policy_step
+
+if TYPE_CHECKING:
+    from rlctl.backends.policy_rank import PolicyRank
 
 HIDDEN, FFN, VOCAB = 1024, 4096, 4096
 BYTES_A_PARAMETER = 12
@@ -61,12 +68,12 @@ def processor_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def measured_save(worker: object, directory: Path) -> Cost:
+def measured_save(worker: PolicyRank, directory: Path) -> Cost:
     directory.mkdir()
     begun, used = time.perf_counter(), processor_seconds()
-    worker.save_begin(directory)  # type: ignore[attr-defined]
+    worker.save_begin(directory)
     still = time.perf_counter() - begun
-    worker.save_finish()  # type: ignore[attr-defined]
+    worker.save_finish()
     return Cost(time.perf_counter() - begun, still, processor_seconds() - used)
 
 
@@ -77,19 +84,54 @@ def measured_dd(source: Path, target: Path) -> Cost:
     return Cost(time.perf_counter() - begun, 0.0, processor_seconds() - used)
 
 
+def measured_delay(worker: PolicyRank, shape: Shape, work: Path, repeats: int) -> dict[str, float]:
+    """Return seconds of a step alone and beside a save, and by what part the save delays it: medians over the
+    repeats."""
+    batch = plan(make_groups(shape, worker.spec.facts.vocab), True, 4096)
+    step = policy_step(worker, batch)
+    step()
+    alone, beside, snapshot = list[float](), list[float](), list[float]()
+    for number in range(repeats):
+        begun = time.perf_counter()
+        step()
+        alone.append(time.perf_counter() - begun)
+        directory = work / f"beside{number}"
+        directory.mkdir()
+        begun = time.perf_counter()
+        worker.save_begin(directory)
+        snapshot.append(time.perf_counter() - begun)
+        step()
+        beside.append(time.perf_counter() - begun)
+        worker.save_finish()
+        shutil.rmtree(directory)
+    delays = [(b - a) / a for a, b in zip(alone, beside, strict=True)]
+    return {
+        "step_alone_s": round(statistics.median(alone), 2),
+        "step_beside_a_save_s": round(statistics.median(beside), 2),
+        "snapshot_s": round(statistics.median(snapshot), 2),
+        "delay": round(statistics.median(delays), 3),
+        "delay_at_most": 0.05,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--backend", default="megatron")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory, in place of a random model")
+    parser.add_argument("--step", type=Shape.parse, help="a shape of the steps that saves are to delay")
     parser.add_argument("--dir", type=Path, help="the working directory; a temporary one if it is not given")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="rlctl-save-", dir=args.dir))
     saves, copies = list[Cost](), list[Cost]()
     try:
-        write_model(work / "model", args.megabytes)
-        with policy(work / "model", args.threads, args.backend) as worker:
+        model = args.model or work / "model"
+        if args.model is None:
+            write_model(model, args.megabytes)
+        delay = None
+        with policy(model, args.threads, args.backend) as worker:
             measured_save(worker, work / "first")  # makes the optimizer's states
             content = sorted((work / "first").glob("*.distcp"))
             with (work / "bytes").open("wb") as file:
@@ -101,6 +143,8 @@ def main() -> None:
                 copies.append(measured_dd(work / "bytes", work / "copy"))
                 shutil.rmtree(work / f"save{number}")
                 (work / "copy").unlink()
+            if args.step is not None:
+                delay = measured_delay(worker, args.step, work, args.repeats)
         size = (work / "bytes").stat().st_size
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -114,6 +158,7 @@ def main() -> None:
         "dd_s": {"written": round(copy.written, 2), "cpu": round(copy.cpu, 2)},
         "times_dd": round(statistics.median(a.written / b.written for a, b in zip(saves, copies, strict=True)), 2),
         "times_dd_at_most": 1.5,
+        **({"beside": delay} if delay else {}),
     }
     print(json.dumps(report, indent=1))
 
