@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,3 +221,30 @@ def test_sequences_beyond_the_positions_of_a_yarn_are_refused(tmp_path: Path) ->
         spec(model)
     fitting = RlConfig.model_validate({"model": {"max_length": 128}})
     args.engine_spec(fitting, facts_in(model), model, device="cpu", threads=8)
+
+
+FAULTS = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+libc.memset(ctypes.c_void_p(libc.malloc(256 << 20)), 1, 256 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="huge pages are not given on request"
+)
+def test_matrices_of_engines_on_cpus_are_packed_into_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 MiB are 65,536 small pages, each of which is a page fault."""
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    faults = []
+    for more in ({}, args.engine_env("cpu", 1)):
+        program = [sys.executable, "-S", "-c", FAULTS]
+        faults.append(int(subprocess.run(program, env=os.environ | more, check=True, stdout=subprocess.PIPE).stdout))
+    assert faults[0] > 60_000
+    assert faults[1] < 20_000
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert args.engine_env("cpu", 1)["GLIBC_TUNABLES"] == "glibc.malloc.check=1"

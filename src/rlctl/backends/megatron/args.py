@@ -161,7 +161,7 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": cuda and spec.facts.activation == "silu",
+        "bias_activation_fusion": spec.facts.activation == "silu",
         "bias_dropout_fusion": cuda,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,

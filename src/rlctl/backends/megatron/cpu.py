@@ -288,6 +288,26 @@ def _exchange_uneven_parts() -> None:
     mappings._reduce_scatter_along_first_dim = uneven(mappings._reduce_scatter_along_first_dim, reduce_scatter)
 
 
+def _differentiate_swiglu_in_four_passes() -> None:
+    """Megatron writes the gradient for a compiler, which a CPU does without: a dozen passes over the widest tensors."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    plain = fused_bias_swiglu.swiglu_back
+
+    def swiglu_back(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if grad.dtype != y.dtype:
+            return plain(grad, y)
+        found = torch.empty_like(y)
+        (gate, linear), (of_gate, of_linear) = y.chunk(2, -1), found.chunk(2, -1)
+        silu = torch.nn.functional.silu(gate)
+        torch.mul(grad, silu, out=of_linear)
+        torch.mul(grad, linear, out=silu)
+        torch.ops.aten.silu_backward.grad_input(silu, gate, grad_input=of_gate)
+        return found
+
+    fused_bias_swiglu.swiglu_back = swiglu_back
+
+
 PATCHES: tuple[Callable[[], None], ...] = (
     _accept_cpu_parameter_types,
     _add_up_squares_in_chunks,
@@ -296,4 +316,5 @@ PATCHES: tuple[Callable[[], None], ...] = (
     _split_rotary_without_pinning,
     _convert_cpu_splits,
     _exchange_uneven_parts,
+    _differentiate_swiglu_in_four_passes,
 )

@@ -76,6 +76,7 @@ class LiveParameters:
         module = matrix.module
         if not getattr(module, matrix.parameter).numel():
             module.register_parameter(matrix.parameter, torch.nn.Parameter(rows, requires_grad=False))
+        module.cpu_linear = None  # frees the copy before, whose memory the new one may take
         module.quant_method.process_weights_after_loading(module)
 
     def _permute(self, matrix: StoredMatrix, rows: torch.Tensor) -> None:

@@ -1,0 +1,75 @@
+"""What rlctl computes in fewer passes than torch and Megatron do: values and gradients are those of the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.backends.megatron import cpu
+
+cpu.install()
+
+from megatron.core.fusions import fused_bias_swiglu  # noqa: E402
+
+from rlctl.backends.megatron.modules import LeanRMSNorm, rms_norm  # noqa: E402
+
+EPS = 1e-5
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def swiglu(y: Tensor) -> Tensor:
+    gate, linear = y.chunk(2, -1)
+    return gate * torch.sigmoid(gate) * linear
+
+
+def gradients(function: object, *inputs: Tensor, upstream: Tensor) -> list[Tensor]:
+    leaves = [one.detach().clone().requires_grad_() for one in inputs]
+    out = function(*leaves)  # type: ignore[operator]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+@pytest.mark.parametrize("shape", [(7, 48), (5, 2, 48), (1, 48)])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e3])
+def test_norms_and_their_gradients_are_those_of_the_formula(shape: tuple[int, ...], scale: float) -> None:
+    """Also in rows of zeros, and where some weights are zero."""
+    made = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(shape, generator=made) for _ in range(2))
+    x, weight = x * scale, torch.randn(shape[-1], generator=made)
+    x[0, ..., :], weight[3] = 0.0, 0.0
+    ours = gradients(lambda x, w: rms_norm(x, w, EPS), x, weight, upstream=upstream)
+    exact = gradients(normed, x.double(), weight.double(), upstream=upstream)
+    assert ours[0].grad_fn is None
+    for got, wanted in zip(ours, exact, strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-6 * float(wanted.abs().max()))
+
+
+def test_a_norm_keeps_its_input_and_one_number_a_row() -> None:
+    kept: list[Tensor] = []
+    x, weight = torch.randn(6, 32, requires_grad=True), torch.randn(32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+        LeanRMSNorm.apply(x, weight, EPS)
+    assert sorted(one.numel() for one in kept) == [6, 32, 6 * 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_swiglu_is_that_of_the_formula(dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(0)
+    y, upstream = 3 * torch.randn(9, 32, generator=made), torch.randn(9, 16, generator=made)
+    y, upstream = y.to(dtype), upstream.to(dtype)
+    exact = gradients(swiglu, y.double(), upstream=upstream.double())
+    ours = gradients(lambda y: fused_bias_swiglu.bias_swiglu_impl(y, None), y, upstream=upstream)
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    for got, wanted in zip(ours, exact, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+    weighted = fused_bias_swiglu.weighted_bias_swiglu_impl
+    weights = torch.rand(9, 1, generator=made)
+    ours = gradients(lambda y, w: weighted(y, None, w), y, weights, upstream=upstream)
+    exact = gradients(lambda y, w: swiglu(y) * w, y.double(), weights.double(), upstream=upstream.double())
+    for got, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=5 * tolerance)
