@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from rlctl.backends.vllm.args import refuse_unsupported
 from rlctl.config.parallel import ParallelSpec
+from rlctl.errors import ConfigError, InputError
+from rlctl.jobs.open_model import published_facts
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.models.constraints import family_problem, fsdp_problems
 from rlctl.models.facts import VisionFacts
 from rlctl.models.vision import VISION_FAMILIES, vision_family
+from rlctl.settings.data import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,11 @@ from rlctl.models.vision import VISION_FAMILIES, vision_family
         ("qwen3_vl", "model.visual.pos_embed.weight", "vision"),
         ("gemma3", "model.multi_modal_projector.mm_soft_emb_norm.weight", "projector"),
         ("internvl", "model.language_model.layers.0.mlp.up_proj.weight", "language"),
+        ("qwen3_5", "model.visual.merger.linear_fc1.weight", "projector"),
+        ("qwen3_5_moe", "model.visual.blocks.0.attn.qkv.weight", "vision"),
+        ("gemma4", "model.embed_vision.embedding_projection.weight", "projector"),
+        ("gemma4", "model.audio_tower.layers.0.norm_out.weight", "sound"),
+        ("gemma4", "model.embed_audio.embedding_projection.weight", "sound"),
     ],
 )
 def test_every_parameter_is_of_one_part(kind: str, module: str, part: str) -> None:
@@ -34,6 +44,28 @@ def test_a_text_part_reads_no_images() -> None:
     assert vision_family({"model_type": "gemma3", "vision_config": {"hidden_size": 8}}) is VISION_FAMILIES["gemma3"]
     assert vision_family({"model_type": "gemma3_text"}) is None
     assert vision_family({"model_type": "llava", "vision_config": {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("google/gemma-4-31B-it", "attend to later ones (use_bidirectional_attention: vision)"),
+        ("nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16", "transformers and vLLM read different configurations"),
+    ],
+)
+def test_a_model_whose_images_are_not_trained_on_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(InputError) as caught:
+        published_facts(ModelConfig(name=name, images=True))
+    assert name in caught.value.message
+    assert why in caught.value.message
+
+
+def test_an_engine_that_does_not_agree_with_the_trainer_is_refused() -> None:
+    text = lookup("Qwen/Qwen2.5-7B")
+    assert text is not None
+    vision = VisionFacts("qwen3_5", 248056, 1152, 27, 16, 4, "Qwen3_5ForCausalLM")
+    with pytest.raises(ConfigError, match="differ from transformers'"):
+        refuse_unsupported(RlConfig(), replace(text, vision=vision), "cuda")
 
 
 def test_what_cannot_be_trained_with_images_is_refused_with_the_reason() -> None:

@@ -78,6 +78,11 @@ def test_the_language_part_is_divided(family: str, models: Callable[[str], Path]
     require_same(VisionCase(Case(backend="dtensor", parallel=parallel)), models(family), pools)
 
 
+def test_experts_are_spread(models: Callable[[str], Path], pools: Pools) -> None:
+    parallel = ParallelSpec(dp=2, ep=2)
+    require_same(VisionCase(Case(backend="dtensor", parallel=parallel)), models("qwen3_5_moe"), pools)
+
+
 def test_tokens_that_are_never_drawn_have_no_share(models: Callable[[str], Path], pools: Pools) -> None:
     """As in engines, to whose logits the same is added."""
     parallel = ParallelSpec(tp=2, sequence_parallel=True)

@@ -151,6 +151,18 @@ def test_a_model_that_reads_images_has_the_published_total(name: str) -> None:
     assert count(text).total == count(alike).total
 
 
+def test_gemma_4_has_the_published_sizes() -> None:
+    """8 billion parameters of E4B with embeddings and encoders, as its model card states: about 150 million of images
+    and 300 million of sound."""
+    whole, text = known_facts("google/gemma-4-E4B-it", images=True), known_facts("google/gemma-4-E4B-it")
+    assert whole is not None
+    assert text is not None
+    assert weights_of(whole).parameters / 1e9 == pytest.approx(8.0, rel=0.01)
+    assert count(whole).seeing / 1e6 == pytest.approx(150, rel=0.15)
+    sound = weights_of(whole).parameters - weights_of(text).parameters - count(whole).seeing
+    assert sound / 1e6 == pytest.approx(300, rel=0.05)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_every_published_size_is_known_under_its_own_name(name: str) -> None:
     facts = lookup(name)

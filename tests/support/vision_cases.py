@@ -4,7 +4,7 @@ transformers, one text at a time."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,18 @@ class VisionCase:
     """Where to save the weights after the steps. The log-probs are those of them."""
 
 
+def laid_out(case: Case, directory: Path) -> Case:
+    """The case, with padded rows for a model whose rollouts cannot be packed."""
+    unpacked = bool(facts_in(directory).unpacked)
+    return replace(case, packing=False, dynamic=True, share_prompts=False) if unpacked else case
+
+
 Outcome = tuple[list[MinibatchResult | None], dict[str, Tensor], list[Any], dict[str, Tensor]]
 
 
 def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
     """Results of steps, the gradient of the last one, what is collected of each rank's rows, and weights."""
-    case = given.case
+    case = laid_out(given.case, directory)
     more: dict[str, Any] = {"freeze": given.freeze} if given.freeze else {}
     worker = make_worker(
         rank, case, directory, own_facts=facts_in(directory), optimizer=OptimizerConfig(clip_grad=0), lora=given.lora,
@@ -115,7 +121,7 @@ def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
     batch = make_batch(tuple(groups), sft(), 1)
     plan = plan_batch(
         batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=longest, packing=case.packing,
-        share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
+        dynamic=case.dynamic, share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
         micro_batch_multiple=case.parallel.micro_batch_multiple,
     )  # fmt: skip
     assert plan.stats.micro_batches > 1 or case.parallel.dp > 1
@@ -163,6 +169,7 @@ def reference(
 
 def rollout_difference(rank: int, case: Case, directory: Path, never: tuple[int, ...], results: list[Any]) -> float:
     """The largest difference between what engines report of their tokens and what a rank computes of its own."""
+    case = laid_out(case, directory)
     worker = make_worker(rank, case, directory, own_facts=facts_in(directory), never=never)
     columns = {result.group: result.columns for result in results}
     rollouts = tuple(
@@ -172,8 +179,8 @@ def rollout_difference(rank: int, case: Case, directory: Path, never: tuple[int,
     )
     plan = plan_batch(
         [rollouts], columns, dp=case.parallel.dp, micro_batch_tokens=max(one.tokens for one in rollouts) + 64,
-        packing=case.packing, share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
-        micro_batch_multiple=case.parallel.micro_batch_multiple,
+        packing=case.packing, dynamic=case.dynamic, share_prompts=case.share_prompts,
+        multiple=case.parallel.row_multiple, micro_batch_multiple=case.parallel.micro_batch_multiple,
     )  # fmt: skip
     worker.load_batch(plan.shards[case.parallel.data_rank(rank)], list)
     worker.add_logprobs("old_logprobs")

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of six families, and drawn images."""
+"""Tiny random vision-language models of all families that rlctl trains, and drawn images."""
 
 from rlctl.jobs.tiny_vision import FAMILIES, square, write_vision_model
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "spatial_shapes")
+MODEL_INPUTS = (
+    "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "spatial_shapes", "image_position_ids",
+)  # fmt: skip
 """Outputs of processors that models take as the pixels of images."""
 KEPT_BYTES = 256 << 20
 """Decoded images cached by a process, reused for the prompt's length, its request and its next turn."""
@@ -61,8 +63,8 @@ class ImageProcessor:
     @cached_property
     def never_sampled(self) -> tuple[int, ...]:
         """Tokens that stand for images, sound or video: a completion with one would be taken for an input."""
-        kinds = ("image", "video", "audio", "boi", "eoi", "context_image", "start_image", "end_image", "vision_start",
-                 "vision_end", "fake_image", "global_image")  # fmt: skip
+        kinds = ("image", "video", "audio", "boi", "eoi", "boa", "eoa", "context_image", "start_image", "end_image",
+                 "vision_start", "vision_end", "fake_image", "global_image")  # fmt: skip
         tokenizer, known = self.processor.tokenizer, set[int]()
         for holder in (self.processor, tokenizer):
             named = (getattr(holder, f"{kind}_token", None) for kind in kinds)

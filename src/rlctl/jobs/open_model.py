@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
@@ -21,7 +21,7 @@ from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import FAMILIES
 from rlctl.models.hf_config import most_positions, rope_of
-from rlctl.models.vision import VISION_FAMILIES, vision_family
+from rlctl.models.vision import VISION_FAMILIES, vision_family, why_untrained
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
 from rlctl.rewards.reward_model_scorer import reward_model
@@ -63,14 +63,17 @@ def _seeing(source: ModelSource) -> ModelSource:
     rlctl does not train on."""
     config = read_config(source.directory)
     if vision_family(config) is None:
-        raise _without_images(source.label)
+        raise _without_images(source.label, config)
     said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
     if VISION_FAMILIES[config["model_type"]].mutual:
         said += ". On CPUs its tokens of an image attend to earlier ones alone, as in vLLM there"
     return source if source.note else replace(source, note=said)
 
 
-def _without_images(label: str) -> InputError:
+def _without_images(label: str, config: dict[str, Any]) -> InputError:
+    if why := why_untrained(config):
+        hint = "Name a model of another type, or train only on text: --set model.images=false."
+        return InputError(f"{label} is not trained on images: {why}.", hint)
     return InputError(
         f"{label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
         "Name such a model, or train only on text: --set model.images=false.",
@@ -136,7 +139,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
             tell(note + (WHOLE if vision_family(known.config) else ""))
         return _repositioned(facts, model)
     if not here and known is not None and known.text_part and model.images:
-        raise _without_images(model.name)
+        raise _without_images(model.name, known.config)
     try:
         source = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of six families, with processor, tokenizer and chat template, and drawn images.
+"""Tiny random vision-language models of each family, with processor, tokenizer and chat template, and drawn images.
 
 Rehearsals and tests run on them. transformers makes model and processor.
 """
@@ -26,12 +26,23 @@ QWEN = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }  # fmt: skip
+SOFT_TOKENS = 70
+"""The most tokens of a gemma4 image, the fewest that its processor allows. It enlarges images to about so many."""
+MIXED_LAYERS = ["linear_attention", "full_attention"]
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "gemma3": (
         "<start_of_image>",
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         [],
+    ),
+    "gemma4": (
+        "<|image|>",
+        {
+            "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+            "boa_token": "<|audio>", "eoa_token": "<audio|>",
+        },
+        ["<|video|>"],
     ),
     "idefics3": (
         "<image>",
@@ -48,6 +59,8 @@ FAMILIES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     ),
     "qwen2_5_vl": (QWEN_IMAGE, QWEN, []),
     "qwen3_vl": (QWEN_IMAGE, QWEN, []),
+    "qwen3_5": (QWEN_IMAGE, QWEN, []),
+    "qwen3_5_moe": (QWEN_IMAGE, QWEN, []),
     "internvl": (
         "<IMG_CONTEXT>",
         {
@@ -153,6 +166,17 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
             tower |= {"vision_use_head": False}
             around = {"mm_tokens_per_image": image_tokens(patch), "eos_token_id": tokenizer.eos_token_id}
             around |= {f"{name}_index": token for name, token in ids.items()}
+        case "gemma4":
+            text |= {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 2}
+            text |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 64}
+            text |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": text["vocab_size"]}
+            text |= {"final_logit_softcapping": 30.0}
+            tower |= {"num_key_value_heads": 2, "head_dim": hidden // 2, "position_embedding_size": 128}
+            tower |= {"pooling_kernel_size": 3, "use_clipped_linears": True, "default_output_length": SOFT_TOKENS}
+            sound = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+            around = {f"{name}_id": token for name, token in ids.items() if name != "eoa_token"}
+            around |= {"eoa_token_index": ids["eoa_token"], "audio_config": sound}
+            around |= {"video_token_id": tokenizer.convert_tokens_to_ids("<|video|>")}
         case "idefics3" | "smolvlm":
             text |= {"model_type": "llama", "tie_word_embeddings": tie}  # vLLM reads the inner one
             around = {"image_token_id": ids["image_token"], "scale_factor": 2, "pad_token_id": tokenizer.pad_token_id}
@@ -163,6 +187,15 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
             rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
             text |= {"rope_parameters": rope}
             tower, around = grid | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, qwen
+        case "qwen3_5" | "qwen3_5_moe":
+            rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+            text |= {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "layer_types": MIXED_LAYERS}
+            text |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}  # of sizes that vLLM computes on CPUs
+            text |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+            if family == "qwen3_5_moe":
+                text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+                text |= {"shared_expert_intermediate_size": hidden}
+            tower, around = grid | {"num_position_embeddings": 64}, qwen
         case _:
             text |= {"model_type": "qwen2", "tie_word_embeddings": tie}
             around = {"image_token_id": ids["context_image_token"], "image_seq_length": image_tokens(patch)}
@@ -182,6 +215,11 @@ def vision_processor(family: str, tokenizer: Any, tiles: int = 2, patch: int = P
     if family == "gemma3":
         looks = t.Gemma3ImageProcessorPil(size=square)
         return t.Gemma3Processor(looks, tokenizer, chat_template=template, image_seq_length=image_tokens(patch))
+    if family == "gemma4":
+        sizes: dict[str, Any] = {"patch_size": patch, "max_soft_tokens": SOFT_TOKENS, "pooling_kernel_size": 3}
+        looks, videos = t.Gemma4ImageProcessorPil(**sizes), t.Gemma4VideoProcessor(**sizes)
+        hears = t.Gemma4AudioFeatureExtractor()
+        return t.Gemma4Processor(hears, looks, tokenizer, videos, chat_template=template, image_seq_length=SOFT_TOKENS)
     if family == "idefics3":
         looks = t.Idefics3ImageProcessorPil(size={"longest_edge": tiles * SIDE}, max_image_size={"longest_edge": SIDE})
         return t.Idefics3Processor(looks, tokenizer, image_seq_len=image_tokens(patch), chat_template=template)

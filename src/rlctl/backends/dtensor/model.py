@@ -161,8 +161,11 @@ class PolicyModel(nn.Module):
             return self._packed(row)
         # All units are of one length, each a sequence of its own as transformers computes one. The padding is behind
         # all tokens of a rollout, which never see it.
-        found = self._layers(input_ids=row.tokens_T.view(len(row.units), -1))
-        return self._outputs(found.flatten(0, 1)[None], row)
+        units = len(row.units)
+        given = {"input_ids": row.tokens_T.view(units, -1)}
+        if self.images is not None:
+            given = self.images.sequences(row, units)
+        return self._outputs(self._layers(**given).flatten(0, 1)[None], row)
 
     def _layers(self, **given: Any) -> Tensor:
         return self.inner.get_submodule(self._body)(use_cache=False, **given).last_hidden_state

@@ -39,9 +39,12 @@ class RowImages:
         self._directory = directory
         self.mutual = mutual
         family = VISION_FAMILIES[vision.kind]
-        named = ((name, value) for name, value in inner.named_parameters() if family.part_of(name) != "language")
-        self._seeing = [tuple(name.rpartition(".")[::2]) for name, _ in named]
+        named = (name for name, _ in inner.named_parameters() if family.part_of(name) in ("vision", "projector"))
+        self._seeing = [tuple(name.rpartition(".")[::2]) for name in named]
         """Module and name of each parameter of tower and projector."""
+        language = inner.get_submodule(family.language)
+        self._by_layer = language if getattr(language, "hidden_size_per_layer_input", 0) else None
+        """The language part, where each of its layers takes embeddings of the tokens."""
         self._made: dict[int, tuple[np.ndarray, dict[str, Tensor]]] = {}
 
     def forget(self) -> None:
@@ -80,6 +83,9 @@ class RowImages:
         seen_T = row.tokens_T == self._token
         embeds_1TH = self._inner.get_input_embeddings()(row.tokens_T.masked_fill(seen_T, 0)[None])
         given: dict[str, Any] = {"position_ids": _model_positions(row.positions_kT)}
+        if self._by_layer is not None:  # tokens of images are padding to it
+            tokens_T = row.tokens_T.masked_fill(seen_T, self._by_layer.config.pad_token_id or 0)
+            given["per_layer_inputs"] = self._by_layer.get_per_layer_inputs(tokens_T[None], None)
         if not row.media:
             return given | {"inputs_embeds": self._with_every_parameter(embeds_1TH)}
         pixels = {name: value.to(embeds_1TH.device) for name, value in self._joined(row.media).items()}
@@ -97,6 +103,16 @@ class RowImages:
             given["visual_pos_masks"] = own_T[None]
             given["deepstack_visual_embeds"] = [_flat(one)[where] for one in deep]
         return given | {"inputs_embeds": embeds_1TH}
+
+    def sequences(self, row: PackedRow, units: int) -> dict[str, Any]:
+        """Return `inputs` of a row of `units` of one length, each a sequence of its own [units, T / units, H]. A model
+        whose tokens have one position counts them itself."""
+        given = self.inputs(row)
+        given["inputs_embeds"] = given["inputs_embeds"].unflatten(1, (units, -1))[0]
+        positions = given.pop("position_ids")
+        if len(positions) > 1:
+            given["position_ids"] = positions.unflatten(2, (units, -1))[:, 0]
+        return given
 
     def _own_part(self, seen_T: Tensor) -> tuple[Tensor, slice]:
         """Return this rank's image tokens [T / ranks] and their places among the row's."""

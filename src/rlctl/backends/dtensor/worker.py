@@ -69,7 +69,7 @@ class DTensorWorker(PolicyRank):
         frozen = frozenset(routers if spec.freeze_router else ())
         if vision := spec.facts.vision:
             family = VISION_FAMILIES[vision.kind]
-            frozen |= {name for name in world.roles if family.part_of(name) in spec.freeze}
+            frozen |= {name for name in world.roles if family.part_of(name) in (*spec.freeze, "sound")}
         kind = ValueModel if self.spec.valued else PolicyModel
         self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None

@@ -33,6 +33,8 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 CPU_BLOCK_TOKENS = 32
 CPU_DEFAULT_CONCURRENT = 64
 CPU_MAX_CACHE_BYTES = 4 << 30
+UNAGREED = ("qwen3_5", "qwen3_5_moe")
+"""Types of models that read images whose log-probs in vLLM are not transformers'."""
 # On processors with AMX vLLM prefers another one, which takes no float32, and packs weights so that they cannot be read
 # back after a refit.
 CPU_LATENT_ATTENTION, AMX_LATENT_ATTENTION = "CPU_MLA", "AMX_MLA"
@@ -151,6 +153,12 @@ def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, 
             "without it.",
             "Use generation.top_p or top_k, or leave speculative decoding out.",
         )
+    if facts.vision is not None and facts.vision.kind in UNAGREED:
+        raise ConfigError(
+            f"model.images: vLLM's log-probs of {config.model.name} differ from transformers' (by 0.13 on average for "
+            "a tiny model on a CPU), so that engine and trainer do not agree.",
+            "Train on images without an engine (train sft, train dpo), or only on text: --set model.images=false.",
+        )
     require_engine_sizes(facts, tp=tp or generation.tp or 1, pp=pp, dp=dp, ep=ep)
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
         raise ConfigError(
@@ -198,6 +206,13 @@ def _refuse_on_cpu(config: EngineConfig, facts: ModelFacts) -> None:
         raise ConfigError(
             f"model.name: {config.model.name} has {layers}, which this vLLM supports only on GPUs.",
             "Take another model, or run it on GPUs.",
+        )
+    dtype = resolve_dtype(config.model.dtype, "cpu")
+    if dtype != "bfloat16" and any(".linear_attn." in tensor.name for tensor in facts.listed):
+        raise ConfigError(
+            f"model.dtype = {dtype}: {config.model.name} has layers of a gated delta rule, which vLLM computes on CPUs "
+            "in bfloat16 only.",
+            "Set model.dtype=bfloat16, or generate on GPUs.",
         )
     width = facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim if facts.mla is not None else 0
     if width and width not in (widths := cpu_latent_widths()):

@@ -166,14 +166,12 @@ def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
     """Return a multimodal model's facts: the text part's, with all tensors."""
     text, inner = facts_in(text_directory(directory)), meta_model(directory, None)
     config = inner.config
-    if text.unpacked:
-        raise _refusal(type(inner).__name__, f"its language part computes one text at a time, because {text.unpacked}")
     own = _listed(inner, directory)
     listed = tuple(_in_whole(tensor, text, family) for tensor in own)
     tower = config.vision_config
     patch = tower.patch_size[0] if isinstance(tower.patch_size, list | tuple) else tower.patch_size
     merge = getattr(tower, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
-    merge = merge or round(1 / getattr(config, "downsample_ratio", 0.5))
+    merge = merge or getattr(tower, "pooling_kernel_size", None) or round(1 / getattr(config, "downsample_ratio", 0.5))
     pooled = getattr(config, "mm_tokens_per_image", None)  # Gemma 3's
     vision = VisionFacts(
         kind=str(config.model_type),
@@ -185,7 +183,11 @@ def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
         text_family=text.family,
     )
     name, tied = type(inner).__name__, not any(tensor.role == Role.HEAD for tensor in listed)
-    return replace(text, family=name, listed=listed, tied_embeddings=tied, vision=vision, mtp_layers=0)
+    parts = (inner, inner.get_submodule(family.language))
+    left_out = tuple(each for part in parts for each in getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return replace(
+        text, family=name, listed=listed, tied_embeddings=tied, vision=vision, mtp_layers=0, left_out=left_out
+    )
 
 
 def _in_whole(tensor: ListedTensor, text: ModelFacts, family: VisionFamily) -> ListedTensor:
@@ -194,7 +196,7 @@ def _in_whole(tensor: ListedTensor, text: ModelFacts, family: VisionFamily) -> L
     for ours, hub in family.published:
         if tensor.name.startswith(ours) and not tensor.name.startswith(hub):
             named = replace(tensor, name=hub + tensor.name.removeprefix(ours), module=module)
-    if tensor.role or text.listed or not module.startswith(f"{family.language}."):
+    if tensor.role or "{expert}" in module or not module.startswith(f"{family.language}."):
         return named
     own = f"model.{module.removeprefix(f'{family.language}.')}".format(layer=next(iter(tensor.layers), None))
     matrices = weights_of(text).by_tensor.get(own)

@@ -126,7 +126,8 @@ def seeing_parameters(facts: ModelFacts) -> int:
     if facts.vision is None:
         return 0
     family = VISION_FAMILIES[facts.vision.kind]
-    return sum(prod(one.shape) for one in facts.listed if family.part_of(one.module or one.name) != "language")
+    seeing = (one for one in facts.listed if family.part_of(one.module or one.name) in ("vision", "projector"))
+    return sum(prod(one.shape) for one in seeing)
 
 
 def attended(facts: ModelFacts, length: float) -> float:
