@@ -140,8 +140,7 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
     attention /= _peak(request, choice, "bf16") * efficiency
     if cluster.is_cpu and stage.head and not choice.valued:
-        cores = choice.threads or cluster.device.cores
-        seconds += local * predicted * facts.vocab / p.tp * CPU_LOGIT_S / cores
+        seconds += local * predicted * facts.vocab / p.tp * CPU_LOGIT_S / _cores(request, choice)
     whole = replace(choice, recompute="none", precision=choice.precision if cluster.is_cpu else "bf16")
     # Memory traffic of what is not a matmul: norms, RoPE, activation functions, casts.
     moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
@@ -150,7 +149,8 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     moved *= constants.traffic
     if stage.head and not choice.valued and not cluster.is_cpu:
         moved += constants.logit_traffic_bytes * facts.vocab * predicted / p.tp
-    seconds += local * moved / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    sharing = _ranks_of_node(request, choice) if cluster.is_cpu else 1  # of the bus of a node
+    seconds += local * moved * sharing / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     return MicroBatchTime(
         compute=seconds + attention,
         tensor=(1 - constants.tensor_overlap) * _tensor_seconds(request, stage, choice, local),
@@ -165,7 +165,7 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
 def _host_seconds(request: Request, stage: Stage, choice: TrainingChoice) -> float:
     facts, cluster, constants, p = request.facts, request.cluster, request.constants, choice.parallel
     if cluster.is_cpu:
-        return stage.layers * CPU_LAYER_S
+        return stage.layers * CPU_LAYER_S / min(1.0, _cores(request, choice))
     layers = stage.layers * constants.layer_host_s
     if facts.moe is not None:
         experts = 0.0 if choice.grouped_experts else facts.moe.experts / p.ep * constants.expert_host_s
@@ -176,12 +176,21 @@ def _host_seconds(request: Request, stage: Stage, choice: TrainingChoice) -> flo
     return cluster.device.host_factor * (layers + constants.micro_batch_host_s)
 
 
+def _ranks_of_node(request: Request, choice: TrainingChoice) -> int:
+    return -(-choice.parallel.world_size // request.cluster.nodes)
+
+
+def _cores(request: Request, choice: TrainingChoice) -> float:
+    """Return the cores of a CPU that a rank has, below 1 where several share one."""
+    cores = request.cluster.device.cores
+    return min(choice.threads or cores, cores / _ranks_of_node(request, choice), cores)
+
+
 def _peak(request: Request, choice: TrainingChoice, precision: str) -> float:
     device = request.cluster.device
     if not device.is_cpu:
         return device.flops(precision)
-    cores, ranks = device.cores, -(-choice.parallel.world_size // request.cluster.nodes)
-    return device.flops("float32") * min(choice.threads or cores, cores / ranks, cores) / cores
+    return device.flops("float32") * _cores(request, choice) / device.cores
 
 
 def matmul_rate(request: Request, choice: TrainingChoice, tokens: float) -> float:
