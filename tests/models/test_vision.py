@@ -13,7 +13,7 @@ from rlctl.jobs.open_model import published_facts
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.models.constraints import family_problem, fsdp_problems
-from rlctl.models.facts import VisionFacts
+from rlctl.models.facts import ListedTensor, VisionFacts
 from rlctl.models.vision import VISION_FAMILIES, vision_family
 from rlctl.settings.data import ModelConfig
 
@@ -66,6 +66,16 @@ def test_an_engine_that_does_not_agree_with_the_trainer_is_refused() -> None:
     vision = VisionFacts("qwen3_5", 248056, 1152, 27, 16, 4, "Qwen3_5ForCausalLM")
     with pytest.raises(ConfigError, match="differ from transformers'"):
         refuse_unsupported(RlConfig(), replace(text, vision=vision), "cuda")
+
+
+def test_a_gated_delta_rule_needs_gpus() -> None:
+    text = lookup("Qwen/Qwen2.5-7B")
+    assert text is not None
+    rate = ListedTensor("model.layers.{layer}.linear_attn.A_log", (32,), layers=(0,))
+    facts = replace(text, family="Qwen3_5ForCausalLM", listed=(rate,))
+    refuse_unsupported(RlConfig(), facts, "cuda")
+    with pytest.raises(ConfigError, match="layers of a gated delta rule"):
+        refuse_unsupported(RlConfig(), facts, "cpu")
 
 
 def test_what_cannot_be_trained_with_images_is_refused_with_the_reason() -> None:
