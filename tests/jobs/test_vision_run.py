@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlctl.backends.vllm.args import UNAGREED
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.models.vision import VISION_FAMILIES
 from support.runs import REWARD, results, resume
-from support.vision_models import FAMILIES, square, write_vision_model
+from support.vision_models import WITH_ENGINES, square, write_vision_model
 
 RLCTL = str(Path(sys.executable).with_name("rlctl"))
 COLORS = ("red", "green", "blue", "yellow")
@@ -52,7 +51,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNAGREED])
+@pytest.mark.parametrize("family", WITH_ENGINES)
 def test_a_model_is_trained_on_images_resumed_and_published(here: Any, family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

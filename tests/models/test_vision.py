@@ -60,14 +60,6 @@ def test_a_model_whose_images_are_not_trained_on_is_refused_with_the_reason(name
     assert why in caught.value.message
 
 
-def test_an_engine_that_does_not_agree_with_the_trainer_is_refused() -> None:
-    text = lookup("Qwen/Qwen2.5-7B")
-    assert text is not None
-    vision = VisionFacts("qwen3_5", 248056, 1152, 27, 16, 4, "Qwen3_5ForCausalLM")
-    with pytest.raises(ConfigError, match="differ from transformers'"):
-        refuse_unsupported(RlConfig(), replace(text, vision=vision), "cuda")
-
-
 def test_a_gated_delta_rule_needs_gpus() -> None:
     text = lookup("Qwen/Qwen2.5-7B")
     assert text is not None

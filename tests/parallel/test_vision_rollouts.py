@@ -14,7 +14,6 @@ from PIL import Image
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, attached
-from rlctl.backends.vllm.args import UNAGREED
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.chat import PromptEncoder, load_tokenizer
@@ -29,14 +28,13 @@ from support.engines import START_TIMEOUT_S
 from support.parallel_cases import Case
 from support.pool import Pools
 from support.vision_cases import rollout_difference, sampled_alone
-from support.vision_models import FAMILIES, square, write_vision_model
+from support.vision_models import WITH_ENGINES, square, write_vision_model
 
 TOLERANCE = 1e-5
 DRAWING = f"{Path(__file__).parents[1] / 'support' / 'toy_environments.py'}:Drawing"
 OF_ENVIRONMENT = ((square("red"),), (square("blue", (112, 48)), square("green", (40, 100))), ())
 """Images of its messages, as `toy_environments.Drawing` shows them."""
 GUARDS = ("gemma3", "qwen3_vl")
-WITH_ENGINES = [family for family in FAMILIES if family not in UNAGREED]
 
 
 @pytest.fixture(scope="module")

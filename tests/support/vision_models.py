@@ -2,4 +2,7 @@
 
 from rlctl.jobs.tiny_vision import FAMILIES, square, write_vision_model
 
-__all__ = ["FAMILIES", "square", "write_vision_model"]
+__all__ = ["FAMILIES", "WITH_ENGINES", "square", "write_vision_model"]
+
+WITH_ENGINES = [family for family in FAMILIES if not family.startswith("qwen3_5")]
+"""Families that vLLM computes on CPUs: it has gated delta rules on GPUs alone."""

@@ -33,8 +33,6 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 CPU_BLOCK_TOKENS = 32
 CPU_DEFAULT_CONCURRENT = 64
 CPU_MAX_CACHE_BYTES = 4 << 30
-UNAGREED = ("qwen3_5", "qwen3_5_moe")
-"""Types of models that read images whose log-probs in vLLM are not transformers'."""
 # On processors with AMX vLLM prefers another one, which takes no float32, and packs weights so that they cannot be read
 # back after a refit.
 CPU_LATENT_ATTENTION, AMX_LATENT_ATTENTION = "CPU_MLA", "AMX_MLA"
@@ -152,12 +150,6 @@ def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, 
             f"generation.min_p = {generation.min_p:g} does not go with vllm.speculative_config: vLLM samples drafts "
             "without it.",
             "Use generation.top_p or top_k, or leave speculative decoding out.",
-        )
-    if facts.vision is not None and facts.vision.kind in UNAGREED:
-        raise ConfigError(
-            f"model.images: vLLM's log-probs of {config.model.name} differ from transformers' (by 0.13 on average for "
-            "a tiny model on a CPU), so that engine and trainer do not agree.",
-            "Train on images without an engine (train sft, train dpo), or only on text: --set model.images=false.",
         )
     require_engine_sizes(facts, tp=tp or generation.tp or 1, pp=pp, dp=dp, ep=ep)
     if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
