@@ -5,6 +5,7 @@ They are forked from a server that has imported torch and Megatron-Core once, an
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import os
@@ -88,7 +89,8 @@ class Pool:
     def close(self) -> None:
         """End the processes; `run` starts others."""
         for connection in self.connections:
-            connection.send(None)
+            with contextlib.suppress(OSError):  # a rank ends at once when it sees that another has ended
+                connection.send(None)
         for process in self.processes if self.connections else ():
             process.join(20)
             if process.is_alive():
