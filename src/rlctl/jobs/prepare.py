@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -284,31 +284,42 @@ def prepare_job(
     if teacher and config.named_teacher and not method.reads_with_own_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = None
-    if _scores(method, prompts):
-        rewards = mixed_rewards(listed, completion, apart=True, opened=prompts.encoder.opens_thought)
+    opened = prompts.encoder.opens_thought
+    rewards = mixed_rewards(listed, completion, apart=True, opened=opened) if _scores(method, prompts) else None
     validation = method.open_validation(prompts, source.directory)
-    if (most := _most_images(config)) is not None:
-        prompts.require_images(most)
-        require_images(validation.rows if isinstance(validation, ValidationSet) else (), most)
-    projection = None
-    if teacher and method.reads_with_own_tokenizer:
-        projection = _projection(config, prompts, validation, teacher)
+    _require_few_images(config, prompts, validation)
+    own = teacher if method.reads_with_own_tokenizer else None
+    projection = _projection(config, prompts, validation, own) if own else None
     resolved, length = _with_max_length(resolved, facts, method, prompts)
     resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
     notes = prompts.notes()
     prompt_tokens, new = prompts.lengths(), method.new_tokens
     if validation:
         validation = validation.fitted(length - 1 if new else length, prompts.room)
-    if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
-        tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
-             f"it ends at --max-length {length}")  # fmt: skip
+    _tell_of_little_room(tell, prompt_tokens, new, length)
     plan = step_plan(resolved.config, facts, method, prompts, teacher.facts if teacher else None, assume)
     refuse_unrunnable(plan)
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, method, validation, teacher, projection,
                tuple(prompt_tokens), tuple(notes))  # fmt: skip
+
+
+def _require_few_images(
+    config: RlctlConfig, prompts: PromptStream, validation: ValidationSet | HeldOutTexts | None
+) -> None:
+    """Raise InputError for a row with more images than engines take."""
+    if (most := _most_images(config)) is not None:
+        prompts.require_images(most)
+        require_images(validation.rows if isinstance(validation, ValidationSet) else (), most)
+
+
+def _tell_of_little_room(tell: Tell, prompt_tokens: Sequence[int], new: int, length: int) -> None:
+    if new and (tight := sum(tokens + new > length for tokens in prompt_tokens)):
+        tell(
+            f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
+            f"it ends at --max-length {length}"
+        )
 
 
 def _most_images(config: RlctlConfig) -> int | None:

@@ -138,6 +138,11 @@ def vision_tokenizer(directory: Path, family: str, words: Sequence[str] = WORDS)
     return AutoTokenizer.from_pretrained(directory, extra_special_tokens=named)
 
 
+DELTA_RULE = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+
+
 def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool = True, patch: int = PATCH) -> Any:
     """The configuration of a model of two layers, whose tower has two as well."""
     from transformers import AutoConfig
@@ -153,10 +158,8 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": SIDE, "patch_size": patch,
     }  # fmt: skip
-    grid: dict[str, Any] = {
-        "depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 2, "patch_size": patch,
-        "out_hidden_size": hidden,
-    }  # fmt: skip
+    grid: dict[str, Any] = {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 2,
+                            "patch_size": patch, "out_hidden_size": hidden}  # fmt: skip
     qwen = {f"{name}_id": token for name, token in ids.items()}
     around: dict[str, Any]
     match family:
@@ -170,7 +173,7 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
             text |= {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 2}
             text |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 64}
             text |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": text["vocab_size"]}
-            text |= {"final_logit_softcapping": 30.0}
+            text["final_logit_softcapping"] = 30.0
             tower |= {"num_key_value_heads": 2, "head_dim": hidden // 2, "position_embedding_size": 128}
             tower |= {"pooling_kernel_size": 3, "use_clipped_linears": True, "default_output_length": SOFT_TOKENS}
             sound = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
@@ -190,8 +193,7 @@ def vision_config(family: str, tokenizer: Any, hidden: int = HIDDEN, tie: bool =
         case "qwen3_5" | "qwen3_5_moe":
             rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
             text |= {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "layer_types": MIXED_LAYERS}
-            text |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}  # of sizes that vLLM computes on CPUs
-            text |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+            text |= DELTA_RULE
             if family == "qwen3_5_moe":
                 text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
                 text |= {"shared_expert_intermediate_size": hidden}

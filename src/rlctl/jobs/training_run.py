@@ -167,8 +167,7 @@ def _train(
     resume: bool,
     loop: type[Loop],
 ) -> tuple[int, bool]:
-    """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
-    requested."""
+    """Run the steps with their processes; return the finished ones and whether a stop was requested."""
     manifest = job.manifest()
     with contextlib.ExitStack() as stack:
         job = _converted(job, display)
@@ -198,12 +197,7 @@ def _train(
         rollouts = stack.enter_context(_rollouts(job, workers, sync, timer, display))
         journal = RunJournal(job, run, display, loggers, Machine(workers))
         validation = _validation(job, workers, policy, sync, journal)
-        begun = {"step": 0, "version": 0}
-        if resume_from is not None:
-            begun = resume_from.state()
-            rollouts.restore(begun["source"], resume_from.path)
-            if validation is not None:
-                validation.restore(begun.get("validation") or {})
+        step, version = _restored(resume_from, rollouts, validation)
         parts = Parts(
             source=rollouts,
             method=job.method,
@@ -217,13 +211,24 @@ def _train(
             validation=validation,
             critic=job.method.open_critic(policy),
         )
-        steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
+        steps = loop(job.config, parts, step=step, version=version)
         interrupted = steps.run(stop)
         if steps.step < job.config.run.steps:
             require_processes()
         display.doing("stopping the processes")
         _keep_memory(run, workers, display)
         return steps.step, interrupted
+
+
+def _restored(saved: Checkpoint | None, rollouts: RolloutSource, validation: Validation | None) -> tuple[int, int]:
+    """Continue where a checkpoint was saved; return its step and its version of the weights."""
+    if saved is None:
+        return 0, 0
+    state = saved.state()
+    rollouts.restore(state["source"], saved.path)
+    if validation is not None:
+        validation.restore(state.get("validation") or {})
+    return state["step"], state["version"]
 
 
 def _validation(
