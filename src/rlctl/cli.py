@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
     terminal.reset()
-    # transformers warns of a default of Idefics3 that no model has, whatever the model is.
+    # transformers warns about a default value of Idefics3 for every model.
     reads = logging.getLogger("transformers.configuration_utils")
     reads.addFilter(lambda record: "got 128002" not in record.getMessage())
     debugging = os.environ.get("RLCTL_DEBUG", "") not in ("", "0")

@@ -122,7 +122,7 @@ class _Abandoned(BaseException):
 
 
 class BesideSession:
-    """A session that starts in a thread of its own while the caller does something else, and ends with a `with` block.
+    """A Ray session that starts in its own thread while the caller goes on. Use it in a `with` block, which ends it.
 
     Ray's processes end with the thread that started them, so the thread waits until the session is to end.
     """
@@ -187,7 +187,7 @@ class BesideSession:
         with self._turn:
             self._given_up = True
             has_begun = self._is_starting or self._answered.is_set()  # else it imports, and starts nothing any more
-            if self._is_starting and thread.ident is not None:  # what Ray has started by then is ended at once
+            if self._is_starting and thread.ident is not None:  # end the processes that Ray has started so far
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
         self._ending.set()
         if has_begun:
@@ -410,7 +410,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             return
         except BaseException as error:
             ray.shutdown()
-            if "timed out during startup" not in str(error):  # Ray gives the timeout no class of its own
+            if "timed out during startup" not in str(error):  # only its text tells the timeout
                 raise
             if attempt + 1 == START_ATTEMPTS:
                 raise TimeoutError(f"{error} (tried {START_ATTEMPTS} times)") from error

@@ -128,7 +128,7 @@ def _train(command: str | None, context: typer.Context) -> None:
     resolved = resolved.allowing_differences() if params["allow_differences"] else resolved
     from rlctl.data.chat import Process
 
-    Process.reads_tokenizers_alone = OwnProcess.is_one  # models are loaded by processes of their own
+    Process.reads_tokenizers_alone = OwnProcess.is_one  # other processes load the models
     if dry_run:
         show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
         return

@@ -145,7 +145,7 @@ class ImageSource:
         return cache_directory() / IMAGES / hashlib.sha256(self.place.encode()).hexdigest()
 
     def _forget(self) -> None:
-        """Fetch what is no image again the next time."""
+        """Remove a cached file that is not an image, so that the next run fetches it again."""
         if _is_url(self.place):
             self._kept.unlink(missing_ok=True)
 

@@ -62,8 +62,8 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
 
 
 def _answer_in(record: Mapping[str, Any], named: str) -> Any:
-    """Return the reference answer of a record: in a field, or in a field of a field, with a dot between. Where nobody
-    has named one, it may be that of a row that says how it is graded."""
+    """Return the reference answer in field `named`, or `outer.inner`. Without a named field and without `answer`, rows
+    with `reward_model` have it there."""
     return value_of(record, GRADED if named == ANSWER and record.get(ANSWER) is None else named)
 
 
@@ -135,7 +135,7 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
         _require_field(prompt_field_in(names, data.prompt_field), "--prompt-field", names, where)
     if data.answer_field != ANSWER:
         _require_field(data.answer_field, "--answer-field", names, where)
-    # Jinja may ask whether there is a column: what is missing shows when it is filled in.
+    # A Jinja template may test for a column, so a missing one shows only when the template is rendered.
     for name in sorted(template.names - {PROMPT, *names}) if template and not template.jinja else ():
         raise missing_column(name, names, where)
 

@@ -105,8 +105,8 @@ class RowImages:
         return given | {"inputs_embeds": embeds_1TH}
 
     def sequences(self, row: PackedRow, units: int) -> dict[str, Any]:
-        """Return `inputs` of a row of `units` of one length, each a sequence of its own [units, T / units, H]. A model
-        whose tokens have one position counts them itself."""
+        """Return `inputs` of a row with `units` padded texts, one sequence each: [units, T / units, H]. Position ids
+        are given only for models with several positions a token."""
         given = self.inputs(row)
         given["inputs_embeds"] = given["inputs_embeds"].unflatten(1, (units, -1))[0]
         positions = given.pop("position_ids")

@@ -172,27 +172,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class LeanRMSNorm(torch.autograd.Function):
-    """RMSNorm that keeps its input and a number a row, and passes over them half as often as torch's on a CPU.
+    """RMSNorm that keeps its input and a number a row. It rounds as transformers' does: BLAS's sums over rows and
+    columns are twice as far from those in float64.
 
-    With r = 1 / rms(x) and p = g * x: d weight = sum of r p over rows, and d x = r g weight - x r^3 (p . weight) / H.
+    With n = x / rms(x) and p = g * weight: d weight = sum of g n over rows, and d x = (p - n mean(p n)) / rms(x).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         return torch.mul(x, inverse).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        (grad,), width = grads, x.shape[-1]
-        products = (grad * x).view(-1, width)
-        of_weight = torch.mv(products.t(), inverse.view(-1))
-        along = torch.mv(products, weight).view_as(inverse) * inverse**3 / width
-        of_x = torch.mul(grad, weight).mul_(inverse).addcmul_(x, along, value=-1)
-        return of_x, of_weight, None
+        (grad,), normed = grads, x * inverse
+        of_weight = (grad * normed).view(-1, x.shape[-1]).sum(0)
+        scaled = grad * weight
+        along = (scaled * normed).mean(-1, keepdim=True)
+        return scaled.sub_(normed.mul_(along)).mul_(inverse), of_weight, None
 
 
 class RMSNorm(nn.Module):
