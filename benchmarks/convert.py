@@ -57,6 +57,7 @@ def write_model(directory: Path, gigabytes: float) -> int:
     for name, spec in specs.items():
         writer.write(name, torch.randn(spec.shape, dtype=torch.bfloat16))
     writer.finish()
+    writer.wait()
     return sum(spec.bytes for spec in specs.values())
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -149,16 +151,56 @@ PIECE = 1 << 20
 6.18)."""
 
 
+BEGUN_BYTES = 16 << 20
+"""The kernel is asked to begin with writing to the disk when it has this much: the last flush then has little to do."""
+_SYNC_FILE_RANGE_WRITE = 2
+
+
 class _Pieces(io.FileIO):
+    _begun = 0
+
     def write(self, data: object) -> int:
         """Writes all of `data` (anything with a buffer), however little the kernel takes at once; returns its bytes."""
         left = memoryview(data).cast("B")  # type: ignore[arg-type]
         total = len(left)
         while left:
             left = left[super().write(left[:PIECE]) or 0 :]
+        if (end := self.tell()) - self._begun >= BEGUN_BYTES:
+            _begin_flush(self.fileno(), self._begun, end - self._begun)
+            self._begun = end
         return total
+
+
+def _begin_flush(descriptor: int, start: int, size: int) -> None:
+    """Let the kernel begin to write a range to the disk; what fails is reported by the flush at the end."""
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux
+    if begin is not None:
+        begin(ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
 def open_to_write(path: Path) -> BinaryIO:
     """A new file, replacing one that is there."""
     return cast(BinaryIO, io.BufferedWriter(_Pieces(str(path), "wb")))
+
+
+class Flusher:
+    """Flushes complete files to the disk and closes them on a thread, while other work goes on."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "flush")
+        self._under_way: list[Future[None]] = []
+
+    def close(self, stream: BinaryIO) -> None:
+        stream.flush()  # what is in Python's buffer: readers see the whole file from here on
+        self._under_way.append(self._pool.submit(_flush_and_close, stream))
+
+    def wait(self) -> None:
+        """Wait until all files are on the disk. Raises OSError where one could not be written."""
+        for each in self._under_way:
+            each.result()
+        self._pool.shutdown()
+
+
+def _flush_and_close(stream: BinaryIO) -> None:
+    with stream:
+        os.fsync(stream.fileno())

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -198,6 +199,24 @@ def test_a_wrong_byte_in_the_destination_is_exit_5_and_named(model: Path, tmp_pa
     with pytest.raises((VerificationError, InputError), match=r"down_proj|damaged"):
         hf_to_megatron(model, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
+
+
+def test_a_wrong_byte_of_an_export_is_named(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    hf_to_megatron(model, tmp_path / "megatron")
+    name, original = "model.layers.1.mlp.up_proj.weight", convert.SafetensorsWriter.finish
+
+    def finish(self: Any) -> None:
+        original(self)
+        path = tmp_path / ".back.partial" / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        data[8 + length + json.loads(data[8 : 8 + length])[name]["data_offsets"][1] - 1] ^= 0x80  # the last one's sign
+        path.write_bytes(data)
+
+    monkeypatch.setattr(convert.SafetensorsWriter, "finish", finish)
+    with pytest.raises(VerificationError, match=rf"^1 of \d+ tensors differ .*: {re.escape(name)}\."):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_swapped_tensors_are_named(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -492,6 +511,21 @@ def test_no_pickled_code_runs(model: Path, tmp_path: Path, kind: str) -> None:
     assert not marker.exists()
 
 
+def test_items_are_read_at_any_place_of_their_file(tmp_path: Path) -> None:
+    """Mapped at multiples of 64 bytes, and copied elsewhere, as in checkpoints of Megatron-LM."""
+    values, path, places = torch.randn(3, 40).bfloat16(), tmp_path / "shard", dict[int, int]()
+    with path.open("wb") as file:
+        for at in (64, 3001, 6400):
+            file.seek(at)
+            torch.save(values.T if at == 6400 else values, file)  # strides are kept
+            places[at] = file.tell() - at
+    for at, length in places.items():
+        found = pickles.load_item(path, at, length, "key")
+        assert torch.equal(found, values.T if at == 6400 else values)
+        with pytest.raises(InputError, match=r"shard \(key\) is damaged"):
+            pickles.load_item(path, at, length - 8, "key")
+
+
 def test_engine_values_in_common_are_read_without_the_engine(tmp_path: Path) -> None:
     text = "import sys, types, enum, torch\n"
     text += "m = types.ModuleType('megatron.made_up'); sys.modules['megatron'] = types.ModuleType('megatron')\n"
@@ -524,6 +558,23 @@ def test_a_disk_that_fills_up_leaves_nothing(model: Path, tmp_path: Path, monkey
     with pytest.raises(MachineError, match=r"filled up while megatron was written; nothing of it is left"):
         hf_to_megatron(model, tmp_path / "megatron")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_disk_that_fills_up_at_the_last_flush_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    hf_to_megatron(model, tmp_path / "megatron")
+
+    def full(stream: Any) -> None:
+        stream.close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(staging, "_flush_and_close", full)
+    for convert_ in (
+        lambda: hf_to_megatron(model, tmp_path / "new"),
+        lambda: megatron_to_hf(tmp_path / "megatron", tmp_path / "new"),
+    ):
+        with pytest.raises(MachineError, match=r"filled up while new was written; nothing of it is left"):
+            convert_()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["megatron", "model"]
 
 
 def test_too_little_space_is_said_before_writing(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

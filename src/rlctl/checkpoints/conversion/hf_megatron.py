@@ -20,10 +20,9 @@ from rlctl.checkpoints.conversion.stream import (
     ParamReader,
     Progress,
     Streamed,
-    compare,
     plan_between,
-    read_back,
     stream,
+    verify,
 )
 from rlctl.checkpoints.conversion.text_checkpoint import OTHER, RawTensors, text_layouts, whole_layouts
 from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
@@ -48,7 +47,7 @@ from rlctl.weights.layout import Layout, ParamSpec, Shape
 from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.transfer_plan import SingleWorld, World
 
-BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,8 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         (aside / LATEST).write_text(RELEASE)
         if options.verify:
             reader = TorchDistReader.open(shards)
-            compare(done.fingerprints, read_back(plan, shapes, Blocks(reader, blocks), options.progress))
+            verify(plan, done.digests, Blocks(reader, blocks), options.progress)
+        writer.wait()
         return done
 
     wanted, published = record.wanted(source, dtype), model.published(dtype)
@@ -236,7 +236,8 @@ def _write_safetensors(
     if options.verify:
         check(aside, done.fingerprints)
         written = _Rows(RawTensors(SafetensorsDirectory.open(aside)), target.params, rows)
-        compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
+        verify(plan, done.digests, written, options.progress)
+    writer.wait()
     return done
 
 

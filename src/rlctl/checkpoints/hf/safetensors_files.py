@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_object, refuse_adapters
-from rlctl.checkpoints.staging import open_to_write
+from rlctl.checkpoints.staging import Flusher, open_to_write
 from rlctl.errors import InputError, listed
 from rlctl.weights.layout import ITEM_BYTES, ParamSpec, Shape
 
@@ -233,6 +233,7 @@ class SafetensorsWriter:
         self._expected: list[str] = []
         self._written = 0  # bytes of the tensor that comes next
         self._stream: BinaryIO | None = None
+        self._flusher = Flusher()
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Append the next tensor, or the next rows of it (contiguous)."""
@@ -245,9 +246,7 @@ class SafetensorsWriter:
             self._expected.pop(0)
             self._written = 0
         if not self._expected:
-            stream.flush()
-            os.fsync(stream.fileno())
-            stream.close()
+            self._flusher.close(stream)
             self._stream = None
 
     def finish(self) -> None:
@@ -257,6 +256,10 @@ class SafetensorsWriter:
         weight_map = {name: file for file, shard in self._files.items() for name in shard}
         index = {"metadata": {"total_size": sum(s.bytes for s in self._specs.values())}, "weight_map": weight_map}
         (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def wait(self) -> None:
+        """Wait until all tensors are on the disk."""
+        self._flusher.wait()
 
     def _begin(self, file: str) -> BinaryIO:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

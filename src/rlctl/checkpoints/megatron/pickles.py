@@ -13,9 +13,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import InputError, RlctlError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 ADMITTED = {
@@ -75,6 +78,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         return getattr(importlib.import_module(module), name)
 
 
+MAPPED_ALIGNMENT = 64
+"""Bytes; torch aligns tensors in its archives alike."""
 RESTRICTED = types.SimpleNamespace(Unpickler=RestrictedUnpickler, __name__="restricted")
 """The part of the module `pickle` that `torch.load` uses."""
 
@@ -114,6 +119,23 @@ def load_saved(stream: Any, source: str) -> Any:
     with _reading(source), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces the end of typed storages, which its own files still name
         return torch.load(stream, map_location="cpu", pickle_module=RESTRICTED, weights_only=False)
+
+
+def load_item(path: Path, offset: int, length: int, key: str) -> torch.Tensor:
+    """The tensor of `key` that torch.save wrote into a part of a file: mapped where it is aligned, its pages are read
+    when its values are, else copied into memory."""
+    import torch
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    source = f"{path} ({key})"
+    with path.open("rb") as stream:
+        item: Any = _create_file_view(stream, offset, length)
+        if offset % MAPPED_ALIGNMENT:
+            return load_saved(item, source)
+        with _reading(source), torch.serialization._open_zipfile_reader(item) as archive:
+            whole = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+            mapped = whole[offset : offset + length]
+            return torch.serialization._load(archive, "cpu", RESTRICTED, overall_storage=mapped, encoding="utf-8")
 
 
 def scan(directory: Path) -> None:

@@ -8,7 +8,6 @@ unpickles unrestricted.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -28,11 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from rlctl.checkpoints.hf.hf_files import read_object
-from rlctl.checkpoints.megatron.pickles import load_common, load_metadata, load_saved
-from rlctl.checkpoints.staging import open_to_write
+from rlctl.checkpoints.megatron.pickles import MAPPED_ALIGNMENT, load_common, load_item, load_metadata
+from rlctl.checkpoints.staging import Flusher, open_to_write
 from rlctl.errors import InputError
 from rlctl.weights.layout import ParamSpec, Span
 from rlctl.weights.plan_execution import dtype_of
@@ -62,7 +60,7 @@ def without_checksums() -> Iterator[None]:
 
 @dataclass
 class TorchDistWriter:
-    """Writes one checkpoint. Call `write` for every block, then `finish`; memory holds one block at a time."""
+    """Writes one checkpoint, a block in memory at a time. Call `write` for every block, then `finish` and `wait`."""
 
     directory: Path
     shapes: dict[str, ParamSpec]
@@ -73,6 +71,7 @@ class TorchDistWriter:
     _objects: list[str] = field(default_factory=list)
     _stream: BinaryIO | None = None
     _file: int = -1
+    _flusher: Flusher = field(default_factory=Flusher)
 
     def write(self, chunk: StoredBlock, values: torch.Tensor) -> None:
         offsets = torch.Size(span.start for span in chunk.box)
@@ -87,7 +86,7 @@ class TorchDistWriter:
         self._objects.append(key)
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Write `common.pt`, `.metadata` and `metadata.json`, and flush everything to the disk."""
+        """Write `common.pt`, `.metadata` and `metadata.json`: the checkpoint can be read."""
         self._close()
         torch.save(common, self.directory / "common.pt")
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
@@ -99,12 +98,17 @@ class TorchDistWriter:
         (self.directory / ".metadata").write_bytes(pickle.dumps(metadata))
         (self.directory / "metadata.json").write_text(json.dumps(BACKEND))
 
+    def wait(self) -> None:
+        """Wait until all blocks are on the disk."""
+        self._flusher.wait()
+
     def _append(self, value: Any) -> _StorageInfo:
         if self._stream is not None and self._stream.tell() >= self.file_bytes:
             self._close()
         if self._stream is None:
             self._file += 1
             self._stream = open_to_write(self.directory / f"__0_{self._file}.distcp")
+        self._stream.write(bytes(-self._stream.tell() % MAPPED_ALIGNMENT))
         offset = self._stream.tell()
         with without_checksums():
             torch.save(value, self._stream)
@@ -112,9 +116,7 @@ class TorchDistWriter:
 
     def _close(self) -> None:
         if self._stream is not None:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
+            self._flusher.close(self._stream)
             self._stream = None
 
 
@@ -172,8 +174,7 @@ class TorchDistReader:
             return held
         info = self.metadata.storage_data[MetadataIndex(chunk.key, torch.Size(s.start for s in chunk.box))]
         path = self.directory / info.relative_path
-        with path.open("rb") as stream:
-            values = load_saved(_create_file_view(stream, info.offset, info.length), f"{path} ({chunk.key})")
+        values = load_item(path, info.offset, info.length, chunk.key)
         expected = tuple(span.count for span in chunk.box)
         if values.numel() != prod(expected) or values.dtype != dtype_of(self.shapes[chunk.key].dtype):
             found, spec = f"{values.dtype} {list(values.shape)}", self.shapes[chunk.key].dtype
