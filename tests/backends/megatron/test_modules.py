@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.backends.megatron import cpu
+from rlctl.backends.megatron import cpu, lean
 
 cpu.install()
 
 from megatron.core.fusions import fused_bias_swiglu  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
 from rlctl.backends.megatron.modules import LeanRMSNorm, rms_norm  # noqa: E402
 
@@ -73,3 +74,48 @@ def test_the_gradient_of_swiglu_is_that_of_the_formula(dtype: torch.dtype) -> No
     exact = gradients(lambda y, w: swiglu(y) * w, y.double(), weights.double(), upstream=upstream.double())
     for got, wanted in zip(ours, exact, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=5 * tolerance)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """The definition: the channels c and c + d / 2 of a head are a complex number, which turns by the angle."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+@pytest.mark.parametrize("passed", [0, 4])  # channels that do not turn
+@pytest.mark.parametrize("mscale", [1.0, 1.3])
+def test_rotary_embeddings_and_their_gradients_are_those_of_the_definition(passed: int, mscale: float) -> None:
+    made = torch.Generator().manual_seed(0)
+    whole = torch.randn(5, 1, 3, 2 * (16 + passed), generator=made)
+    x, upstream = whole.chunk(2, -1)  # keys are views of a wider tensor
+    angles = torch.randn(5, 1, 1, 8, generator=made)
+    freqs = torch.cat([angles, angles], -1)
+
+    def exact(x: Tensor) -> Tensor:
+        return torch.cat([rotated(x[..., :16], angles.double()) * mscale, x[..., 16:]], -1)
+
+    ours = gradients(
+        lambda x: rope_utils._apply_rotary_pos_emb_bshd(x, freqs, mscale=mscale), x, upstream=upstream.contiguous()
+    )
+    for got, wanted in zip(ours, gradients(exact, x.double(), upstream=upstream), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [True, False])  # the output layer has the same weight
+def test_an_embedding_adds_its_gradient_to_the_buffer(shared: bool) -> None:
+    """Ids may repeat, and the buffer keeps what it had."""
+    made = torch.Generator().manual_seed(0)
+    weight, ids = torch.randn(9, 4, generator=made).requires_grad_(), torch.tensor([[3, 0, 3, 8]])
+    upstream, before = torch.randn(1, 4, 4, generator=made), torch.randn(9, 4, generator=made)
+    (usual,) = torch.autograd.grad(torch.nn.functional.embedding(ids, weight), weight, upstream)
+    weight.main_grad = before.clone()  # type: ignore[attr-defined]
+    if shared:
+        weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    out = lean.look_up(ids, weight)
+    assert torch.equal(out, weight[ids])
+    out.backward(upstream)
+    torch.testing.assert_close(weight.main_grad - before, usual)  # type: ignore[attr-defined]
+    assert (weight.grad is None) == shared
+    assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert not getattr(weight, "zero_out_wgrad", False)

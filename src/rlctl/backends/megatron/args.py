@@ -158,7 +158,7 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
         "calculate_per_token_loss": True,  # gradients are summed over ranks, not averaged
         "use_cpu_initialization": not cuda,
         "transformer_impl": "transformer_engine" if te else "local",
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": not cuda,
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": spec.facts.activation == "silu",

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rlctl.backends.megatron import lean
 from rlctl.backends.megatron.compat import fill_gaps
 from rlctl.backends.results import squared_norm
 from rlctl.vector_math import warm_up
@@ -288,24 +289,73 @@ def _exchange_uneven_parts() -> None:
     mappings._reduce_scatter_along_first_dim = uneven(mappings._reduce_scatter_along_first_dim, reduce_scatter)
 
 
-def _differentiate_swiglu_in_four_passes() -> None:
-    """Megatron writes the gradient for a compiler, which a CPU does without: a dozen passes over the widest tensors."""
+def _use_few_passes() -> None:
+    """What `lean` computes, in place of functions that a compiler would have fused."""
     from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
 
-    plain = fused_bias_swiglu.swiglu_back
+    usual_back, usual_rotation = fused_bias_swiglu.swiglu_back, rope_utils._apply_rotary_pos_emb_bshd
 
     def swiglu_back(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if grad.dtype != y.dtype:
-            return plain(grad, y)
-        found = torch.empty_like(y)
-        (gate, linear), (of_gate, of_linear) = y.chunk(2, -1), found.chunk(2, -1)
-        silu = torch.nn.functional.silu(gate)
-        torch.mul(grad, silu, out=of_linear)
-        torch.mul(grad, linear, out=silu)
-        torch.ops.aten.silu_backward.grad_input(silu, gate, grad_input=of_gate)
-        return found
+        return lean.swiglu_back(grad, y) if grad.dtype == y.dtype else usual_back(grad, y)
 
-    fused_bias_swiglu.swiglu_back = swiglu_back
+    def rotate(
+        t: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+    ) -> torch.Tensor:
+        width = freqs.shape[-1]
+        if rotary_interleaved or multi_latent_attention or width != t.shape[-1]:
+            return usual_rotation(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        angles = freqs[..., : width // 2]  # the second half repeats it
+        return lean.Rotated.apply(t, (angles.cos() * mscale).to(t.dtype), (angles.sin() * mscale).to(t.dtype))
+
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = lean.swiglu, swiglu_back
+    rope_utils._apply_rotary_pos_emb_bshd = rotate
+
+
+def _scale_gradients_in_place() -> None:
+    """Megatron's replacement for Apex's scaling makes a copy of each gradient first."""
+    from megatron.core.optimizer import clip_grads
+
+    def scale(chunk_size: Any, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
+        source, target = tensor_lists
+        if any(one is not other for one, other in zip(source, target, strict=True)):
+            torch._foreach_copy_(target, source)
+        torch._foreach_mul_(target, factor)
+
+    clip_grads.multi_tensor_scale_impl = scale
+
+
+def _exchange_nothing_alone() -> None:
+    """A group of one process reduces and gathers gradients and weights in place; gloo copies them three times."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    def unless_alone(usual: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(usual)
+        def exchange(target: torch.Tensor, source: torch.Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+            if group is not None and group.size() == 1 and target.data_ptr() == source.data_ptr():
+                return None
+            return usual(target, source, *args, group=group, **options)
+
+        return exchange
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, unless_alone(getattr(buffers, name)))
+
+
+def _add_to_gradients_in_place() -> None:
+    """`gradient_accumulation_fusion`: the product that makes a weight's gradient adds it to its buffer, in place of
+    Megatron's CUDA extension; an embedding does likewise."""
+    from megatron.core.tensor_parallel import layers
+
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=lean.add_product, wgrad_gemm_accum_fp16=lean.add_product
+    )
+    layers._grad_accum_fusion_available = True
+    layers.F = types.SimpleNamespace(embedding=lean.look_up)  # the one function of it that this module calls
 
 
 PATCHES: tuple[Callable[[], None], ...] = (
@@ -316,5 +366,8 @@ PATCHES: tuple[Callable[[], None], ...] = (
     _split_rotary_without_pinning,
     _convert_cpu_splits,
     _exchange_uneven_parts,
-    _differentiate_swiglu_in_four_passes,
+    _use_few_passes,
+    _scale_gradients_in_place,
+    _exchange_nothing_alone,
+    _add_to_gradients_in_place,
 )
