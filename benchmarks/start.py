@@ -35,7 +35,7 @@ def job_of_run() -> Any:
     from rlctl.config.load import resolve
     from rlctl.jobs.prepare import prepare_job
 
-    return prepare_job(resolve("laptop", flags=RUN), starts=lambda config, plan: None)
+    return prepare_job(resolve("laptop", flags=RUN), starts=lambda config, plan, workers: None)
 
 
 def data() -> float:

@@ -10,10 +10,12 @@ from dataclasses import replace
 import numpy as np
 import psutil
 import pytest
+import ray
 from ray import cloudpickle
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from rlctl.cluster import workers
+from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import (
@@ -82,6 +84,9 @@ class Counter:
     def total(self, handle: object) -> int:
         return int(fetch(handle).sum(dtype=np.int64))
 
+    def imported(self, module: str) -> bool:
+        return module in sys.modules
+
     def is_forked(self) -> bool:
         """Whether this process comes from the server of the tests' workers, which has imported that module."""
         return "support.forked" in sys.modules
@@ -143,6 +148,39 @@ def test_workers_of_tests_marked_gpu_are_started_anew(request, gpus, tmp_path):
         anew = start_group(gpus, tmp_path / "anew")
     assert anew.call(Counter.is_forked) == [False, False]
     anew.kill()
+
+
+def is_ended(host, within_s=60.0):
+    """Whether Ray ends a process in its own time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            ray.get(host.usage.remote(), timeout=within_s)
+        except ActorDiedError:
+            return True
+    return False
+
+
+def test_a_worker_takes_the_process_that_was_started_early_for_it(gpus, tmp_path):
+    """One for another environment stays as it is, and ends with the others that nobody takes."""
+    place = replace(gpus.bundles[0], gpu=None)
+    specs = [WorkerSpec({"rank": rank}, (place,), {"FLAVOUR": flavour}) for rank, flavour in enumerate("ab")]
+    early = EarlyHosts()
+    early.start([EarlyHost("counter", specs[0].environment(), 1, ("no_such_module", "wave")),
+                 EarlyHost("other", specs[1].environment(), 1, ()),
+                 EarlyHost("counter", {**specs[1].environment(), "FLAVOUR": "c"}, 1, ())])  # fmt: skip
+    hosts = [host for _, host in early._free]
+    group = WorkerGroup("counter", Counter, specs, gpus, tmp_path, start_timeout_s=120, call_timeout_s=60, early=early)
+    try:
+        assert [host in hosts for host in group.hosts] == [True, False]
+        assert group.call(Counter.imported, "wave") == [True, False]
+        assert group.call(Counter.environment, "FLAVOUR") == ["a", "b"]
+        early.drop()
+        assert group.call(Counter.rank_plus, 1) == [1, 2]
+        assert all(is_ended(host) for host in hosts[1:])
+    finally:
+        early.drop()
+        group.kill()
 
 
 def test_a_wait_ends_with_the_failure_of_what_runs_beside_it(gpus, group, tmp_path):
@@ -377,9 +415,9 @@ def test_a_process_that_ray_has_no_place_for_is_named(lasting, monkeypatch):
         lasting._renew_place(0)
 
 
-def test_a_process_that_dies_before_it_has_a_log_is_explained_by_ray(gpus, tmp_path):
+def test_a_worker_that_cannot_write_its_log_says_so(gpus, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(WorkerError, match=r"(?s)died during `start`.* Ray says: .*NotADirectoryError"):
+    with pytest.raises(WorkerError, match=r"counter rank \d failed in `start`: NotADirectoryError: .*/file/logs'"):
         start_group(gpus, tmp_path / "file" / "logs")
 
 

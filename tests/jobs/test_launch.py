@@ -123,13 +123,18 @@ def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, c
 def test_ray_begins_to_start_once_the_plan_is_checked_and_before_data_is_read(
     files, tiny_llama, monkeypatch, more, begun
 ):
-    """What Ray has begun to start ends with the error, and a dry run starts nothing."""
-    asked: list[tuple[Any, Any]] = []
+    """What Ray has begun to start ends with the error, and a dry run starts nothing. The processes that import vLLM and
+    torch begin with it, the one that takes longest first."""
+    asked: list[Any] = []
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
     monkeypatch.setattr("rlctl.jobs.prepare.local_gpus", list)
-    monkeypatch.setattr(BesideSession, "begin", lambda self, address=None, *, gpus=None: asked.append((address, gpus)))
+    monkeypatch.setattr(
+        BesideSession,
+        "begin",
+        lambda self, address, *, gpus, hosts: asked.append((address, gpus, [one.name for one in hosts])),
+    )
     assert run(train(tiny_llama, *more)) == (0 if more == ["--dry-run"] else 3 if "--gpu" in more else 2)
-    assert asked == [(None, 0)] * begun
+    assert asked == [(None, 0, ["engine", "policy"])] * begun
 
 
 def test_a_long_prompt_of_a_late_step_is_named_before_the_first_one(files, tiny_llama, capsys, monkeypatch):

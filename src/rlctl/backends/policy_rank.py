@@ -54,6 +54,7 @@ from rlctl.checkpoints.rank_loading import require_policy
 from rlctl.cluster.progress import report
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import MediaPart
+from rlctl.garbage import many_objects
 from rlctl.settings.training import Rounding
 from rlctl.transport.collective import ServedStore
 from rlctl.weights.layout import Layout
@@ -236,7 +237,8 @@ class PolicyRank(WeightSource, ABC):
         spec = self.spec
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
-        self.prepare()
+        with many_objects():
+            self.prepare()
         # What was imported stays. Megatron-Core collects garbage at every save, and would look through all of it.
         gc.collect()
         gc.freeze()

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from rlctl.child import adopt_orphans
+from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
 from rlctl.cluster.session_files import lasting_folder
 from rlctl.errors import ClusterError, MachineError, WaitTimeoutError, WorkerError
 
@@ -129,6 +130,7 @@ class BesideSession:
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         """`tell`: see `ray_session`."""
+        self.early = EarlyHosts()
         self._tell = tell
         self._logs: Path | None = None
         self._thread: threading.Thread | None = None
@@ -139,10 +141,10 @@ class BesideSession:
         self._failure: BaseException | None = None
         """What the block ends with."""
 
-    def begin(self, address: str | None = None, *, gpus: int | None = None) -> None:
-        """Begin to start or join Ray, as `ray_session` does."""
+    def begin(self, address: str | None = None, *, gpus: int | None = None, hosts: Sequence[EarlyHost] = ()) -> None:
+        """Begin to start or join Ray, as `ray_session` does, and then `hosts`, which `early` has."""
         _have_patience(address)
-        self._thread = threading.Thread(target=self._hold, args=(address, gpus), name="ray", daemon=True)
+        self._thread = threading.Thread(target=self._hold, args=(address, gpus, hosts), name="ray", daemon=True)
         self._thread.start()
 
     def wait(self, logs: Path | None = None) -> BesideSession:
@@ -154,7 +156,7 @@ class BesideSession:
             raise error
         return self
 
-    def _hold(self, address: str | None, gpus: int | None) -> None:
+    def _hold(self, address: str | None, gpus: int | None, hosts: Sequence[EarlyHost]) -> None:
         try:
             import ray  # noqa: F401 - before it may be interrupted: a module cannot be imported by halves
 
@@ -163,6 +165,7 @@ class BesideSession:
                     return
                 self._is_starting = True
             with ray_session(address, gpus=gpus, logs=lambda: self._logs, tell=self._tell):
+                self.early.start(hosts)
                 with self._turn:
                     self._is_starting = False
                     self._answered.set()

@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
 from rlctl.cluster import progress
+from rlctl.cluster.early_hosts import EarlyHosts
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.cluster.usage import Usage, UsageSampler
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.garbage import many_objects
 
 log = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -104,7 +106,20 @@ class WorkerPlaces:
 class _Host:
     """Runs inside the worker process: sends its output to the log file and calls the worker's methods."""
 
-    def __init__(self, log_path: str, sharers: int) -> None:
+    def __init__(self) -> None:
+        listen_at_node_address()
+        self.worker: Any = None
+        self._usage: UsageSampler | None = None
+        self._importing = threading.Lock()
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Import what the worker will need. What cannot be imported fails again, and is told, where it is needed."""
+        with self._importing, many_objects():
+            for module in modules if self.worker is None else ():
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+
+    def _open(self, log_path: str, sharers: int) -> None:
         Path(log_path).parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
@@ -118,14 +133,21 @@ class _Host:
             os.environ["PATH"] = own + os.pathsep + path
         if sharers:  # Ray lets a process have one thread otherwise
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
-        listen_at_node_address()
         progress.host(Path(log_path).stem)
-        self.worker: Any = None
-        self._usage: UsageSampler | None = None
 
-    def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any], then: str | None = None) -> int:
-        made = imported(worker_class) if isinstance(worker_class, str) else worker_class
-        self.worker = self._logged(lambda: made(**kwargs))
+    def start(
+        self,
+        log_path: str,
+        sharers: int,
+        worker_class: Callable[..., Any] | str,
+        kwargs: Mapping[str, Any],
+        then: str | None = None,
+    ) -> int:
+        """`sharers`: GPUs of the group on this node, which share its cores; 0: the number of threads is set."""
+        self._logged(lambda: self._open(log_path, sharers))
+        with self._importing, many_objects():
+            made = imported(worker_class) if isinstance(worker_class, str) else worker_class
+            self.worker = self._logged(lambda: made(**kwargs))
         if then is not None:
             self.call((then,), (), {})
         return os.getpid()
@@ -167,6 +189,16 @@ class _Host:
             traceback.print_exc()
             # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
             raise WorkerError(f"{type(error).__name__}: {error}") from None
+
+
+def new_host(environment: Mapping[str, str], concurrency: int, **options: Any) -> Any:
+    """Start a process for a worker; return Ray's handle of it."""
+    import ray
+
+    actor: Any = ray.remote(_Host).options(
+        num_cpus=0, max_restarts=0, max_concurrency=concurrency, runtime_env={"env_vars": dict(environment)}, **options
+    )
+    return actor.remote()
 
 
 def listen_at_node_address() -> None:
@@ -240,18 +272,20 @@ class WorkerGroup(Generic[W_co]):
         wait: bool = True,
         concurrency: int = 1,
         then: Callable[[W_co], None] | None = None,
+        early: EarlyHosts | None = None,
     ) -> None:
         """Start the processes and construct the workers in parallel. Raises like `ready`. `wait` False returns at once;
         then call `ready` first. `worker_class` can be `module:name`, imported only in workers. Each worker takes
         `concurrency` calls at a time, each in a thread. `then`: a method that each worker calls as soon as it is
-        constructed; `ready` waits for it too."""
+        constructed; `ready` waits for it too. `early` may have started processes already."""
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
         self._path: tuple[str, ...] = ()
         self._worker_class, self._placement, self._concurrency = worker_class, placement, concurrency
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
-        self.hosts = [self._host(rank) for rank in range(len(self.specs))]
+        taken = [early.take(name, spec.environment(), concurrency) if early else None for spec in self.specs]
+        self.hosts = [host or self._host(rank) for rank, host in enumerate(taken)]
         self.pids: list[int] = []
         self._oom_kills = oom_kills()
         self._turn = threading.Lock()  # calls of two threads reach all ranks in one order: a call may be collective
@@ -261,20 +295,9 @@ class WorkerGroup(Generic[W_co]):
             self.ready()
 
     def _host(self, rank: int) -> Any:
-        import ray
-
         spec = self.specs[rank]
-        return (
-            ray.remote(_Host)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                max_concurrency=self._concurrency,
-                scheduling_strategy=self._placement.strategy(spec.bundles[0].index),
-                runtime_env={"env_vars": spec.environment()},
-            )
-            .remote(str(self.log_path(rank)), self._sharers(rank))
-        )
+        place = self._placement.strategy(spec.bundles[0].index)
+        return new_host(spec.environment(), self._concurrency, scheduling_strategy=place)
 
     def _sharers(self, rank: int) -> int:
         """Number of the group's GPUs on the rank's node, which share its cores; 0: no GPU, or threads are set."""
@@ -290,7 +313,9 @@ class WorkerGroup(Generic[W_co]):
             name = f"{self._logs[rank].stem}-other"
             limits = self.start_timeout_s, self.call_timeout_s
             kwargs["places"] = WorkerPlaces(name, spec.others, self._placement, self.log_dir, *limits)
-        return self.hosts[rank].start.remote(self._worker_class, kwargs, then)
+        return self.hosts[rank].start.remote(
+            str(self.log_path(rank)), self._sharers(rank), self._worker_class, kwargs, then
+        )
 
     @property
     def starting(self) -> PendingCall[int]:

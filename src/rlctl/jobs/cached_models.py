@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -78,5 +79,12 @@ def is_intact(directory: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
+    """Return the checksum of a file, computed once in this process unless the file changes."""
+    found = path.stat()
+    return _sha256(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@functools.cache
+def _sha256(path: Path, *state: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

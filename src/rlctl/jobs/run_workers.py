@@ -25,6 +25,7 @@ from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, policy_backend
 from rlctl.backends.messages import Sampling, Truncation
 from rlctl.checkpoints.model_source import ModelSource
+from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, failing_with, stop_together
@@ -176,11 +177,12 @@ def start_run_workers(
     log_dir: Path,
     doing: Callable[[str], None] = lambda what: None,
     load: Callable[[PolicyClient, PolicyClient | None], None] = lambda policy, teacher: None,
+    early: EarlyHosts | None = None,
 ) -> Iterator[RunWorkers]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `load`
     gives policy and teacher their weights. Engines and scorers start beside both, unless engines have to be alone on
-    their devices. `doing` is told what is waited for."""
-    with _starting(spec.policy.device, spec.limits, log_dir) as start:
+    their devices. `doing` is told what is waited for. `early` may have started processes already."""
+    with _starting(spec.policy.device, spec.limits, log_dir, early) as start:
         shared = spec.engines is None or spec.colocated
         engine_devices = spec.engines.devices if spec.engines is not None else 0
         start.of_policy = start.reserve(max(spec.policy_devices, engine_devices if shared else 0))
@@ -197,6 +199,8 @@ def start_run_workers(
             engines = start.engines(spec.engines, loads=not alone)
             if not alone:
                 beside["starting engines"] = engines.starting
+        if early is not None:
+            early.drop()
         doing("starting processes")
         with failing_with(*beside.values()):
             start.ready(*([engines] if beside and engines else []))
@@ -245,9 +249,11 @@ def _meeting_port(ranks: WorkerGroup[Any]) -> int:
 
 
 @contextlib.contextmanager
-def _starting(device: Device, limits: ClusterConfig, log_dir: Path) -> Iterator[_Start]:
+def _starting(
+    device: Device, limits: ClusterConfig, log_dir: Path, early: EarlyHosts | None = None
+) -> Iterator[_Start]:
     """Start what the block starts; at the end stop it (on an error end it), and give the devices back."""
-    start = _Start(device, limits, log_dir)
+    start = _Start(device, limits, log_dir, early)
     try:
         yield start
         stop_together(start.groups)
@@ -266,8 +272,8 @@ class _Start:
     of_policy: Placement
     of_engines: Placement
 
-    def __init__(self, device: Device, limits: ClusterConfig, log_dir: Path) -> None:
-        self.device, self.limits, self.log_dir = device, limits, log_dir
+    def __init__(self, device: Device, limits: ClusterConfig, log_dir: Path, early: EarlyHosts | None) -> None:
+        self.device, self.limits, self.log_dir, self.early = device, limits, log_dir, early
         self.placements: list[Placement] = []
         self.groups: list[WorkerGroup] = []
 
@@ -308,7 +314,7 @@ class _Start:
             WorkerSpec(shared | {"index": index}, first, env, others=others)
             for index, (first, others) in enumerate(places)
         ]
-        calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
+        calls = calls_at_a_time(spec.engine)
         then = EpisodeWorker.start if loads else None
         return self._group("engine", ENGINE_PROCESS, engines, self.of_engines, concurrency=calls, then=then)
 
@@ -330,10 +336,35 @@ class _Start:
     ) -> WorkerGroup:
         group = WorkerGroup(
             name, worker, specs, place, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
-            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency, then=then,
+            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency, then=then, early=self.early,
         )  # fmt: skip
         self.groups.append(group)
         return group
+
+
+def calls_at_a_time(engine: EngineSpec) -> int:
+    return 1 if engine.in_flight == "wait" else ENGINE_CALLS
+
+
+def early_hosts(spec: RunWorkersSpec) -> list[EarlyHost]:
+    """Return the processes of policy and engines that can start before it is known what they are built from. On GPUs
+    and other hosts there are none: their devices are assigned first."""
+    policy, engines = spec.policy, spec.engines
+    if policy.device != "cpu" or spec.own_nodes:
+        return []
+    env = WorkerSpec({}, (), policy_environment(policy.threads, policy.device, spec.training)).environment()
+    modules = (module_of(POLICY_PROCESS), "rlctl.refit.policy_side", module_of(spec.backend.worker))
+    hosts = [EarlyHost("policy", env, 1, modules)] * policy.parallel.world_size
+    if engines is not None and engines.engine.replicas == 1:
+        env = WorkerSpec({}, (), engines.engine.environment).environment()
+        modules = (module_of(ENGINE_PROCESS), module_of(engines.backend.worker), *engines.backend.libraries)
+        # The engine first: its imports take longest.
+        hosts = [EarlyHost("engine", env, calls_at_a_time(engines.engine), modules)] * engines.count + hosts
+    return hosts
+
+
+def module_of(path: str) -> str:
+    return path.partition(":")[0]
 
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}

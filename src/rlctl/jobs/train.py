@@ -20,9 +20,10 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_v
 from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
+from rlctl.garbage import many_objects
 from rlctl.jobs.dry_run import DryRun, about
 from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, version_changes
-from rlctl.jobs.run_workers import device_of
+from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
@@ -74,7 +75,8 @@ def train_grpo(
 def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideSession, loop: type[Loop]) -> RunSummary:
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
-    job = prepare_job(resolved, display.say, starts=partial(begin_ray, ray))
+    with many_objects():
+        job = prepare_job(resolved, display.say, starts=partial(begin_ray, ray))
     display.steps = job.config.run.steps
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
     with _locked(run, run.create):
@@ -89,9 +91,10 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideS
             raise
 
 
-def begin_ray(ray: BesideSession, config: RlctlConfig, plan: Plan) -> None:
-    """Begin to start Ray, or to join it, for a plan."""
-    ray.begin(config.cluster.ray_address, gpus=0 if device_of(plan) == "cpu" else None)
+def begin_ray(ray: BesideSession, config: RlctlConfig, plan: Plan, workers: RunWorkersSpec) -> None:
+    """Begin to start Ray, or to join it, for a plan, and then the processes whose libraries take long to import."""
+    hosts = early_hosts(workers) if config.cluster.ray_address is None else []
+    ray.begin(config.cluster.ray_address, gpus=0 if device_of(plan) == "cpu" else None, hosts=hosts)
 
 
 def _resume(
@@ -107,7 +110,8 @@ def _resume(
         display.log_to(run.log)
         run.recover_partial(display.say)
         starts = partial(begin_ray, ray)
-        job = resumed_job(run, resolved, display.say, allow_changes=allow_changes, starts=starts)
+        with many_objects():
+            job = resumed_job(run, resolved, display.say, allow_changes=allow_changes, starts=starts)
         display.steps = job.config.run.steps
         _introduce(display, job, run)
         return run_training(job, run, display, stop, ray, resume=True, loop=loop)

@@ -18,6 +18,7 @@ import torch
 from rlctl.backends.base import WeightSource
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
+from rlctl.garbage import many_objects
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
 from rlctl.transport import disk
@@ -30,7 +31,7 @@ from rlctl.transport.rounds import ChangeSizes, Channel, Lengths, chunk_layout, 
 from rlctl.transport.shared_memory import Staging, this_node
 from rlctl.weights.plan_execution import transformed
 from rlctl.weights.readings import combine
-from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, many_objects, receive_plan
+from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, receive_plan
 
 
 @dataclass

@@ -6,9 +6,7 @@ channel's `receive_plan` and sends its part; engines plan nothing.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -62,19 +60,6 @@ class RememberingWorld:
     def __init__(self, world: World) -> None:
         self.size = world.size
         self.layout, self.shards = cache(world.layout), cache(world.shards)
-
-
-@contextmanager
-def many_objects() -> Iterator[None]:
-    """Pause the garbage collector, which would repeatedly scan the plan's many objects."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

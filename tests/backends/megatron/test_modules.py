@@ -1,4 +1,5 @@
-"""What rlctl computes in fewer passes than torch and Megatron do: values and gradients are those of the formulas."""
+"""What rlctl computes in fewer passes than torch and Megatron do: values and gradients are those of the formulas. And
+what it leaves out."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ cpu.install()
 
 from megatron.core.fusions import fused_bias_swiglu  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.transformer.moe import experts  # noqa: E402
 
 from rlctl.backends.megatron.modules import LeanRMSNorm, rms_norm  # noqa: E402
 
@@ -119,3 +122,19 @@ def test_an_embedding_adds_its_gradient_to_the_buffer(shared: bool) -> None:
     assert (weight.grad is None) == shared
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     assert not getattr(weight, "zero_out_wgrad", False)
+
+
+def test_no_weights_are_drawn_that_loading_overwrites() -> None:
+    """Megatron's own initialization also marks the dimension that tensor parallelism splits, by which gradient norms
+    count each element once."""
+    asked: list[Tensor] = []
+    weight = torch.full((4, 3), 7.0)
+    layers._initialize_affine_weight_cpu(weight, 8, 3, 4, 0, asked.append, stride=2, rank=1, world_size=2)
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 0, 2)
+    unmarked = torch.full((4, 3), 7.0)
+    experts._initialize_affine_weight_cpu(
+        unmarked, 4, 6, 3, partition_dim=1, init_method=asked.append, skip_set_tensor_parallel_attributes=True
+    )
+    assert not hasattr(unmarked, "tensor_model_parallel")
+    assert asked == []
+    assert torch.equal(weight, unmarked)

@@ -236,6 +236,31 @@ def _use_cpu_random_state() -> None:
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_rng_state, set_rng_state
 
 
+def _draw_no_weights() -> None:
+    """Leave weights as they are allocated. `load_rank` writes each element, and on a CPU each rank would draw the whole
+    model in float32 on one core to keep its part."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe import experts
+
+    def mark(
+        weight: torch.Tensor,
+        output_size: int,
+        input_size: int,
+        per_partition_size: int,
+        partition_dim: int,
+        init_method: Any,
+        stride: int = 1,
+        **options: Any,
+    ) -> None:
+        if not options.get("skip_set_tensor_parallel_attributes"):
+            layers.set_tensor_model_parallel_attributes(
+                tensor=weight, is_parallel=True, dim=partition_dim, stride=stride
+            )
+
+    for module in (layers, experts):
+        vars(module)["_initialize_affine_weight_cpu"] = mark
+
+
 def _split_rotary_without_pinning() -> None:
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
 
@@ -363,6 +388,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     _add_up_squares_in_chunks,
     _keep_tensors_on_cpu,
     _use_cpu_random_state,
+    _draw_no_weights,
     _split_rotary_without_pinning,
     _convert_cpu_splits,
     _exchange_uneven_parts,

@@ -19,4 +19,5 @@ BACKEND = EngineBackend(
     arguments,
     refuse_unsupported,
     without_graphs="--set vllm.enforce_eager=true",
+    libraries=("vllm", "vllm.entrypoints.llm"),
 )

@@ -162,6 +162,25 @@ def join_lines_at_images_alone() -> None:
     Processor._apply_token_matches = apply
 
 
+@cache
+def skip_chat_warm_up() -> None:
+    """Start engines of text without compiling the chat template, which they never use: prompts come as tokens. Call
+    before an engine is made."""
+    try:
+        from vllm.renderers.base import BaseRenderer
+    except ImportError:
+        return
+    plain = getattr(BaseRenderer, "warmup", None)
+    if plain is None:
+        return
+
+    def warmup(self: Any, chat_params: Any) -> None:
+        if self.model_config.is_multimodal_model:  # it also warms up the processor of images
+            plain(self, chat_params)
+
+    BaseRenderer.warmup = warmup  # type: ignore[method-assign]
+
+
 def renew_input_norms(runner: Any) -> None:
     """Restore constants of pixel scaling before a tower, which vLLM's dummy loading randomizes (0.32) and no refit
     sends."""

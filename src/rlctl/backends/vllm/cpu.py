@@ -18,6 +18,7 @@ def install() -> None:
     find_own_experts()
     draw_for_kept_tokens_alone()
     gather_unequal_parts()
+    start_from_zeros()
 
 
 def keep_parameters_plain() -> None:
@@ -126,6 +127,26 @@ def gather_unequal_parts() -> None:
 
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+@cache
+def start_from_zeros() -> None:
+    """Fill weights that the first refit overwrites with zeros; call before loading. vLLM draws a random number for each
+    on one core."""
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    plain = weight_utils.initialize_single_dummy_weight
+
+    def initialize(param: torch.Tensor, *args: Any, **given: Any) -> None:
+        is_plain = param.device.type == "cpu" and param.is_floating_point() and param.element_size() > 1
+        if is_plain and getattr(param, "dummy_weight_value", None) is None:
+            param.data.zero_()
+        else:
+            plain(param, *args, **given)
+
+    for module in (dummy_loader, weight_utils):
+        if hasattr(module, plain.__name__):
+            setattr(module, plain.__name__, initialize)
 
 
 def make_stage_inputs(runner: Any) -> None:

@@ -23,6 +23,7 @@ from rlctl.cluster.workers import WorkerPlaces
 from rlctl.data.image_sources import IMAGE
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.garbage import many_objects
 
 ABORTED = "abort"
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
@@ -60,8 +61,9 @@ class VllmEngine:
     # Start and end
 
     def start(self) -> None:
-        compat.check_version()
-        self._engine, self._hosts = started(self.spec, self._places)
+        with many_objects():
+            compat.check_version()
+            self._engine, self._hosts = started(self.spec, self._places)
         self._lock.prepare = self._engine.enter
         self._memory = DeviceMemory(self._engine, shared=self.spec.sleeps)
         self._rpc("rlctl_prepare")

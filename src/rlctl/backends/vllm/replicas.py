@@ -8,6 +8,7 @@ A replica can span hosts: its process schedules, and a worker on each other host
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import secrets
@@ -94,7 +95,9 @@ class Replica:
         """Load the model. Raises ConfigError or MachineError if vLLM refuses."""
         from vllm import LLM
 
+        gc.freeze()  # vLLM collects garbage twice while it loads, and would look through all that was imported
         _look_for_ports_elsewhere()
+        compat.skip_chat_warm_up()
         try:
             with meeting.joined(rank), compat.memory_to_itself():
                 self._llm = LLM(**meeting.arguments(spec.arguments, host=0))
