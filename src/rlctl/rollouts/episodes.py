@@ -49,6 +49,8 @@ T = TypeVar("T")
 ONE_TURN = "rlctl.rollouts.episodes:one_turn"
 LOOK_S = 0.5
 """Longest time between two looks at what has changed."""
+DECODE_S = 0.1
+"""As much again until the decoding thread sees that it is to end, for which the end of a run waits."""
 
 
 class Episode:
@@ -324,7 +326,7 @@ class EpisodeRunner:
     def _decode(self) -> None:
         while self._threads:
             try:
-                found = self._engine.finished_samples(LOOK_S)
+                found = self._engine.finished_samples(DECODE_S)
             except Exception as error:  # noqa: BLE001 - it is raised where samples are awaited
                 self._loop.call_soon_threadsafe(self._fail, error)
             else:
