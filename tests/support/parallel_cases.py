@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -334,7 +335,9 @@ def run_checkpoint(
 
 def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -345,6 +348,19 @@ def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
     model = core.sharded_state_dict(metadata=metadata)
     optimizer = worker.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
     dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(directory))
+
+
+def _write_here(transforms: Any, use_msc: bool, rank: int, buckets: Any, results: Any) -> None:
+    """Megatron's writer in this process: forks after communication and autograd threads can deadlock."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    found = dict[int, Any]()
+    for index, bucket in enumerate(buckets):
+        done, count = queue.Queue(), queue.Queue()
+        count.put(index)
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, done, count, True, use_msc=use_msc)
+        index, found[index] = done.get()
+    results.put(found)
 
 
 def run_checkpoint_of_no_step(

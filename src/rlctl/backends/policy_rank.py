@@ -48,6 +48,7 @@ from rlctl.backends.packed_rows import (
 )
 from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
+from rlctl.checkpoints.background_writes import Snapshot, write_less_urgently
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.rank_loading import require_policy
@@ -70,12 +71,18 @@ CRITIC = "critic"
 class Save(ABC):
     """A snapshot that one rank writes in the background. The checkpoint is complete when every rank has finished."""
 
-    def __init__(self, directory: Path) -> None:
-        """Start writing into an existing empty directory; to be called when the snapshot has been taken."""
-        self.directory = directory
-        pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = pool.submit(self.write)
+    def __init__(self, directory: Path, snapshot: Snapshot) -> None:
+        """Start writing into an existing empty directory; to be called when all but `snapshot` is made."""
+        self.directory, self.snapshot = directory, snapshot
+        pool = ThreadPoolExecutor(1, "checkpoint", initializer=write_less_urgently)
+        self._writing = pool.submit(self._write)
         pool.shutdown(wait=False)
+
+    def _write(self) -> dict[str, str]:
+        try:
+            return self.write()
+        finally:
+            self.snapshot.drop()
 
     @abstractmethod
     def write(self) -> dict[str, str]:
@@ -214,6 +221,7 @@ class PolicyRank(WeightSource, ABC):
 
     def build(self) -> None:
         """(Re)build groups, models and optimizers from the spec in the running process group."""
+        self.keep_saved()
         self.groups = self.join_groups()
         self.build_model()
         self._reference = None
@@ -267,6 +275,7 @@ class PolicyRank(WeightSource, ABC):
     def sleep(self, keep_weights: bool = False) -> int:
         """Also return the bytes of an earlier `sleep` that kept the weights. A critic without turns sleeps with the
         policy."""
+        self.keep_saved()
         of_critic = self.critic.sleep() if self.critic is not None and not self._takes_turns else 0
         self._offloaded.append(self.offload(keep_weights))
         return of_critic + sum(part.device_bytes for part in self._offloaded)
@@ -303,6 +312,7 @@ class PolicyRank(WeightSource, ABC):
     # --- weights
 
     def load_model(self, directory: Path | str) -> None:
+        self.keep_saved()
         self._base = {}
         self.begun_with = Path(directory)
         self.load_weights(self.begun_with)
@@ -345,6 +355,7 @@ class PolicyRank(WeightSource, ABC):
             yield
             return
         assert self._reference is not None  # `hold_reference` came before
+        self.keep_saved()
         with self._without_adapters() if self.spec.lora.rank else self.with_weights(self._reference):
             yield
 
@@ -455,6 +466,7 @@ class PolicyRank(WeightSource, ABC):
         self.clear_gradients()
         found = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
         report(len(rows), len(rows))
+        self.keep_saved()
         outcome = self.take_step(lr, weight_decay)
         self.merge_adapters()
         self.round_weights()
@@ -485,6 +497,11 @@ class PolicyRank(WeightSource, ABC):
             with self._critics_turn():
                 self.critic.save_begin(place)
 
+    def keep_saved(self) -> None:
+        """Call before weights or optimizer states change: a save under way may be reading them."""
+        if self._save is not None:
+            self._save.snapshot.keep()
+
     def save_written(self) -> bool:
         return (self._save is None or self._save.written) and (self.critic is None or self.critic.save_written())
 
@@ -503,6 +520,7 @@ class PolicyRank(WeightSource, ABC):
     def load_saved(self, directory: Path | str) -> None:
         """Load only the weights of the other backend's checkpoint; the optimizer starts anew."""
         directory = require_policy(Path(directory))
+        self.keep_saved()
         if names_modules(directory) == self.saves_modules:
             self.load_checkpoint(directory)
         elif self.spec.lora.rank:

@@ -15,29 +15,40 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.policy_rank import Save
-from rlctl.checkpoints.identity import file_digest
+from rlctl.checkpoints.background_writes import Snapshot, write_items
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import STEP
-from rlctl.checkpoints.megatron.torch_dist_files import BACKEND, without_checksums
+from rlctl.checkpoints.megatron.torch_dist_files import BACKEND
 from rlctl.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Writer(FileSystemWriter):
-    """Leaves out where the checkpoint was written: that is a pickled path, which `pickles` does not admit."""
+    """Writes a snapshot, a file per rank. Leaves out where the checkpoint was written: that is a pickled path, which
+    `pickles` does not admit."""
+
+    def __init__(self, directory: Path, snapshot: Snapshot) -> None:
+        super().__init__(directory)
+        self._directory, self._snapshot, self.digests = directory, snapshot, dict[str, str]()
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with without_checksums():
-            return super().write_data(plan, planner)
+        done, results = Future[list[WriteResult]](), list[WriteResult]()
+        items = [(i, planner.resolve_data(i) if i.type == WriteItemType.BYTE_IO else i.index.fqn) for i in plan.items]
+        if items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            results, self.digests[name] = write_items(self._directory / name, items, self._snapshot)
+        done.set_result(results)
+        return done
 
 
 class DTensorSave(Save):
@@ -46,16 +57,13 @@ class DTensorSave(Save):
     def __init__(self, directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         # Its own group: what it exchanges in the background must not meet what training does.
         self._group: Any = torch.distributed.new_group(backend="gloo")
-        state = dict(_state(weights, optimizer))
-        self._saving: Any = state_dict_saver.async_save(
-            state, storage_writer=Writer(directory), process_group=self._group
-        )
-        super().__init__(directory)
+        self._state = dict(_state(weights, optimizer))
+        super().__init__(directory, Snapshot({name: local_part(value) for name, value in self._state.items()}))
 
     def write(self) -> dict[str, str]:
-        getattr(self._saving, "upload_completion", self._saving).result()
-        own = self.directory.glob(f"__{torch.distributed.get_rank()}_*.distcp")
-        return {path.name: file_digest(path) for path in own}
+        writer = Writer(self.directory, self.snapshot)
+        state_dict_saver.save(self._state, storage_writer=writer, process_group=self._group)
+        return writer.digests
 
     def write_index(self) -> None:
         torch.distributed.barrier()

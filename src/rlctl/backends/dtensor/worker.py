@@ -256,7 +256,10 @@ class DTensorWorker(PolicyRank):
 
         with self._states_here():
             self._reshard()
-            return DTensorSave(directory, self.saved(), self._trainer())
+            save = DTensorSave(directory, self.saved(), self._trainer())
+            if self.spec.optimizer_offload:  # the states leave at the end of the block
+                save.snapshot.keep()
+            return save
 
     def load_checkpoint(self, directory: Path) -> None:
         from rlctl.backends.dtensor.checkpoint import load

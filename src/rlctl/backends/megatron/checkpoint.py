@@ -13,7 +13,12 @@ from typing import Any, cast
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
@@ -23,6 +28,7 @@ from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, set_count
 from rlctl.backends.policy_rank import Save
+from rlctl.checkpoints.background_writes import Snapshot, with_own_storage, write_items
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import steps_in
@@ -36,12 +42,17 @@ class MegatronSave(Save):
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         make_states(optimizer)
         state = _sharded_state(chunks, optimizer)
+        self._live = list[Tensor]()
+        """Hold the memory of the snapshot."""
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])
-        if not torch.cuda.is_available():  # from a device everything is copied to the host below
+        self._on_host = not next(chunks[0].parameters()).is_cuda
+        if self._on_host:  # from a device everything is copied to the host below
+            apply_factories(state)
             for leaf in nested_values(state):
-                if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
-                    leaf.data = leaf.data.detach().clone()
+                if isinstance(leaf, ShardedTensor) and leaf.data is not None:
+                    self._live.append(leaf.data)
+                    leaf.data = with_own_storage(leaf.data)  # Megatron would copy others
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
         self._request = call_known(
@@ -52,19 +63,45 @@ class MegatronSave(Save):
             async_strategy="mcore",  # of newer versions, whose default asks for one more package
         )
         self._arguments = list(self._request.async_fn_args)
-        if self._request.preload_fn is not None and torch.cuda.is_available():
+        if self._request.preload_fn is not None and not self._on_host:
             self._arguments[1] = on_host(self._arguments[1])
-        super().__init__(directory)
+        super().__init__(directory, Snapshot(self._tensors() if self._on_host else {}))
+
+    def _tensors(self) -> dict[tuple[int, int], Tensor]:
+        """The tensors of all files by their places in Megatron's lists."""
+        files = self._arguments[1] if self._request.async_fn is not None else []
+        return {
+            (number, place): tensor
+            for number, (_, _, (_, tensors)) in enumerate(files)
+            for place, (_, tensor) in enumerate(tensors)
+        }
 
     def write(self) -> dict[str, str]:
         if self._request.async_fn is None:  # this rank has nothing to write
             return {}
+        if self._on_host:
+            return self._write_here()
         with without_checksums():  # also in the processes that Megatron forks from this thread
             self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
         # A file that is not there could not be written; the first of `finalize_fns` says why.
         written = [(Path(path), name) for path, name, _ in self._arguments[1] if Path(path).exists()]
         self._arguments.clear()  # the snapshot
         return {name: file_digest(path) for path, name in written}
+
+    def _write_here(self) -> dict[str, str]:
+        """Write in this thread, in place of the processes that Megatron forks."""
+        _, files, outcome = self._arguments
+        results, digests = dict[int, Any](), dict[str, str]()
+        try:
+            for number, (path, name, (objects, tensors)) in enumerate(files):
+                keys = [(item, (number, place)) for place, (item, _) in enumerate(tensors)]
+                tensors.clear()  # `snapshot` alone holds them
+                results[number], digests[name] = write_items(Path(path), [*objects, *keys], self.snapshot)
+            outcome.put(results)
+        except Exception as error:  # noqa: BLE001 - the first of `finalize_fns` raises it on all ranks
+            outcome.put(error)
+        self._live.clear()
+        return digests
 
     def write_index(self) -> None:
         for step in self._request.finalize_fns:

@@ -142,28 +142,9 @@ def destroy_subgroups() -> None:
 
 
 def write_checkpoints_in_this_process() -> None:
-    """Make Megatron's checkpoint writer write in this process: forks after communication and autograd threads can
-    deadlock."""
+    """Let saves pass their results within this process (`MegatronSave`), where Megatron starts another one for that."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    writer: Any = filesystem_async.FileSystemWriterAsync
-
-    def write_here(
-        transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
-    ) -> None:
-        results: Any = {}
-        for index, bucket in enumerate(write_buckets):
-            done, count = queue.Queue(), queue.Queue()
-            count.put(index)
-            writer.write_preloaded_data(transform_list, index, bucket, done, count, True, use_msc=use_msc)
-            index, outcome = done.get()
-            if isinstance(outcome, Exception):
-                results = outcome
-                break
-            results[index] = outcome
-        global_results_queue.put(results)
-
-    writer.write_preloaded_data_multiproc = staticmethod(write_here)
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
         # Each save asks once. Two may be under way, a policy's and its critic's, and each has its own results.
         setattr(filesystem_async, name, lambda *args, **kwargs: queue.Queue())

@@ -1,0 +1,185 @@
+"""Writing a policy's tensors beside training, with little work for processors: from where they lie until training
+changes them, past the page cache, with digests."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from ctypes import c_char
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from rlctl.checkpoints.megatron.pickles import MAPPED_ALIGNMENT
+from rlctl.checkpoints.megatron.torch_dist_files import without_checksums
+
+BUFFER_BYTES = 4 << 20
+"""Bytes per write: a disk needs large ones, and a processor's cache holds these."""
+LIVE_BYTES = 256 << 20
+"""Larger tensors are copied at once: training would wait for the end of the one being written."""
+LESS_URGENT = 10
+"""The priority (nice) of a thread that writes beside training."""
+
+
+def write_less_urgently() -> None:
+    """Let the threads that train have a processor first: each step waits for the last of them."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_URGENT)
+
+
+class Snapshot:
+    """Tensors as they are now. On a CPU they are copied only if `keep` is called before they are written."""
+
+    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
+        self._left = dict(tensors)
+        self._kept = False
+        self._in_use = 0
+        self._changed = threading.Condition()
+        self._copy(lambda tensor: tensor.device.type != "cpu" or tensor.nbytes > LIVE_BYTES)
+
+    @contextlib.contextmanager
+    def tensor(self, key: Any) -> Iterator[Tensor]:
+        """Take a tensor out, for as long as the context lasts; on the CPU."""
+        with self._changed:
+            tensor = self._left.pop(key)
+            self._in_use += 1
+        try:
+            yield tensor
+        finally:
+            with self._changed:
+                self._in_use -= 1
+                self._changed.notify_all()
+
+    def keep(self) -> None:
+        """Return when the tensors may be changed: copies what was not taken yet, waits for what is in use."""
+        with self._changed:
+            if not self._kept:
+                self._copy(lambda _: True)
+                self._changed.wait_for(lambda: not self._in_use)
+                self._kept = True
+
+    def drop(self) -> None:
+        with self._changed:
+            self._left.clear()
+
+    def _copy(self, chosen: Any) -> None:
+        for key, tensor in self._left.items():
+            if chosen(tensor):
+                self._left[key] = tensor.detach().to("cpu", copy=True)
+
+
+def write_items(
+    path: Path, items: Iterable[tuple[WriteItem, Any]], snapshot: Snapshot
+) -> tuple[list[WriteResult], str]:
+    """Write items of torch.distributed.checkpoint as its own writer does, and return their places and the file's
+    digest. An item comes with its bytes, or with the key of its tensor in `snapshot`."""
+    results: list[WriteResult] = []
+    with DigestedFile(path) as file, without_checksums():
+        for item, value in items:
+            file.write(bytes(-file.tell() % MAPPED_ALIGNMENT))
+            if item.type == WriteItemType.BYTE_IO:
+                results.append(_write(file, item, value, path.name))
+                continue
+            with snapshot.tensor(value) as tensor:
+                results.append(_write(file, item, with_own_storage(tensor), path.name))
+    return results, file.digest.hexdigest()
+
+
+def _write(file: DigestedFile, item: WriteItem, data: io.BytesIO | Tensor, name: str) -> WriteResult:
+    stream = cast(io.IOBase, file)
+    return _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The tensor with a storage of just its size, as torch.save writes whole storages: in the same memory, which must
+    outlive it, where that is possible."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous() or not tensor.nbytes:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    memory: Any = (c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+class DigestedFile:
+    """A new file, written in order and flushed at the end, and its XXH3 digest. Goes past the page cache where the file
+    system allows that: the kernel's copies and fresh pages would take most of a save's processor time."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = _open_past_cache(path)
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)  # aligned, as such writes have to be
+        self._bytes, self._held, self._size = np.frombuffer(self._buffer, np.uint8), 0, 0
+        self.digest = xxhash.xxh3_128()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._write_out()
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """For torch.save; the end flushes."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        left = np.frombuffer(data, np.uint8) if len(data) else self._bytes[:0]
+        size = len(left)
+        while len(left):
+            part = left[: BUFFER_BYTES - self._held]
+            self._bytes[self._held : self._held + len(part)] = part
+            self._held += len(part)
+            left = left[len(part) :]
+            if self._held == BUFFER_BYTES:
+                self._write_out()
+        self._size += size
+        return size
+
+    def _write_out(self) -> None:
+        ready = memoryview(self._buffer)[: self._held]
+        self.digest.update(ready)
+        if self._held < BUFFER_BYTES:  # past the cache go only whole sectors
+            self._through_cache()
+        while ready:
+            try:
+                ready = ready[os.write(self._descriptor, ready) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._through_cache():
+                    raise
+        self._held = 0
+
+    def _through_cache(self) -> bool:
+        """Whether this changed anything."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)
+
+
+def _open_past_cache(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
