@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from refit_engine import LIMIT_S, PROMPT_TOKENS, WorkerGroup, engine_process, write_model
@@ -45,11 +46,14 @@ class Products:
 
     def seconds(self, samples: int, new_tokens: int) -> float:
         """Return the seconds of all prompts and of all decode steps."""
+        return self.of([(samples * PROMPT_TOKENS, samples), *[(samples, samples)] * (new_tokens - 1)])
+
+    def of(self, forwards: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of forward passes over so many tokens, with logits of so many."""
         with self.torch.inference_mode():
             begun = time.perf_counter()
-            self._forward(samples * PROMPT_TOKENS, samples)
-            for _ in range(new_tokens - 1):
-                self._forward(samples, samples)
+            for tokens, sampled in forwards:
+                self._forward(tokens, sampled)
             return time.perf_counter() - begun
 
     def _forward(self, tokens: int, sampled: int) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py [--model DIR --shape 8x8x32 --shape 8x4x16 --steps 4 --threads 2]
     python benchmarks/grpo_step.py --peer trl [--trl-python ENV/bin/python] [--dtype float32]
+    python benchmarks/grpo_step.py --peer itself [--shape 8x8x32 --steps 6]
 
 A shape is prompts x samples x new tokens. For each one the real command runs with the laptop preset's task, all its
 processes and no checkpoint; then, when these are gone, the peer runs in this process: the same model in float32, the
@@ -15,8 +16,14 @@ other work falls on either. The load average at the start is printed next to the
 `--peer trl` runs TRL's GRPOTrainer in an environment of its own, which is made with pip in a temporary folder unless
 `--trl-python` names one: the same prompts, samples, lengths and reward, a function that calls half of the completions
 right whatever the model writes. Each side has its fastest number format: rlctl's `model.dtype=auto`, and of TRL the
-faster of float32 and bfloat16. `--dtype` gives both the same one. It also prints trained tokens per second (prompts and
-completions), whose ratio counts, since completions differ in length.
+faster of float32 and bfloat16. `--dtype` gives both the same one. It also prints trained tokens per second (prompts
+and completions), whose ratio counts, since completions differ in length. `products_s` are the seconds of the matrix
+products of rlctl's step alone, and `ratio_at_most` is the ratio of a step that does nothing else.
+
+`--peer itself` takes one source of speed away after the other, on the laptop preset's own reward: shared prompts,
+skipping rollouts without an advantage, and the number format that `model.dtype=auto` chooses (where it is not
+float32). The last source is added: asynchronous rollouts, where generation and training have one core each. `times` is
+the seconds of a step over those of the usual step.
 """
 
 from __future__ import annotations
@@ -44,6 +51,15 @@ LIMIT_S = 3600
 TRL = "trl==1.16.0"
 MUST = {"fastest": 5.0, "float32": 3.5}
 """The ratio to TRL that is asked for, by `--dtype`."""
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "no shared prompts": {"training.share_prompts": False},
+    "rollouts without advantage trained": {"filter.skip": False},
+    "float32": {"model.dtype": "float32"},
+    "asynchronous, a core each": {"rollouts.mode": "async", "training.threads": 1, "generation.threads": 1},
+}
 
 
 def half_right(completions: list[str], **_: Any) -> list[float]:
@@ -88,13 +104,13 @@ def prompt_tokens_of(prompts: Any, step: int, shape: Shape) -> list[list[int]]:
 
 
 def rlctl_steps(
-    model: Path, shape: Shape, steps: int, threads: int, more: Sequence[str] = ()
+    model: Path, shape: Shape, steps: int, threads: int, more: Sequence[str] = (), **other: Any
 ) -> tuple[list[dict[str, float]], list[int]]:
     """Run the real command; returns the seconds by phase and the generated tokens of each step."""
     from rlctl.telemetry.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as directory:
-        settings = shape.settings(steps) | {"training.threads": threads, "generation.threads": threads}
+        settings = shape.settings(steps) | {"training.threads": threads, "generation.threads": threads} | other
         command = [
             sys.executable, "-m", "rlctl", "train", "grpo", "--preset", "laptop",
             "--model", str(model), "--run-dir", f"{directory}/run", *more,
@@ -261,10 +277,50 @@ def measure_trl(model: Path, shape: Shape, args: argparse.Namespace, python: str
             found = trl_steps(asked | {"dtype": dtype, "place": place}, python)
         theirs[dtype] = rates(found["seconds"], found["tokens"], prompt_tokens)
     best = max(theirs.values(), key=lambda one: one["trained_tokens_per_s"])
+    ratio, generated = ours["trained_tokens_per_s"] / best["trained_tokens_per_s"], statistics.median(tokens[1:])
+    alone = products_seconds(model, shape, sum(map(len, ids)) / args.steps, generated, args.threads)
     return {
-        "rlctl": ours, "trl": theirs,
-        "ratio": round(ours["trained_tokens_per_s"] / best["trained_tokens_per_s"], 2), "must": MUST.get(args.dtype),
+        "rlctl": ours, "trl": theirs, "ratio": round(ratio, 2), "must": MUST.get(args.dtype),
+        "products_s": {name: round(seconds, 2) for name, seconds in alone.items()},
+        "ratio_at_most": round(ratio * ours["total_s"] / sum(alone.values()), 2),
     }  # fmt: skip
+
+
+def products_seconds(
+    model: Path, shape: Shape, prompt_tokens: float, generated: float, threads: int
+) -> dict[str, float]:
+    """Return the seconds of the matrix products of a step in float32: each prompt once, each sample a token a decode
+    step, and three times those of a forward pass to train. Best of three, by torch's `linear`."""
+    from generation import Products
+    from one_process import facts_of
+
+    products, samples = Products(facts_of(model), "float32", threads), shape.prompts * shape.samples
+    prompts = round(prompt_tokens)
+
+    def best(forwards: Sequence[tuple[int, int]]) -> float:
+        return min(products.of(forwards) for _ in range(3))
+
+    decoded = round(generated / samples) - 1  # the prompt gives the first
+    return {
+        "generation": best([(prompts, samples), *[(samples, samples)] * decoded]),
+        "training": 3 * best([(prompts + round(generated), round(generated))]),
+    }
+
+
+def sources(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, Any]:
+    """Take each source of a step's speed away, or add it, alone."""
+    from rlctl.jobs.cpu_format import has_instructions
+
+    found: dict[str, Any] = {}
+    for name, settings in SOURCES.items():
+        if name == "float32" and not has_instructions():
+            continue
+        seconds, tokens = rlctl_steps(model, shape, steps, threads, **settings)
+        found[name] = summary(seconds, tokens)
+        usual = found["usual"]["seconds"]["total"]
+        found[name]["times"] = round(found[name]["seconds"]["total"] / usual, 2)
+        print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
+    return found
 
 
 def rates(seconds: Sequence[dict[str, float]], tokens: Sequence[int], prompt_tokens: float) -> dict[str, Any]:
@@ -290,7 +346,7 @@ def measure(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="Hugging Face directory; the laptop preset's model by default")
-    parser.add_argument("--peer", choices=["transformers", "trl"], default="transformers")
+    parser.add_argument("--peer", choices=["transformers", "trl", "itself"], default="transformers")
     parser.add_argument("--trl-python", help="python of an environment with TRL; made by pip if it is not given")
     parser.add_argument(
         "--dtype", choices=["fastest", "float32", "bfloat16"], default="fastest", help="with --peer trl"
@@ -316,11 +372,11 @@ def main() -> None:
         python = args.trl_python or (made_environment(Path(place, "trl")) if args.peer == "trl" else "")
         for text in shapes:
             shape = Shape.parse(text)
-            results[text] = (
-                measure_trl(args.model, shape, args, python)
-                if args.peer == "trl"
-                else measure(args.model, shape, args.steps, args.threads)
-            )
+            if args.peer == "trl":
+                results[text] = measure_trl(args.model, shape, args, python)
+            else:
+                way = sources if args.peer == "itself" else measure
+                results[text] = way(args.model, shape, args.steps, args.threads)
     print(json.dumps({"load_average_at_start": load, "threads": args.threads, **results}, indent=1))
 
 
