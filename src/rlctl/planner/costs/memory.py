@@ -218,7 +218,8 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
         if on_cpu:  # torch's operations keep float32 copies also where they compute in bfloat16
             wide = replace(choice, precision="float32", micro_batch_tokens=math.ceil(tokens * choice.parallel.cp))
             parts["activations"] = activation_bytes(facts, stage, wide, micro_batches, constants)
-            parts["activations"] *= constants.cpu_activation_copies
+            whole = choice.sharding == "full"  # transformers' modules, of dtensor
+            parts["activations"] *= constants.cpu_module_copies if whole else constants.cpu_activation_copies
         else:
             parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         if stage.embedding:

@@ -133,9 +133,12 @@ class Constants:
     vLLM issue 47654; below 1 GiB without)."""
     cpu_policy_bytes: float = 0.45 * GIB
     """Resident size of a policy's process without a model (`benchmarks/policy_memory.py`)."""
-    cpu_activation_copies: float = 2.3
-    """Bytes that a layer keeps on a CPU over those with fused kernels: torch's norms, rotations and gates keep what
-    goes in and comes out of each operation, and attention gathers the units of a row (the same benchmark)."""
+    cpu_activation_copies: float = 1.4
+    """Bytes that a layer of Megatron takes on a CPU over those with fused kernels: attention gathers the units of a
+    row, and freed memory has gaps (the same benchmark)."""
+    cpu_module_copies: float = 2.3
+    """The same of transformers' modules (dtensor): torch's norms, rotations and gates keep what goes in and comes out
+    of each operation."""
     cpu_kept: float = 0.38
     """Part of training's activations and logits that the C library keeps for the process."""
     cpu_process_bytes: float = 1.1 * GIB
