@@ -85,7 +85,8 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_change_waits_for_what_is_being_written_and_the_rest_is_what_was_before() -> None:
-    live = {name: torch.full((4,), float(number)) for number, name in enumerate(["first", "second", "third"])}
+    size = 1 << 15
+    live = {name: torch.full((size,), float(number)) for number, name in enumerate(["first", "second", "third"])}
     snapshot, kept = Snapshot(live), threading.Event()
 
     def change() -> None:
@@ -99,18 +100,19 @@ def test_a_change_waits_for_what_is_being_written_and_the_rest_is_what_was_befor
         changing = threading.Thread(target=change)
         changing.start()
         assert not kept.wait(0.2)
-        assert torch.equal(first, torch.zeros(4))
+        assert torch.equal(first, torch.zeros(size))
     changing.join(60)
     assert kept.is_set()
     with snapshot.tensor("second") as second, snapshot.tensor("third") as third:
-        assert torch.equal(second, torch.ones(4))
-        assert torch.equal(third, torch.full((4,), 2.0))
+        assert torch.equal(second, torch.ones(size))
+        assert torch.equal(third, torch.full((size,), 2.0))
         snapshot.keep()  # nothing is left to wait for: these are copies
 
 
-def test_a_large_tensor_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_writes, "LIVE_BYTES", 8)
+@pytest.mark.parametrize("sizes", [range(8), range(17, 1000)])
+def test_large_and_small_tensors_are_copied_at_once(sizes: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_writes, "LIVE_BYTES", sizes)
     live = torch.ones(4)
-    with Snapshot({"large": live}).tensor("large") as value:
+    with Snapshot({"one": live}).tensor("one") as value:
         live.fill_(9)
         assert torch.equal(value, torch.ones(4))

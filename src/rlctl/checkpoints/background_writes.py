@@ -28,8 +28,9 @@ from rlctl.checkpoints.megatron.torch_dist_files import without_checksums
 
 BUFFER_BYTES = 4 << 20
 """Bytes per write: a disk needs large ones, and a processor's cache holds these."""
-LIVE_BYTES = 256 << 20
-"""Larger tensors are copied at once: training would wait for the end of the one being written."""
+LIVE_BYTES = range(64 << 10, 256 << 20)
+"""Sizes of tensors that stay where they are. Smaller ones are copied at once: biases of routers change before the
+optimizer's step. So are larger ones: training would wait for the end of the one being written."""
 LESS_URGENT = 10
 """The priority (nice) of a thread that writes beside training."""
 
@@ -48,7 +49,7 @@ class Snapshot:
         self._kept = False
         self._in_use = 0
         self._changed = threading.Condition()
-        self._copy(lambda tensor: tensor.device.type != "cpu" or tensor.nbytes > LIVE_BYTES)
+        self._copy(lambda tensor: tensor.device.type != "cpu" or tensor.nbytes not in LIVE_BYTES)
 
     @contextlib.contextmanager
     def tensor(self, key: Any) -> Iterator[Tensor]:
