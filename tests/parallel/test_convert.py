@@ -11,7 +11,7 @@ from torch import Tensor
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.config.parallel import ParallelSpec
-from support.parallel_cases import Case, assemble, make_worker, pieces
+from support.parallel_cases import Case, assemble, make_worker, pieces, write_without_forks
 from support.pool import Pools
 from support.reference_policy import hf_model, megatron_weights
 
@@ -44,6 +44,7 @@ def save_plainly(rank: int, case: Case, weights: dict[str, Tensor], shards: Path
     """A worker's model saved by Megatron's own writer."""
     from megatron.core import dist_checkpointing
 
+    write_without_forks()
     worker = make_worker(rank, case, weights)
     state = worker.chunks[0].module.sharded_state_dict(metadata=metadata)
     dist_checkpointing.save({"model": state, "checkpoint_version": 3.0}, str(shards))

@@ -335,9 +335,8 @@ def run_checkpoint(
 
 def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+    write_without_forks()
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -350,8 +349,14 @@ def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
     dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(directory))
 
 
+def write_without_forks() -> None:
+    """Let Megatron's own saves write in this process: forks after communication and autograd threads can deadlock."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+
+
 def _write_here(transforms: Any, use_msc: bool, rank: int, buckets: Any, results: Any) -> None:
-    """Megatron's writer in this process: forks after communication and autograd threads can deadlock."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     found = dict[int, Any]()

@@ -10,7 +10,7 @@ import io
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ctypes import c_char
 from pathlib import Path
 from typing import Any, Self, cast
@@ -42,11 +42,10 @@ def write_less_urgently() -> None:
 
 
 class Snapshot:
-    """Tensors as they are now. On a CPU they are copied only if `keep` is called before they are written."""
+    """Tensors as they are now. Those on a CPU are copied only if `keep` is called before they are written."""
 
     def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
-        self._left = dict(tensors)
-        self._kept = False
+        self._live, self._copies = dict(tensors), dict[Any, Tensor]()
         self._in_use = 0
         self._changed = threading.Condition()
         self._copy(lambda tensor: tensor.device.type != "cpu" or tensor.nbytes not in LIVE_BYTES)
@@ -55,31 +54,32 @@ class Snapshot:
     def tensor(self, key: Any) -> Iterator[Tensor]:
         """Take a tensor out, for as long as the context lasts; on the CPU."""
         with self._changed:
-            tensor = self._left.pop(key)
-            self._in_use += 1
+            live = key in self._live
+            tensor = (self._live if live else self._copies).pop(key)
+            self._in_use += live
         try:
             yield tensor
         finally:
             with self._changed:
-                self._in_use -= 1
+                self._in_use -= live
                 self._changed.notify_all()
 
     def keep(self) -> None:
         """Return when the tensors may be changed: copies what was not taken yet, waits for what is in use."""
         with self._changed:
-            if not self._kept:
-                self._copy(lambda _: True)
-                self._changed.wait_for(lambda: not self._in_use)
-                self._kept = True
+            self._copy(lambda _: True)
+            self._changed.wait_for(lambda: not self._in_use)
 
     def drop(self) -> None:
         with self._changed:
-            self._left.clear()
+            self._live.clear()
+            self._copies.clear()
 
-    def _copy(self, chosen: Any) -> None:
-        for key, tensor in self._left.items():
-            if chosen(tensor):
-                self._left[key] = tensor.detach().to("cpu", copy=True)
+    def _copy(self, chosen: Callable[[Tensor], bool]) -> None:
+        for key in [key for key, tensor in self._live.items() if chosen(tensor)]:
+            # Not pinned: torch rounds pinned memory up to powers of two and keeps it.
+            self._copies[key] = self._live[key].detach().to("cpu", copy=True)
+            del self._live[key]
 
 
 def write_items(

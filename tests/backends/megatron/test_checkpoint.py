@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.overrides import TorchFunctionMode
 
-from rlctl.backends.megatron.checkpoint import blocks_of_range, make_pickles, make_plain, on_host
+from rlctl.backends.megatron.checkpoint import blocks_of_range, make_pickles, make_plain
 from rlctl.backends.megatron.optimizer import count_of, forget_float8_copies, set_count
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import steps_in
@@ -116,26 +115,3 @@ def test_a_loaded_count_of_steps_is_what_each_adam_counts_in() -> None:
     after = [state["step"] for state in adam.state.values()]
     assert all(one is other and float(one) == 7 for one, other in zip(before, after, strict=True))  # on their device
     assert count_of(optimizer) == 7
-
-
-class Moves(TorchFunctionMode):
-    """Keeps account of how tensors are taken to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.to:
-            self.asked.append((*args[1:], kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_snapshot_is_in_memory_that_is_given_back() -> None:
-    """`to("cpu", non_blocking=True)` of a device's tensor pins what it returns (_to_copy in TensorConversion.cpp)."""
-    buckets = [("file", "key", ([("item", b"bytes")], [("item", torch.ones(3))]))]
-    with Moves() as moves:
-        ((_, _, (raw, tensors)),) = on_host(buckets)
-    assert moves.asked == [("cpu", {"non_blocking": False})]
-    assert raw == [("item", b"bytes")]
-    assert tensors[0][1].tolist() == [1, 1, 1]

@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     apply_factories,
 )
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
@@ -29,10 +28,8 @@ from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, set_count
 from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.background_writes import Snapshot, with_own_storage, write_items
-from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import steps_in
-from rlctl.checkpoints.megatron.torch_dist_files import without_checksums
 from rlctl.errors import InputError
 
 
@@ -46,13 +43,11 @@ class MegatronSave(Save):
         """Hold the memory of the snapshot."""
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])
-        self._on_host = not next(chunks[0].parameters()).is_cuda
-        if self._on_host:  # from a device everything is copied to the host below
-            apply_factories(state)
-            for leaf in nested_values(state):
-                if isinstance(leaf, ShardedTensor) and leaf.data is not None:
-                    self._live.append(leaf.data)
-                    leaf.data = with_own_storage(leaf.data)  # Megatron would copy others
+        apply_factories(state)
+        for leaf in nested_values(state):
+            if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.data.device.type == "cpu":
+                self._live.append(leaf.data)
+                leaf.data = with_own_storage(leaf.data)  # Megatron would copy others
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
         self._request = call_known(
@@ -63,55 +58,41 @@ class MegatronSave(Save):
             async_strategy="mcore",  # of newer versions, whose default asks for one more package
         )
         self._arguments = list(self._request.async_fn_args)
-        if self._request.preload_fn is not None and not self._on_host:
-            self._arguments[1] = on_host(self._arguments[1])
-        super().__init__(directory, Snapshot(self._tensors() if self._on_host else {}))
+        super().__init__(directory, Snapshot(self._tensors()))
 
     def _tensors(self) -> dict[tuple[int, int], Tensor]:
-        """The tensors of all files by their places in Megatron's lists."""
-        files = self._arguments[1] if self._request.async_fn is not None else []
-        return {
-            (number, place): tensor
-            for number, (_, _, (_, tensors)) in enumerate(files)
-            for place, (_, tensor) in enumerate(tensors)
-        }
+        """Take the tensors of all files out of Megatron's lists; keys are their places there."""
+        found = dict[tuple[int, int], Tensor]()
+        for number, (_, _, (_, tensors)) in enumerate(self._files):
+            found |= {(number, place): tensor for place, (_, tensor) in enumerate(tensors)}
+            tensors[:] = [(item, (number, place)) for place, (item, _) in enumerate(tensors)]
+        return found
+
+    @property
+    def _files(self) -> list[Any]:
+        """Path, name, and objects and tensors with their items, of each file that this rank writes."""
+        return self._arguments[1] if self._request.async_fn is not None else []
 
     def write(self) -> dict[str, str]:
-        if self._request.async_fn is None:  # this rank has nothing to write
-            return {}
-        if self._on_host:
-            return self._write_here()
-        with without_checksums():  # also in the processes that Megatron forks from this thread
-            self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
-        # A file that is not there could not be written; the first of `finalize_fns` says why.
-        written = [(Path(path), name) for path, name, _ in self._arguments[1] if Path(path).exists()]
-        self._arguments.clear()  # the snapshot
-        return {name: file_digest(path) for path, name in written}
-
-    def _write_here(self) -> dict[str, str]:
-        """Write in this thread, in place of the processes that Megatron forks."""
-        _, files, outcome = self._arguments
+        """Write in this thread: Megatron forks processes for it, and forks after communication and autograd threads
+        can deadlock."""
         results, digests = dict[int, Any](), dict[str, str]()
         try:
-            for number, (path, name, (objects, tensors)) in enumerate(files):
-                keys = [(item, (number, place)) for place, (item, _) in enumerate(tensors)]
-                tensors.clear()  # `snapshot` alone holds them
+            for number, (path, name, (objects, keys)) in enumerate(self._files):
                 results[number], digests[name] = write_items(Path(path), [*objects, *keys], self.snapshot)
-            outcome.put(results)
+            self._tell(results)
         except Exception as error:  # noqa: BLE001 - the first of `finalize_fns` raises it on all ranks
-            outcome.put(error)
+            self._tell(error)
         self._live.clear()
         return digests
+
+    def _tell(self, outcome: Any) -> None:
+        if self._request.async_fn is not None:
+            self._arguments[2].put(outcome)
 
     def write_index(self) -> None:
         for step in self._request.finalize_fns:
             step()
-
-
-def on_host(buckets: list[Any]) -> list[Any]:
-    """Return the data for Megatron's writer, copied to unpinned host memory. Megatron would pin it, and torch rounds
-    pinned tensors up to powers of two and keeps them."""
-    return FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
