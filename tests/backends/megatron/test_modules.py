@@ -128,13 +128,13 @@ def test_no_weights_are_drawn_that_loading_overwrites() -> None:
     """Megatron's own initialization also marks the dimension that tensor parallelism splits, by which gradient norms
     count each element once."""
     asked: list[Tensor] = []
-    weight = torch.full((4, 3), 7.0)
-    layers._initialize_affine_weight_cpu(weight, 8, 3, 4, 0, asked.append, stride=2, rank=1, world_size=2)
+    weight, unmarked = torch.full((4, 3), 7.0), torch.full((4, 3), 7.0)
+    with cpu.no_weights_drawn():
+        layers._initialize_affine_weight_cpu(weight, 8, 3, 4, 0, asked.append, stride=2, rank=1, world_size=2)
+        experts._initialize_affine_weight_cpu(
+            unmarked, 4, 6, 3, partition_dim=1, init_method=asked.append, skip_set_tensor_parallel_attributes=True
+        )
     assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 0, 2)
-    unmarked = torch.full((4, 3), 7.0)
-    experts._initialize_affine_weight_cpu(
-        unmarked, 4, 6, 3, partition_dim=1, init_method=asked.append, skip_set_tensor_parallel_attributes=True
-    )
     assert not hasattr(unmarked, "tensor_model_parallel")
     assert asked == []
     assert torch.equal(weight, unmarked)

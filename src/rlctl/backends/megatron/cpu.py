@@ -236,9 +236,10 @@ def _use_cpu_random_state() -> None:
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_rng_state, set_rng_state
 
 
-def _draw_no_weights() -> None:
-    """Leave weights as they are allocated. `load_rank` writes each element, and on a CPU each rank would draw the whole
-    model in float32 on one core to keep its part."""
+@contextlib.contextmanager
+def no_weights_drawn() -> Iterator[None]:
+    """Leave the weights of models that are built as they are allocated. `load_rank` writes each element, and on a CPU
+    each rank would draw the whole model in float32 on one core to keep its part."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import experts
 
@@ -257,8 +258,15 @@ def _draw_no_weights() -> None:
                 tensor=weight, is_parallel=True, dim=partition_dim, stride=stride
             )
 
-    for module in (layers, experts):
-        vars(module)["_initialize_affine_weight_cpu"] = mark
+    modules: list[Any] = [module for module in (layers, experts) if hasattr(module, "_initialize_affine_weight_cpu")]
+    drawn = [module._initialize_affine_weight_cpu for module in modules]
+    try:
+        for module in modules:
+            module._initialize_affine_weight_cpu = mark
+        yield
+    finally:
+        for module, function in zip(modules, drawn, strict=True):
+            module._initialize_affine_weight_cpu = function
 
 
 def _split_rotary_without_pinning() -> None:
@@ -388,7 +396,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     _add_up_squares_in_chunks,
     _keep_tensors_on_cpu,
     _use_cpu_random_state,
-    _draw_no_weights,
     _split_rotary_without_pinning,
     _convert_cpu_splits,
     _exchange_uneven_parts,

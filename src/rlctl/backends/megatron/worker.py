@@ -72,7 +72,8 @@ class MegatronWorker(PolicyRank):
             compat.require_float8(self.config)
         stages = range(spec.parallel.vpp) if spec.parallel.vpp > 1 else [None]
         kind = model.ValueModel if self.spec.valued else model.PolicyModel
-        models = [model.build_model(spec, self.config, stage, kind) for stage in stages]
+        with cpu.no_weights_drawn():
+            models = [model.build_model(spec, self.config, stage, kind) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
         self.optimizer: Any = None
         if spec.teaches is None:
