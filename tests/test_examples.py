@@ -216,7 +216,7 @@ def test_a_job_that_slurm_warns_saves_is_queued_again_and_goes_on(tmp_path: Path
         process = subprocess.Popen(script, cwd=tmp_path, env=job, start_new_session=True)
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
-            if (tmp_path / "runs").exists() and not codes:
+            if (tmp_path / "runs" / "17" / "manifest.json").exists() and not codes:
                 process.send_signal(signal.SIGUSR1)
                 codes.append(process.wait(60))
             time.sleep(0.05)
