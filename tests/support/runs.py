@@ -48,7 +48,7 @@ def command(model: Path, run_dir: Path, *more: str) -> list[str]:
         str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
         "--reward", f"{reward}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2", "--seed", "1",
         "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
-        "run.checkpoint_every=2", "--set", "reward.timeout_s=300", "--set", "training.dp=1", "--set", "training.tp=1",
+        "run.checkpoint_every=2", "--set", "reward.timeout_s=300", "--set", "training.dp=1",
         "--set", "training.threads=1", "--set", "generation.threads=1", *more,
     ]  # fmt: skip
 
