@@ -44,7 +44,9 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
         wait_for_step(process, run_dir, 1, log)
         family = process.family()
         workers = [p for p in family if worker_name(p, run_dir)]
-        assert {worker_name(p, run_dir) for p in workers} >= {"policy-0", "engine-0", "reward-0"}
+        tp = json.loads((run_dir / "manifest.json").read_text())["config"]["training.tp"]["value"]
+        ranks = {f"policy-{rank}" for rank in range(tp)}
+        assert {worker_name(p, run_dir) for p in workers} == {*ranks, "engine-0", "reward-0"}
         wait_for_step(process, run_dir, 3, log)
         wait_for(lambda: (run_dir / "checkpoints" / "step_3").exists(), process, log)
         os.kill(process.pid, signal.SIGKILL)

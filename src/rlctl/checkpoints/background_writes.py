@@ -65,7 +65,7 @@ class Snapshot:
                 self._changed.notify_all()
 
     def keep(self) -> None:
-        """Return when the tensors may be changed: copies what was not taken yet, waits for what is in use."""
+        """Copy the tensors not yet written and wait for the one being written. Afterwards they may change."""
         with self._changed:
             self._copy(lambda _: True)
             self._changed.wait_for(lambda: not self._in_use)

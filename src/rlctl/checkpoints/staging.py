@@ -172,7 +172,7 @@ class _Pieces(io.FileIO):
 
 
 def _begin_flush(descriptor: int, start: int, size: int) -> None:
-    """Let the kernel begin to write a range to the disk; what fails is reported by the flush at the end."""
+    """Tell the kernel to start writing a range to disk. The flush at the end reports errors."""
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux
     if begin is not None:
         begin(ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
@@ -191,7 +191,7 @@ class Flusher:
         self._under_way: list[Future[None]] = []
 
     def close(self, stream: BinaryIO) -> None:
-        stream.flush()  # what is in Python's buffer: readers see the whole file from here on
+        stream.flush()  # empties Python's buffer, so that readers see the whole file
         self._under_way.append(self._pool.submit(_flush_and_close, stream))
 
     def wait(self) -> None:

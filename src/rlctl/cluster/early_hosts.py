@@ -30,7 +30,7 @@ class EarlyHosts:
         self._lock = threading.Lock()
 
     def start(self, wanted: Sequence[EarlyHost]) -> None:
-        """Start processes in the Ray session that is there; what fails is left to the start of the workers."""
+        """Start processes in the running Ray session. Errors are ignored: the workers then start their own."""
         from ray.exceptions import RayError
 
         from rlctl.cluster.workers import new_host

@@ -181,7 +181,7 @@ def start_run_workers(
 ) -> Iterator[RunWorkers]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `load`
     gives policy and teacher their weights. Engines and scorers start beside both, unless engines have to be alone on
-    their devices. `doing` is told what is waited for. `early` may have started processes already."""
+    their devices. `doing` receives the name of each phase. `early`: processes that were started before."""
     with _starting(spec.policy.device, spec.limits, log_dir, early) as start:
         shared = spec.engines is None or spec.colocated
         engine_devices = spec.engines.devices if spec.engines is not None else 0
@@ -347,8 +347,8 @@ def calls_at_a_time(engine: EngineSpec) -> int:
 
 
 def early_hosts(spec: RunWorkersSpec) -> list[EarlyHost]:
-    """Return the processes of policy and engines that can start before it is known what they are built from. On GPUs
-    and other hosts there are none: their devices are assigned first."""
+    """Return the policy and engine processes that can start before data is read: none on GPUs and on several
+    hosts, where devices are assigned first."""
     policy, engines = spec.policy, spec.engines
     if policy.device != "cpu" or spec.own_nodes:
         return []
