@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.data.texts import TrainedText
 from rlctl.errors import InputError
 from rlctl.methods.available import config_class, method_from_config
 from rlctl.rollouts.dataset import HeldOutTexts, ScoredTexts, TextStream
@@ -50,7 +51,7 @@ def test_next_to_each_completion_stands_that_of_another_row(
     trained = [stream.sources[0].prompts[index] for index in range(8 - count)]
     for of, rows in ((stream, trained), (held.stream, held.rows)):
         if len(rows) == 1 and of is stream:
-            with pytest.raises(InputError, match=r"is the only row of .*rows.jsonl.*at least two rows"):
+            with pytest.raises(InputError, match=r"every row of .*rows.jsonl has this prompt.*at least two prompts"):
                 of.texts(rows[0])
             continue
         others = set()
@@ -59,6 +60,53 @@ def test_next_to_each_completion_stands_that_of_another_row(
             assert own != other
             others.add(tuple(other[-3:]))
         assert len(others) == len(rows)  # each stands next to one
+
+
+def learned(text: TrainedText) -> list[int]:
+    return text.tokens_T[text.mask_T].tolist()
+
+
+LABELED_FILES = {
+    "samples of each prompt": ["a", "a", "a", "b", "b", "c"],
+    "pairs, first and last row alike": ["a", "b", "b", "c", "c", "a"],
+    "white space": ["a b", "a  b", "a b ", "c", "d", "d"],
+    "messages": [[{"role": "user", "content": text}] for text in "aabbcc"],
+}
+
+
+@pytest.mark.parametrize("prompts", LABELED_FILES.values(), ids=LABELED_FILES)
+def test_kto_compares_a_completion_with_the_next_one_of_another_prompt(opened: Open, prompts: list[Any]) -> None:
+    """KTO (2402.01306), equation 8: y' is of another prompt than x. The rule is written out here in a second form."""
+    rows = [{"prompt": prompt, "completion": f"c{n}", "label": n % 2 == 0} for n, prompt in enumerate(prompts)]
+    stream, same = opened(rows), [" ".join(str(prompt).split()) for prompt in prompts]
+    read = [stream.sources[0].prompts[n] for n in range(len(rows))]
+    for n, row in enumerate(read):
+        expected = min((m for m in range(len(rows)) if same[m] != same[n]), key=lambda m: (m - n) % len(rows))
+        own, other = stream.texts(row)
+        assert learned(own) == learned(stream.texts(read[n])[0])
+        assert learned(other) == learned(stream.texts(read[expected])[0])
+
+
+def test_a_held_out_completion_of_kto_is_compared_with_another_prompt_of_the_data(
+    opened: Open, tiny_llama: Path
+) -> None:
+    rows = [{"prompt": "a", "completion": f"c{n}", "label": True} for n in range(5)]
+    rows += [{"prompt": "b", "completion": "other", "label": True}]
+    for seed in range(6):  # also where the held-out row has the prompt of all but one
+        stream = opened(rows, validation={"holdout": 1, "at_end": True}, run={"seed": seed})
+        held = HeldOutTexts.open(opened.config, stream, tiny_llama)  # type: ignore[attr-defined]
+        assert held is not None
+        (row,) = held.rows
+        if row.prompt == "b":
+            continue
+        other = next(one for one in map(stream.sources[0].prompts.__getitem__, range(5)) if one.prompt == "b")
+        assert learned(held.stream.texts(row)[1]) == learned(stream.texts(other)[0])
+
+
+def test_kto_refuses_data_of_one_prompt(opened: Open) -> None:
+    stream = opened([{"prompt": "a", "completion": f"c{n}", "label": n % 2 == 0} for n in range(4)])
+    with pytest.raises(InputError, match=r"every row of .*rows.jsonl has this prompt.*two prompts"):
+        stream.require_fit()
 
 
 BAD = [float("nan"), float("inf"), -float("inf"), 1e300, 10**400, "much", True]

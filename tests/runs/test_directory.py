@@ -64,21 +64,52 @@ def test_a_save_that_was_killed_is_not_a_checkpoint_and_is_cleared_away(run):
     assert os.listdir(run.path / "checkpoints") == ["step_1"]
 
 
+def taken(run: RunDirectory, step: int, reward: float, sampled: dict[int, int], **metrics) -> None:
+    """Log a step and save its checkpoint; `sampled`: tokens by the version of the weights that sampled them."""
+    run.open_metrics(None if step == 1 else run.checkpoints()[-1])
+    line = {"reward_mean": reward, "tokens_by_version": [*map(list, sampled.items())], **metrics}
+    new = run.new_checkpoint(step)
+    with new.writing():
+        new.begin()
+        new.commit({"version": step, "source": {}, "metrics": line, "files": {"weights": "0"}})
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "left"),
     [
-        (None, None, [1, 2, 3, 4, 5]),
-        (2, None, [4, 5]),
-        (None, 1, [2, 5]),
-        (2, 2, [2, 3, 4, 5]),
-        (1, 9, [1, 2, 3, 4, 5]),
+        (None, None, [1, 2, 3, 4]),
+        (2, None, [3, 4]),
+        (None, 1, [2, 4]),
+        (1, 2, [1, 2, 4]),
+        (1, 9, [1, 2, 3, 4]),
     ],
 )
-def test_prune_keeps_the_newest_and_the_best(run, keep_last, keep_best, left):
-    for step, reward in enumerate((0.1, 0.9, 0.5, 0.2, 0.3), start=1):
-        save(run, step, reward)
-    run.prune(keep_last, keep_best)
+def test_prune_keeps_the_newest_and_those_whose_weights_earn_most(run, keep_last, keep_best, left):
+    """Step N samples with the weights of checkpoint N - 1: 0.610 is what the untrained model earns, 0.237 what
+    checkpoint 2 does."""
+    for step, reward in enumerate((0.610, 0.187, 0.237, 0.168), start=1):
+        taken(run, step, reward, {step - 1: 100})
+        run.prune(keep_last, keep_best)
     assert [checkpoint.step for checkpoint in run.checkpoints()] == left
+
+
+def test_rewards_of_asynchronous_steps_count_for_the_weights_that_sampled(run):
+    """Two steps of lag, and steps whose tokens come from several versions."""
+    sampled = [{0: 9}, {0: 9}, {1: 9}, {1: 3, 2: 6}, {3: 9}, {4: 9}]
+    for step, (reward, by_version) in enumerate(zip((0.9, 0.9, 0.2, 0.8, 0.6, 0.1), sampled, strict=True), start=1):
+        taken(run, step, reward, by_version)
+        run.prune(1, 1)
+        unmeasured = [one for one in range(1, step + 1) if one > max(max(known) for known in sampled[:step])]
+        assert {*unmeasured} <= {checkpoint.step for checkpoint in run.checkpoints()}
+    # 1: (9 x 0.2 + 3 x 0.8) / 12 = 0.35, 2: 0.8, 3: 0.6, 4: 0.1; 5 has sampled nothing yet, and 6 is the newest.
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 5, 6]
+
+
+def test_a_validation_measures_the_checkpoint_of_its_step(run):
+    for step, loss in enumerate((0.5, 0.3, 0.4), start=1):
+        taken(run, step, 0.0, {}, validation={"loss": loss})
+        run.prune(1, 1, "validation/loss")
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 3]
 
 
 def test_a_place_that_is_taken_is_refused(run, tmp_path):

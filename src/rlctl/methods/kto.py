@@ -9,8 +9,8 @@ Ethayarajh et al. 2024 (arXiv 2402.01306), equations 7 and 8. A loss is averaged
 estimates KL(pi || pi_ref) and has no gradient: it is computed before the step, over the whole batch, so that it does
 not depend on how completions are packed. `preference.good_weight` is l_D and `preference.bad_weight` l_U.
 
-A group has two texts: the completion, and next to it that of the next row, behind the same prompt, for z0 alone. The
-reference is the model that the run began with. Suffix N: the completions of a micro-batch.
+A group has two texts: the completion, and the completion of the next row with another prompt, behind the same prompt,
+for z0 alone. The reference is the model that the run began with. Suffix N: the completions of a micro-batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LABEL = "label"
 
 
 class LabelRows(RowType):
-    """Completions with a `label`, true or false; the completion of another row stands next to each."""
+    """Completions with a `label`, true or false; the completion of another prompt stands next to each."""
 
     needs_another = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,8 @@ class TextStream(PromptStream):
     """Precomputed reference log-probs; None: the reference is in memory, or none."""
     precomputes: bool = False
     """Whether they are computed before the first step, for the rows that do not bring them."""
-    others: PromptSource | None = None
-    """With labels, rows whose completions accompany a source's only row; None: none."""
+    others: Sequence[PromptSource] = ()
+    """With labels, further sources of completions of other prompts."""
 
     @property
     def used(self) -> list[PromptRow]:
@@ -108,15 +109,19 @@ class TextStream(PromptStream):
         )
 
     def _other(self, source: OpenedSource, row: PromptRow) -> PromptRow:
-        if (size := len(source.prompts)) > 1:
-            return source.prompts[(row.index + 1) % size]
-        if self.others is None:
+        """Return the next row with another prompt. Rows of one prompt often stand together: in pairs written as two
+        rows, and in several samples of each prompt."""
+        own, question = source.prompts, _question(row)
+        following = (own[(row.index + step) % len(own)] for step in range(1, len(own)))
+        elsewhere = (other.prompts for other in self.sources if other is not source)
+        further = (prompts[index] for prompts in (*elsewhere, *self.others) for index in range(len(prompts)))
+        if (other := next((one for one in chain(following, further) if _question(one) != question), None)) is None:
             raise InputError(
-                f"{row.where} is the only row of {source.prompts.label}, and each completion is compared with "
-                "another row's.",
-                "Give at least two rows.",
+                f"{row.where}: every row of {own.label} has this prompt, and each completion is compared with the "
+                "completion of another prompt.",
+                "Give rows with at least two prompts.",
             )
-        return self.others[0]
+        return other
 
     def require_numbers(self, row: PromptRow) -> None:
         """Raise InputError where a field of `row` that the loss is computed from is not a finite number."""
@@ -229,7 +234,7 @@ class HeldOutTexts:
         rows = readable(drawn, data, encoder)
         stream = type(texts)([opened], Mixing([1.0]), len(rows))
         stream.rows = texts.rows
-        stream.precomputes, stream.others = texts.precomputes, texts.sources[0].prompts
+        stream.precomputes, stream.others = texts.precomputes, [one.prompts for one in texts.sources]
         return cls(source.label, stream, rows, source.fingerprint(), wanted.answered)
 
     def fitted(self, limit: int, room: int) -> HeldOutTexts:
@@ -318,6 +323,11 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[Rollou
                 replace(both, rollouts=both.rollouts[:TEACHER_SAMPLE], for_teacher=both.rollouts[TEACHER_SAMPLE])
             )
     return tuple(found)
+
+
+def _question(row: PromptRow) -> object:
+    """Return a row's prompt for comparisons: texts without differences in white space."""
+    return " ".join(row.prompt.split()) if isinstance(row.prompt, str) else row.prompt
 
 
 def reference_key(row: PromptRow) -> str:

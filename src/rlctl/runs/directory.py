@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -18,7 +17,8 @@ from typing import Any
 from rlctl.checkpoints.staging import is_full
 from rlctl.config.files import flush, flush_one, json_line, lock_file, write_json
 from rlctl.errors import InputError, RlctlError, listed
-from rlctl.telemetry.metrics import LOSS, MetricsFile, finite, flatten
+from rlctl.settings.run import VALIDATION_PREFIX
+from rlctl.telemetry.metrics import LOSS, MetricsFile, finite, flatten, read_metrics
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"
@@ -239,12 +239,35 @@ class RunDirectory:
         found = self.checkpoints()
         newest = found[-(keep_last or 1) :]  # the newest is what a resume needs
         newest += [one for one in found if one.good][-1:]  # where training has gone wrong since, this is
-        best = sorted(found, key=lambda checkpoint: (-checkpoint.goodness(by), -checkpoint.step))[: keep_best or 0]
+        best = self._best(found, keep_best, by) if keep_best else []
         for checkpoint in found:
             if checkpoint not in (*newest, *best):
                 aside = checkpoint.path.with_name(f".{checkpoint.path.name}{REMOVED}")
                 checkpoint.path.rename(aside)  # at once: a part of it would be taken for a checkpoint
                 shutil.rmtree(aside)
+
+    def _best(self, found: Sequence[Checkpoint], count: int, by: str) -> list[Checkpoint]:
+        """Return the best `count` of `found`, and with `reward_mean` those whose weights no step has rewards of yet."""
+        earned = None if by.startswith(VALIDATION_PREFIX) else self._earned(found, by)
+        goodness = {one.step: one.goodness(by) if earned is None else earned.get(one.version) for one in found}
+        known = [one for one in found if goodness[one.step] is not None]
+        best = sorted(known, key=lambda one: (-(goodness[one.step] or 0.0), -one.step))[:count]
+        measured = max(earned or {}, default=-1)
+        return [*best, *(one for one in found if earned is not None and one.version > measured)]
+
+    def _earned(self, found: Sequence[Checkpoint], name: str) -> dict[int, float]:
+        """Return the mean of a metric of rollouts over the tokens that each version of the weights has sampled: a step
+        measures the weights before its update, and with asynchronous rollouts older ones."""
+        lines = {line["step"]: line for line in read_metrics(self.metrics)}
+        lines |= {one.step: one.state()["metrics"] for one in found if one.readable}  # the newest has no line yet
+        sums: dict[int, list[float]] = {}
+        for line in lines.values():
+            if isinstance(value := line.get(name), float | int):
+                for version, tokens in line.get("tokens_by_version", ()):
+                    total = sums.setdefault(version, [0.0, 0.0])
+                    total[0] += tokens * value
+                    total[1] += tokens
+        return {version: total / tokens for version, (total, tokens) in sums.items() if tokens}
 
     def recover_partial(self, tell: Callable[[str], None]) -> None:
         """Complete saves that were killed after all of them was written, and remove what other killed saves left."""
@@ -310,12 +333,19 @@ class Checkpoint:
             return bool(self.state())
         return False
 
-    def goodness(self, name: str) -> float:
-        """Return a metric of the step it was saved after, of a loss its negative; -inf where it is unknown."""
+    @property
+    def version(self) -> int:
+        """The version of its weights; -1 where it cannot be read."""
+        with contextlib.suppress(InputError):
+            return int(self.state()["version"])
+        return -1
+
+    def goodness(self, name: str) -> float | None:
+        """Return a metric of the validation after its step, of a loss its negative; None where it is unknown."""
         with contextlib.suppress(InputError, KeyError, TypeError):
             value = dict(flatten(self.state()["metrics"]))[name]
             return -value if name.split("/")[-1] == LOSS else value
-        return -math.inf
+        return None
 
     @property
     def good(self) -> bool:

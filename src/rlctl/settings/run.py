@@ -242,8 +242,8 @@ class RunConfig(Section):
     keep_best: Positive | None = None
     """Number of best checkpoints by `keep_best_by` to keep, in addition to the newest."""
     keep_best_by: str = "reward_mean"
-    """Metric that ranks checkpoints: `reward_mean` of the step, or `validation/<name>`, such as
-    `validation/accuracy`."""
+    """Metric that ranks checkpoints: `reward_mean` of the rollouts that their weights sampled, in later steps, or
+    `validation/<name>`, such as `validation/accuracy`."""
     save_final: bool = True
     """Save a checkpoint at the end."""
     stop_within_s: Seconds = 300.0
