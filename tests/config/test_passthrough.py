@@ -19,7 +19,7 @@ from rlctl.config import installed, passthrough
 from rlctl.config.keys import field, known_keys
 from rlctl.config.load import Resolved, resolve
 from rlctl.config.other_trainers import NAMES
-from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS
+from rlctl.config.passthrough import ALIASES, CHOICES, MANAGED, TARGETS
 from rlctl.errors import ConfigError
 
 
@@ -100,6 +100,36 @@ def test_other_names_and_managed_fields_exist() -> None:
     assert not ALIASES.keys() & MANAGED.keys()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["optimizer.optimizer=adam", "megatron.recompute_modules=[mlp,core_attn]", "megatron.cuda_graph_scope=attn,mlp",
+     "megatron.cp_comm_type=[p2p,a2a+p2p]", "vllm.quantization=fp8", "vllm.model_impl=Transformers",
+     "vllm.distributed_executor_backend=mp", "vllm.distributed_executor_backend=own.module.Executor",
+     "vllm.mm_encoder_attn_backend=torch_sdpa", "vllm.generation_config=anything", "vllm.quantization=null"],
+)  # fmt: skip
+def test_names_that_the_installed_libraries_know_are_taken(text: str) -> None:
+    given(text)
+
+
+def test_choices_are_those_that_the_installed_megatron_compares_with() -> None:
+    """Each name stands in quotes in Megatron-Core's code or documentation of the field."""
+    from rlctl.config.installed import find_module
+
+    package = find_module("megatron.core")
+    assert package is not None
+    files = ("transformer/transformer_config.py", "optimizer/__init__.py", "fp8_utils.py", "enums.py",
+             "extensions/transformer_engine.py")  # fmt: skip
+    code = "".join((package.path.parent / name).read_text() for name in files)
+    for key, names in CHOICES.items():
+        assert key.partition(".")[2] in (TARGETS[key.partition(".")[0]].fields() or {})
+        assert not [name for name in names if f'"{name}"' not in code and f"'{name}'" not in code], key
+
+
+def test_a_plug_in_of_another_package_may_bring_names_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passthrough, "_vllm_is_extended", lambda: True)
+    given("vllm.quantization=own")
+
+
 def test_fields_pass_with_their_origin() -> None:
     resolved = given("megatron.moe_router_dtype=fp64", "ddp.bucket_size=1000", "vllm.cpu_offload_gb=2")
     assert resolved.config.megatron.passed == {"moe_router_dtype": "fp64"}
@@ -135,6 +165,22 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("ddp.bucket_size=many", "it takes integer | unset"),
         ("ddp.average_in_collective=true", "gradients are summed"),
         ("optimizer.optimizer_offload_fraction=0.5", "all states in host memory and updates on the device"),
+        ("optimizer.optimizer=banana", "it takes adam"),
+        ("optimizer.optimizer=sgd", "it takes adam"),
+        ("optimizer.muon_tp_mode=banana", "the optimizer is Adam"),
+        ("optimizer.decoupled_lr=0.1", "optimizer.lr is the learning rate of all parameters"),
+        ("optimizer.fp8_recipe=banana", "it takes tensorwise | delayed"),
+        ("megatron.recompute_modules=[core_attn,mlq]", r"it takes core_attn \| moe_act"),
+        ("megatron.moe_router_load_balancing_type=auxloss", r"it takes aux_loss \| seq_aux_loss"),
+        ("megatron.cp_comm_type=banana", "it takes p2p"),
+        ("megatron.cuda_graph_scope=attn,banana", r"it takes full \| full_iteration"),
+        ("ddp.outer_dp_sharding_strategy=optim", "Megatron-FSDP"),
+        ("vllm.model_impl=banana", r"it takes auto \| vllm \| transformers"),
+        ("vllm.quantization=banana", r"it takes awq"),
+        ("vllm.tokenizer_mode=banana", r"it takes auto \| hf"),
+        ("vllm.enable_lora=true", "adapters are merged into the weights that a refit sends: set training.lora"),
+        ("vllm.max_loras=2", "set training.lora"),
+        ("vllm.lora_target_modules=[q_proj]", "set training.lora"),
         ("vllm.enforce_eagr=true", "did you mean `vllm.enforce_eager`"),
         ("vllm.enforce_eager.x=1", "no keys of its own"),
         ("vllm.worker_extension_cls=a.B", "a refit reaches"),

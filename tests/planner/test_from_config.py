@@ -58,17 +58,9 @@ def test_a_driver_that_hangs_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_optimizers_moments_are_planned() -> None:
-    """SGD keeps one value of a parameter with momentum and none without, and Adam's two may be narrow."""
+    """Adam's two moments may be narrow."""
     narrow = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "uint8"}
-    sgd, plain = {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}
-    assert [moment_bytes(one) for one in ({}, sgd, plain, narrow)] == [8, 4, 0, 3]
-    facts, states = lookup("Qwen/Qwen3-8B"), []
-    assert facts is not None
-    for optimizer in ("adam", "sgd"):
-        sets = ["cluster.gpu=h100", "cluster.gpus_per_node=8", "training.tp=8", f"optimizer.optimizer={optimizer}"]
-        plan = plan_of(resolve(sets=sets).config, facts)
-        states.append(plan.memory["training"].parts["optimizer"])
-    assert states[1] * 12 == pytest.approx(states[0] * 8)
+    assert [moment_bytes(one) for one in ({}, narrow)] == [8, 3]
 
 
 def test_what_an_engine_is_told_changes_what_is_planned_of_it() -> None:

@@ -80,6 +80,8 @@ class InstalledField:
     default: str | None
     """Source text of the default; None: no default."""
     description: str = ""
+    narrower: Any = None
+    """The type of the field that the default is taken from, which may say more; None: the default is written out."""
 
 
 @dataclass(frozen=True)
@@ -175,15 +177,24 @@ def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Ins
                 description = " ".join(text.split())
             case _:
                 description = ""
-        default = _default(default, module)
-        text = None if default is None else " ".join(ast.unparse(default).split())
-        yield name, InstalledField(name, type_of(annotation, module), text, description)
+        owner, found = _owner(default, module), _default(default, module)
+        text = None if found is None else " ".join(ast.unparse(found).split())
+        narrower = None if owner is None else type_of(ast.unparse(owner[1].annotation), owner[0])
+        yield name, InstalledField(name, type_of(annotation, module), text, description, narrower)
 
 
 def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
     match node:
         case ast.Call(func=ast.Name(id="field" | "Field"), keywords=[ast.keyword(arg="default", value=value), *_]):
             return value
+    if (owner := _owner(node, module)) is not None and owner[1].value is not None:
+        return _default(owner[1].value, owner[0])
+    return node
+
+
+def _owner(node: ast.expr | None, module: Module) -> tuple[Module, ast.AnnAssign] | None:
+    """Return the field of another class that a default is taken from, such as `ModelConfig.dtype`."""
+    match node:
         case (
             ast.Attribute(value=ast.Name(id=name), attr=attribute)
             | ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=name), ast.Constant(value=attribute)])
@@ -191,9 +202,9 @@ def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
             place, owner = _class(module, name) or (module, ast.Module([], []))
             for statement in owner.body:
                 match statement:
-                    case ast.AnnAssign(target=ast.Name(id=known), value=ast.expr() as value) if known == attribute:
-                        return _default(value, place)
-    return node
+                    case ast.AnnAssign(target=ast.Name(id=known)) if known == attribute:
+                        return place, statement
+    return None
 
 
 class Names(dict[str, Any]):

@@ -126,6 +126,10 @@ def takes_text(key: str) -> bool:
     return names_variable(key) or (str in kinds and not {int, float, bool} & kinds)
 
 
+def takes_list(key: str) -> bool:
+    return any(typing.get_origin(kind) is list for kind in plain_kinds(key))
+
+
 def takes_number(key: str) -> bool:
     """Return whether this key takes a number and no boolean, so that `true` is not taken for 1."""
     kinds = plain_kinds(key)

@@ -6,10 +6,13 @@ rlctl and refused with the reason, and all others replace rlctl's value.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
+import types
 import typing
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +21,8 @@ from rlctl.config import installed
 from rlctl.config.installed import Function, InstalledField, Open
 from rlctl.config.kinds import sections_of
 from rlctl.config.other_trainers import NAMES
+
+VLLM_PLUGINS = "vllm.general_plugins"
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ ALIASES: dict[str, str] = NAMES["aliases"]
 MANAGED: dict[str, str] = {f"megatron.{name}": "it comes from the model" for name in NAMES["megatron"]["of_the_model"]}
 MANAGED |= NAMES["managed"]
 """Fields that rlctl sets itself, each with its source or the reason."""
-
-
+CHOICES: dict[str, list[str]] = NAMES["choices"]
+"""Values of fields that Megatron-Core declares as texts."""
 ABSENT_PARTS = ("dsa_", "linear_", "mamba_", "use_mamba")
 """Beginnings of the names of TransformerConfig's fields for parts that no model of rlctl has."""
 
@@ -144,9 +149,52 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         takes = kind is Open or dict in {typing.get_origin(k) or k for k in (typing.get_args(kind) or (kind,))}
         return value, None if takes else f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no keys of its own."
     try:
-        return _adapter(kind).validate_python(value), None
+        value = _adapter(kind).validate_python(value)
     except ValidationError:
         return value, f"it takes {type_words(kind)}."
+    if names := choices(key, fields[name]):
+        # Megatron-Core splits a text at commas (cuda_graph_scope); vLLM takes names in any case, and paths of classes.
+        texts = [part for one in (value if isinstance(value, list) else [value]) for part in str(one).split(",")]
+        known = {one.lower() for one in names}
+        if value is not None and any("." not in one and one.lower() not in known for one in texts):
+            return value, f"it takes {' | '.join(names)}."
+    return value, None
+
+
+def choices(key: str, field: InstalledField) -> tuple[str, ...]:
+    """Return the texts that a field takes; empty: any.
+
+    vLLM declares many names as `str | Literal[...]`, because packages can register more, and refuses others when an
+    engine starts. Another package's plug-in may have registered any name.
+    """
+    if key in CHOICES:
+        return tuple(CHOICES[key])
+    named = tuple(dict.fromkeys(one for kind in (field.type, field.narrower) for one in _texts(kind)))
+    if not named or not _takes(field.type, str) or _vllm_is_extended():
+        return ()
+    usual = ast.literal_eval(field.default) if field.default and field.default[0] in "'\"" else None
+    return named if usual is None or usual in named else (usual, *named)
+
+
+def _texts(kind: Any) -> list[str]:
+    """Return the texts in the literals of a type."""
+    if typing.get_origin(kind) is Literal:
+        return [one for one in typing.get_args(kind) if isinstance(one, str)]
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return [text for one in typing.get_args(kind) for text in _texts(one)]
+    return []
+
+
+def _takes(kind: Any, other: type) -> bool:
+    return kind is other or any(one is other for one in typing.get_args(kind))
+
+
+@functools.cache
+def _vllm_is_extended() -> bool:
+    """Return whether a package other than vLLM registers plug-ins with it."""
+    return any(
+        entry.dist is None or not entry.dist.name.startswith("vllm") for entry in entry_points(group=VLLM_PLUGINS)
+    )
 
 
 @functools.cache
@@ -171,8 +219,6 @@ def not_checked(keys: list[str]) -> list[str]:
 
 def type_words(kind: Any) -> str:
     """Return a type in the words of the configuration: `Literal['a', 'b'] | None` is `a | b | unset`."""
-    import types
-
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return type_words(arguments[0])

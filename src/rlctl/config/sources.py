@@ -24,6 +24,7 @@ from rlctl.config.keys import (
     nest,
     own_section,
     section_names,
+    takes_list,
     takes_number,
     takes_text,
     why_unknown,
@@ -416,7 +417,7 @@ def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
     """Yield the value of a command-line or environment text; text keys keep the text."""
     value = parse_value(text)
     if takes_text(key) and not isinstance(value, str) and (value is not None or names_variable(key)):
-        value = text
+        value = value if isinstance(value, list) and takes_list(key) else text
     if isinstance(value, Mapping) and holds_keys(key):
         yield from flatten(value, origin, f"{key}.")
     else:

@@ -306,10 +306,7 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
 
 
 def moment_bytes(passed: Mapping[str, Any]) -> int:
-    """Return moment bytes per parameter by Megatron's OptimizerConfig: SGD has one (none without momentum), Adam
-    two."""
-    if passed.get("optimizer") == "sgd":
-        return 4 if passed.get("sgd_momentum", 0.9) else 0
+    """Return the bytes of Adam's two moments of a parameter by Megatron's OptimizerConfig."""
     if not passed.get("use_precision_aware_optimizer"):
         return 8
     names = (str(passed.get(name, "float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
